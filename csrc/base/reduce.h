@@ -1,0 +1,45 @@
+// The arithmetic of reductions: one row of functions for each pair of element type and operation.
+//
+// Order: every fold runs left to right over its inputs, in the accumulator type of the element type (float32 for float16 and
+// bfloat16, otherwise the type itself), and is rounded to the element type once, at the end. Who calls decides the order of the
+// inputs; the same order gives the same bits whatever the blocking, the vector length or the machine.
+#pragma once
+
+#include <cstddef>
+
+#include "base/types.h"
+
+namespace mscomm {
+
+struct Reduction {
+  size_t element_bytes;
+  size_t accumulator_bytes;
+  // out = round((in[0] op in[1] op ... op in[n-1]) / divisor); divisor counts for avg alone. out may be any of the in.
+  void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
+  // The same in steps, for partial results that travel: accumulators never alias inputs.
+  void (*widen)(const void* in, void* accumulator, size_t count);              // accumulator = in
+  void (*fold)(void* accumulator, const void* in, size_t count);               // accumulator = accumulator op in
+  void (*merge)(void* accumulator, const void* other, size_t count);           // accumulator = accumulator op other accumulator
+  void (*finish)(const void* accumulator, int divisor, void* out, size_t count);
+};
+
+// Whether op is defined on dtype: avg not on bool and integers, min and max not on complex, bit operations only on bool and integers.
+bool supports(Dtype dtype, Op op);
+
+// The row for dtype and op, for the best instruction set of this CPU. Precondition: supports(dtype, op).
+const Reduction& reduction(Dtype dtype, Op op);
+
+// Arithmetic in the default floating-point environment (round to nearest, subnormals kept) for as long as this lives,
+// whatever the calling thread has set; flush-to-zero is a per-thread mode that frameworks turn on.
+class DefaultFloatMode {
+ public:
+  DefaultFloatMode();
+  ~DefaultFloatMode();
+  DefaultFloatMode(const DefaultFloatMode&) = delete;
+  DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
+
+ private:
+  unsigned long saved_;
+};
+
+}  // namespace mscomm

@@ -1,0 +1,54 @@
+"""What can go wrong in a collective call, by name.
+
+Every error says which rank and host, which operation and call number, what was expected and what to do. After any of them the group is
+broken on all its members: each later call on it raises the same error again. Wrong arguments are TypeError or ValueError; they send
+nothing and break nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Error(RuntimeError):
+    """The root of mscomm's errors."""
+
+    def __init__(self, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+        self.waiting_for = tuple(waiting_for)
+
+
+class PeerLost(Error):
+    """A rank ended, or its host went silent, while others needed it. `.ranks`: the lost ranks."""
+
+
+class CollectiveTimeout(Error, TimeoutError):
+    """A deadline passed. `.waiting_for`: the ranks that are silent or behind."""
+
+
+class Mismatch(Error, ValueError):
+    """Ranks made different calls under one call number; the text names both. `.ranks`: the ranks that differ from rank 0."""
+
+
+class BackendUnavailable(Error):
+    """The backend, or a library that it needs, is not on this machine; the text says what was looked for and where."""
+
+
+class AuthenticationError(Error, PermissionError):
+    """A peer could not prove that it knows the job's key."""
+
+
+class Aborted(Error):
+    """A rank called abort(), or ended with an uncaught exception, which the text quotes. `.ranks`: that rank."""
+
+
+KINDS: dict[str, type[Error]] = {
+    kind.__name__: kind
+    for kind in (Error, PeerLost, CollectiveTimeout, Mismatch, BackendUnavailable, AuthenticationError, Aborted)
+}
+
+
+def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> Error:
+    """The error of that kind; an unknown kind, which only a newer peer could send, becomes a plain Error."""
+    return KINDS.get(kind, Error)(text, ranks, waiting_for)
