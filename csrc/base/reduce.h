@@ -29,6 +29,10 @@ bool supports(Dtype dtype, Op op);
 // The row for dtype and op, for the best instruction set of this CPU. Precondition: supports(dtype, op).
 const Reduction& reduction(Dtype dtype, Op op);
 
+// For tests and benchmarks: the instruction sets that this CPU has, 0 the baseline, levels() - 1 the one that reduction() takes.
+int levels();
+const Reduction& reduction_at(Dtype dtype, Op op, int level);
+
 // Arithmetic in the default floating-point environment (round to nearest, subnormals kept) for as long as this lives,
 // whatever the calling thread has set; flush-to-zero is a per-thread mode that frameworks turn on.
 class DefaultFloatMode {

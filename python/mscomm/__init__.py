@@ -1,1 +1,97 @@
-"""mscomm: collective communication and data-parallel training for Python. Start with `mscomm.init()`; see README.md."""
+"""mscomm: collective communication and data-parallel training for Python.
+
+>>> import numpy as np, mscomm
+>>> mscomm.init()
+>>> mscomm.all_reduce(np.ones(3))
+array([1., 1., 1.])
+
+Names are imported at first use, so that `import mscomm`, the command line and the scheduler stay light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "errors": ("Error", "PeerLost", "CollectiveTimeout", "Mismatch", "BackendUnavailable", "AuthenticationError", "Aborted"),
+    "groups": (
+        "Group",
+        "abort",
+        "get_backend",
+        "get_group_size",
+        "get_launcher",
+        "get_local_rank",
+        "get_local_rank_size",
+        "get_rank",
+        "get_world_size",
+        "init",
+        "is_initialized",
+        "release",
+    ),
+    "collectives": (
+        "all_gather",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_many",
+        "barrier",
+        "broadcast",
+        "broadcast_",
+        "empty",
+        "zeros",
+    ),
+    "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'mscomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"mscomm.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_MODULE_OF]
+
+
+if TYPE_CHECKING:
+    from mscomm.collectives import all_gather as all_gather
+    from mscomm.collectives import all_reduce as all_reduce
+    from mscomm.collectives import all_reduce_ as all_reduce_
+    from mscomm.collectives import all_reduce_many as all_reduce_many
+    from mscomm.collectives import barrier as barrier
+    from mscomm.collectives import broadcast as broadcast
+    from mscomm.collectives import broadcast_ as broadcast_
+    from mscomm.collectives import empty as empty
+    from mscomm.collectives import zeros as zeros
+    from mscomm.context import GRAPH_MODE as GRAPH_MODE
+    from mscomm.context import PYNATIVE_MODE as PYNATIVE_MODE
+    from mscomm.context import get_context as get_context
+    from mscomm.context import set_context as set_context
+    from mscomm.context import set_ps_context as set_ps_context
+    from mscomm.errors import Aborted as Aborted
+    from mscomm.errors import AuthenticationError as AuthenticationError
+    from mscomm.errors import BackendUnavailable as BackendUnavailable
+    from mscomm.errors import CollectiveTimeout as CollectiveTimeout
+    from mscomm.errors import Error as Error
+    from mscomm.errors import Mismatch as Mismatch
+    from mscomm.errors import PeerLost as PeerLost
+    from mscomm.groups import Group as Group
+    from mscomm.groups import abort as abort
+    from mscomm.groups import get_backend as get_backend
+    from mscomm.groups import get_group_size as get_group_size
+    from mscomm.groups import get_launcher as get_launcher
+    from mscomm.groups import get_local_rank as get_local_rank
+    from mscomm.groups import get_local_rank_size as get_local_rank_size
+    from mscomm.groups import get_rank as get_rank
+    from mscomm.groups import get_world_size as get_world_size
+    from mscomm.groups import init as init
+    from mscomm.groups import is_initialized as is_initialized
+    from mscomm.groups import release as release

@@ -1,0 +1,20 @@
+// Barrier over the mesh: empty messages up a binomial tree, then down.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+void barrier_tree(const Call&, const Ranks& ranks, const Wait& wait) {
+  Mesh& mesh = *ranks.mesh;
+  const Tree tree(mesh.rank(), mesh.size(), 0);
+  std::vector<Piece> children;
+  for (int child : tree.children) children.push_back({child, nullptr, 0});
+  mesh.exchange({}, children, wait);
+  if (tree.parent >= 0) {
+    const Piece parent{tree.parent, nullptr, 0};
+    mesh.exchange({&parent, 1}, {}, wait);
+    mesh.exchange({}, {&parent, 1}, wait);
+  }
+  mesh.exchange(children, {}, wait);
+}
+
+}  // namespace mscomm

@@ -1,0 +1,56 @@
+#include "backend/host.h"
+
+#include <cstring>
+
+#include "base/error.h"
+
+namespace mscomm {
+
+HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh,
+                         std::shared_ptr<Heap> heap)
+    : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)), heap_(std::move(heap)) {
+  for (size_t what = 0; what < collectives.size(); what++) {
+    chosen_[what] = &select(static_cast<Collective>(what), layout_, forced);
+    if (layout_.size == 1) continue;
+    if (!(chosen_[what]->carrier == Carrier::arena ? static_cast<bool>(arena_) : static_cast<bool>(mesh_)))
+      throw Error("Error", std::string(collectives[what]) + " by " + std::string(chosen_[what]->name) +
+                               " was chosen, but its transport was not set up");
+  }
+}
+
+void HostBackend::run(const Call& call, const Wait& wait) {
+  if (layout_.size == 1) {
+    if (call.out != call.x && call.bytes()) std::memcpy(call.out, call.x, call.bytes());
+    return;
+  }
+  const DefaultFloatMode mode;
+  const Algorithm& algorithm = *chosen_[static_cast<size_t>(call.signature.what)];
+  if (algorithm.carrier == Carrier::mesh) mesh_->begin(call.signature);
+  algorithm.run(call, {layout_, arena_.get(), mesh_.get(), scratch_}, wait);
+}
+
+void HostBackend::shut_down() {
+  if (arena_) arena_->ring();
+  if (mesh_) mesh_->shut_down();
+}
+
+void HostBackend::withdraw() {
+  if (arena_) heap_->privatise();
+}
+
+void HostBackend::close() {
+  constexpr double delivery_s = 5;
+  if (mesh_) mesh_->close(delivery_s);
+}
+
+void HostBackend::close_descriptors() {
+  if (mesh_) mesh_->close_descriptors();
+}
+
+std::vector<std::pair<std::string_view, std::string_view>> HostBackend::chosen() const {
+  std::vector<std::pair<std::string_view, std::string_view>> names;
+  for (size_t what = 0; what < collectives.size(); what++) names.emplace_back(collectives[what], chosen_[what]->name);
+  return names;
+}
+
+}  // namespace mscomm

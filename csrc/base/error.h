@@ -1,0 +1,28 @@
+// What the core throws. Kind is the name of the Python class that it becomes (python/mscomm/errors.py).
+#pragma once
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mscomm {
+
+struct Error : std::runtime_error {
+  Error(std::string kind, const std::string& text, std::vector<int> ranks = {}, std::vector<int> waiting_for = {})
+      : std::runtime_error(text), kind(std::move(kind)), ranks(std::move(ranks)), waiting_for(std::move(waiting_for)) {}
+
+  std::string kind;
+  std::vector<int> ranks;
+  std::vector<int> waiting_for;
+};
+
+inline Error peer_lost(int rank, const std::string& text) { return {"PeerLost", text, {rank}}; }
+
+// A failed system call: "mmap of 4096 bytes: Cannot allocate memory".
+inline Error system_error(const std::string& what, int errno_value) {
+  return {"Error", what + ": " + std::strerror(errno_value)};
+}
+
+}  // namespace mscomm

@@ -1,0 +1,454 @@
+// Reductions: element formats x operations, compiled once for each instruction set and chosen at run time.
+//
+// Every loop is one instance of pass(). It has no intrinsics: a level wraps the same inlined body in a function with
+// another target, and because the arithmetic is IEEE without contraction, all levels give the same bits.
+#include "base/reduce.h"
+
+#include <algorithm>
+#include <bit>
+#include <concepts>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace mscomm {
+namespace {
+
+// Elements of an accumulator block: small enough for the L1 cache next to the inputs.
+constexpr size_t block_elements = 1024;
+
+template <class T>
+struct Complex {
+  T re, im;
+};
+
+template <class T>
+constexpr bool is_complex = false;
+template <class T>
+constexpr bool is_complex<Complex<T>> = true;
+
+template <class T>
+using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+
+// Masks instead of ?: keep both sides computed: GCC threads jumps through chains of ?: and then does not vectorise.
+template <class T>
+[[gnu::always_inline]] inline T blend(Bits<T> mask, T yes, T no) {
+  return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
+}
+
+template <class T>
+[[gnu::always_inline]] inline T choose(bool condition, T yes, T no) {
+  // Not 0 - condition: SSE2 has no 64-bit integer comparison, but one of doubles.
+  return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
+}
+
+// Which NaN comes out of a + b is up to the compiler (operand order) and the machine (sign): results carry always this.
+template <class T>
+[[gnu::always_inline]] inline T one_nan(T x) {
+  if constexpr (is_complex<T>) {
+    return {one_nan(x.re), one_nan(x.im)};
+  } else if constexpr (std::floating_point<T>) {
+    return choose(x != x, std::numeric_limits<T>::quiet_NaN(), x);
+  } else {
+    return x;
+  }
+}
+
+// Operations: combine two accumulators; finish turns the last one into the value to round.
+
+struct Sum {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+  template <class T>
+  [[gnu::always_inline]] static T finish(T x, int) {
+    return one_nan(x);
+  }
+};
+
+struct Avg : Sum {
+  template <class T>
+  [[gnu::always_inline]] static T finish(T x, int divisor) {
+    return one_nan(x / static_cast<T>(divisor));
+  }
+};
+
+struct Prod {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    if constexpr (is_complex<T>) {
+      // a.re * b.re - a.im * b.im, but GCC 12 makes vfmaddsub of that even with -ffp-contract=off.
+      return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
+    } else if constexpr (std::unsigned_integral<T>) {
+      return static_cast<T>(1u * a * b);  // 1u: uint16 * uint16 would be a signed int, and overflow
+    } else {
+      return a * b;
+    }
+  }
+  template <class T>
+  [[gnu::always_inline]] static T finish(T x, int) {
+    return one_nan(x);
+  }
+
+ private:
+  template <class T>
+  [[gnu::always_inline]] static T minus(T x) {
+    return std::bit_cast<T>(std::bit_cast<Bits<T>>(x) ^ std::bit_cast<Bits<T>>(T{-0.0}));
+  }
+};
+
+struct Select {
+  template <class T>
+  [[gnu::always_inline]] static T finish(T x, int) {
+    return x;
+  }
+};
+
+struct Min : Select {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    if constexpr (std::floating_point<T>) return choose((a < b) | (a != a), a, b);
+    return a < b ? a : b;
+  }
+};
+
+struct Max : Select {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    if constexpr (std::floating_point<T>) return choose((a > b) | (a != a), a, b);
+    return a > b ? a : b;
+  }
+};
+
+struct And : Select {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return a & b;
+  }
+};
+
+struct Or : Select {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return a | b;
+  }
+};
+
+struct Xor : Select {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return a ^ b;
+  }
+};
+
+// Formats: the parts that an element has in memory, what a part accumulates in, and the format of that accumulator.
+
+template <class T, size_t parts_ = 1>
+struct Plain {
+  static constexpr size_t parts = parts_;
+  using Part = T;
+  using Accumulator = T;
+  using Wide = Plain;
+  [[gnu::always_inline]] static T widen(T x) { return x; }
+  [[gnu::always_inline]] static T narrow(T x) { return x; }
+};
+
+struct Bool {
+  static constexpr size_t parts = 1;
+  using Part = uint8_t;
+  using Accumulator = uint8_t;
+  using Wide = Bool;
+  [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
+  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x; }
+};
+
+struct Bfloat16 {
+  static constexpr size_t parts = 1;
+  using Part = uint16_t;
+  using Accumulator = float;
+  using Wide = Plain<float>;
+  [[gnu::always_inline]] static float widen(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
+  [[gnu::always_inline]] static uint16_t narrow(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return static_cast<uint16_t>(choose(x != x, ((bits >> 16) & 0x8000) | 0x7fc0, rounded));
+  }
+};
+
+struct Float16 {
+  static constexpr size_t parts = 1;
+  using Part = uint16_t;
+  using Accumulator = float;
+  using Wide = Plain<float>;
+
+  [[gnu::always_inline]] static float widen(uint16_t x) {
+    const int32_t magnitude = (x & 0x7fff) << 13;
+    const uint32_t bits = static_cast<uint32_t>(magnitude);
+    // With an exponent 224 too large, inf and NaN have exponent 255; finite numbers are 2^112 times too large.
+    const float normal = std::bit_cast<float>(bits + (224u << 23)) * 0x1p-112f;
+    // 2^-14 * (1 + fraction) - 2^-14 leaves the fraction of a subnormal, normalised and exact.
+    const float subnormal = std::bit_cast<float>(bits + (113u << 23)) - 0x1p-14f;
+    const uint32_t is_subnormal = static_cast<uint32_t>((magnitude - (1 << 23)) >> 31);
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(blend(is_subnormal, subnormal, normal)) | sign);
+  }
+
+  [[gnu::always_inline]] static uint16_t narrow(float x) {
+    const uint32_t all = std::bit_cast<uint32_t>(x);
+    const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
+    // ?: instead of std::min: GCC makes a branch of that, not of this.
+    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: from there on it is inf
+    const int32_t biased = bounded & (255 << 23);
+    const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: below are the subnormals
+    // 2^13 times that weighs what makes the addition round to the last bit of a float16.
+    const int32_t weight = exponent + (13 << 23);
+    const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
+    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // with the leading 1 of normal numbers
+    const uint32_t number = static_cast<uint32_t>(fraction + (exponent >> 13) - (113 << 10));
+    const uint32_t quiet_nan = 0x200 | ((all >> 13) & 0x3ff);
+    return static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | ((all >> 16) & 0x8000));
+  }
+};
+
+// Loops. Part i of a buffer that may be aligned to nothing.
+
+template <class T>
+[[gnu::always_inline]] inline T load(const void* from, size_t i) {
+  T x;
+  std::memcpy(&x, static_cast<const unsigned char*>(from) + i * sizeof(T), sizeof(T));
+  return x;
+}
+
+template <class T>
+[[gnu::always_inline]] inline void store(void* to, size_t i, T x) {
+  std::memcpy(static_cast<unsigned char*>(to) + i * sizeof(T), &x, sizeof(T));
+}
+
+enum class As { element, accumulator };
+
+// out = first op rest[0] op rest[1] ..., where first and out hold elements or accumulators, and rest holds elements.
+template <class Format, class Operation, As from, As to, class... Rest>
+[[gnu::always_inline]] inline void pass(void* out, const void* first, int divisor, size_t count, const Rest*... rest) {
+  using Part = typename Format::Part;
+  using Accumulator = typename Format::Accumulator;
+  // ivdep: out may be one of the inputs, which ties no iteration to another one.
+#pragma GCC ivdep
+  for (size_t i = 0; i < count * Format::parts; ++i) {
+    Accumulator x;
+    if constexpr (from == As::element) {
+      x = Format::widen(load<Part>(first, i));
+    } else {
+      x = load<Accumulator>(first, i);
+    }
+    ((x = Operation::template combine<Accumulator>(x, Format::widen(load<Part>(rest, i)))), ...);
+    if constexpr (to == As::element) {
+      store<Part>(out, i, Format::narrow(Operation::template finish<Accumulator>(x, divisor)));
+    } else {
+      store<Accumulator>(out, i, x);
+    }
+  }
+}
+
+template <class Format, class Operation>
+[[gnu::always_inline]] inline void reduce(const void* const* in, int n, int divisor, void* out, size_t count) {
+  using enum As;
+  constexpr size_t element_bytes = sizeof(typename Format::Part) * Format::parts;
+  if (n == 1) return pass<Format, Operation, element, element>(out, in[0], divisor, count);
+  if (n == 2) return pass<Format, Operation, element, element>(out, in[0], divisor, count, in[1]);
+  if (n == 3) return pass<Format, Operation, element, element>(out, in[0], divisor, count, in[1], in[2]);
+  if (n == 4) return pass<Format, Operation, element, element>(out, in[0], divisor, count, in[1], in[2], in[3]);
+  alignas(64) typename Format::Accumulator block[block_elements * Format::parts];
+  for (size_t begin = 0; begin < count; begin += block_elements) {
+    const size_t length = std::min(block_elements, count - begin);
+    const auto at = [&](int k) { return static_cast<const unsigned char*>(in[k]) + begin * element_bytes; };
+    // Three or four to start with, so that an even number is left: two a pass, and the last two straight to out.
+    int k = n % 2 ? 3 : 4;
+    if (n % 2) {
+      pass<Format, Operation, element, accumulator>(block, at(0), divisor, length, at(1), at(2));
+    } else {
+      pass<Format, Operation, element, accumulator>(block, at(0), divisor, length, at(1), at(2), at(3));
+    }
+    for (; k + 2 < n; k += 2) {
+      pass<Format, Operation, accumulator, accumulator>(block, block, divisor, length, at(k), at(k + 1));
+    }
+    void* const to = static_cast<unsigned char*>(out) + begin * element_bytes;
+    pass<Format, Operation, accumulator, element>(to, block, divisor, length, at(k), at(k + 1));
+  }
+}
+
+template <class Format>
+[[gnu::always_inline]] inline void widen(const void* in, void* accumulator, size_t count) {
+  pass<Format, Select, As::element, As::accumulator>(accumulator, in, 1, count);
+}
+
+template <class Format, class Operation>
+[[gnu::always_inline]] inline void fold(void* accumulator, const void* in, size_t count) {
+  pass<Format, Operation, As::accumulator, As::accumulator>(accumulator, accumulator, 1, count, in);
+}
+
+template <class Format, class Operation>
+[[gnu::always_inline]] inline void finish(const void* accumulator, int divisor, void* out, size_t count) {
+  pass<Format, Operation, As::accumulator, As::element>(out, accumulator, divisor, count);
+}
+
+// Levels: the instruction sets that the loops are compiled for.
+
+struct Baseline {
+  template <auto body, class... Args>
+  static void run(Args... args) {
+    body(args...);
+  }
+};
+
+#if defined(__x86_64__)
+struct Avx2 {
+  template <auto body, class... Args>
+  [[gnu::target("avx2")]] static void run(Args... args) {
+    body(args...);
+  }
+};
+
+struct Avx512 {
+  template <auto body, class... Args>
+  [[gnu::target("avx512f,avx512bw,avx512vl")]] static void run(Args... args) {
+    body(args...);
+  }
+};
+#endif
+
+// Tables: one row of operations for each dtype; an empty cell is an operation that the dtype does not have.
+
+using Row = std::array<Reduction, ops.size()>;
+using Table = std::array<Row, dtypes.size()>;
+
+template <class Level, class Format, class Operation>
+constexpr Reduction cell() {
+  return {
+      .element_bytes = sizeof(typename Format::Part) * Format::parts,
+      .accumulator_bytes = sizeof(typename Format::Accumulator) * Format::parts,
+      .reduce = Level::template run<reduce<Format, Operation>>,
+      .widen = Level::template run<widen<Format>>,
+      .fold = Level::template run<fold<Format, Operation>>,
+      .merge = Level::template run<fold<typename Format::Wide, Operation>>,
+      .finish = Level::template run<finish<Format, Operation>>,
+  };
+}
+
+// In the order of Op: sum, prod, min, max, avg, band, bor, bxor.
+template <class Level>
+constexpr Row bool_row() {
+  constexpr Reduction all = cell<Level, Bool, And>(), any = cell<Level, Bool, Or>();
+  return {any, all, all, any, {}, all, any, cell<Level, Bool, Xor>()};
+}
+
+// What does not depend on the sign is done in unsigned: it wraps, and both signs share the code.
+template <class Level, class T>
+constexpr Row integer_row() {
+  using U = Plain<std::make_unsigned_t<T>>;
+  return {cell<Level, U, Sum>(), cell<Level, U, Prod>(), cell<Level, Plain<T>, Min>(), cell<Level, Plain<T>, Max>(), {},
+          cell<Level, U, And>(), cell<Level, U, Or>(),   cell<Level, U, Xor>()};
+}
+
+template <class Level, class Format>
+constexpr Row float_row() {
+  return {cell<Level, Format, Sum>(), cell<Level, Format, Prod>(), cell<Level, Format, Min>(), cell<Level, Format, Max>(),
+          cell<Level, Format, Avg>()};
+}
+
+// Real and imaginary part go separate ways, except in a product.
+template <class Level, class T>
+constexpr Row complex_row() {
+  using Pair = Plain<T, 2>;
+  return {cell<Level, Pair, Sum>(), cell<Level, Plain<Complex<T>>, Prod>(), {}, {}, cell<Level, Pair, Avg>()};
+}
+
+template <class Level>
+constexpr Table table = {
+    bool_row<Level>(),
+    integer_row<Level, int8_t>(),
+    integer_row<Level, int16_t>(),
+    integer_row<Level, int32_t>(),
+    integer_row<Level, int64_t>(),
+    integer_row<Level, uint8_t>(),
+    integer_row<Level, uint16_t>(),
+    integer_row<Level, uint32_t>(),
+    integer_row<Level, uint64_t>(),
+    float_row<Level, Float16>(),
+    float_row<Level, Bfloat16>(),
+    float_row<Level, Plain<float>>(),
+    float_row<Level, Plain<double>>(),
+    complex_row<Level, float>(),
+    complex_row<Level, double>(),
+};
+
+#if defined(__x86_64__)
+constexpr const Table* tables[] = {&table<Baseline>, &table<Avx2>, &table<Avx512>};
+
+int detect_levels() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2")) return 1;
+  if (!__builtin_cpu_supports("avx512f")) return 2;
+  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") ? 3 : 2;
+}
+
+constexpr unsigned long default_float_mode = 0x1f80;  // the reset value of MXCSR
+unsigned long float_mode() { return _mm_getcsr(); }
+void set_float_mode(unsigned long mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#else
+constexpr const Table* tables[] = {&table<Baseline>};
+int detect_levels() { return 1; }
+#endif
+
+#if defined(__aarch64__)
+constexpr unsigned long default_float_mode = 0;  // FPCR
+unsigned long float_mode() {
+  unsigned long mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode) : : "memory");
+  return mode;
+}
+void set_float_mode(unsigned long mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+#elif !defined(__x86_64__)
+constexpr unsigned long default_float_mode = 0;
+unsigned long float_mode() { return 0; }
+void set_float_mode(unsigned long) {}
+#endif
+
+}  // namespace
+
+bool supports(Dtype dtype, Op op) {
+  const auto d = static_cast<size_t>(dtype), o = static_cast<size_t>(op);
+  return d < dtypes.size() && o < ops.size() && table<Baseline>[d][o].reduce != nullptr;
+}
+
+int levels() {
+  static const int available = detect_levels();
+  return available;
+}
+
+const Reduction& reduction_at(Dtype dtype, Op op, int level) {
+  const auto d = static_cast<size_t>(dtype), o = static_cast<size_t>(op);
+  if (!supports(dtype, op)) {
+    const bool named = d < dtypes.size() && o < ops.size();
+    throw std::logic_error("reduction: no " + (named ? std::string(name(op)) : "op " + std::to_string(o)) + " on " +
+                           (named ? std::string(name(dtype)) : "dtype " + std::to_string(d)));
+  }
+  if (level < 0 || level >= levels()) {
+    throw std::logic_error("reduction: level " + std::to_string(level) + " of " + std::to_string(levels()));
+  }
+  return (*tables[level])[d][o];
+}
+
+const Reduction& reduction(Dtype dtype, Op op) { return reduction_at(dtype, op, levels() - 1); }
+
+DefaultFloatMode::DefaultFloatMode() : saved_(float_mode()) { set_float_mode(default_float_mode); }
+
+DefaultFloatMode::~DefaultFloatMode() { set_float_mode(saved_); }
+
+}  // namespace mscomm

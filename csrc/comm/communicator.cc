@@ -1,0 +1,247 @@
+#include "comm/communicator.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+namespace mscomm {
+
+namespace {
+
+constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
+
+// Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
+std::mutex all_mutex;
+std::vector<Communicator*> all;
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);
+  return text;
+}
+
+}  // namespace
+
+Communicator::Communicator(std::string group, int rank, Peers peers, std::unique_ptr<Backend> backend, Recorder& recorder,
+                           Hooks hooks)
+    : group_(std::move(group)),
+      rank_(rank),
+      peers_(std::move(peers)),
+      backend_(std::move(backend)),
+      recorder_(recorder),
+      hooks_(std::move(hooks)),
+      left_(peers_.names.size()) {
+  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  if (registered != 0) throw system_error("pthread_atfork", registered);
+  const std::lock_guard lock(all_mutex);
+  all.push_back(this);
+}
+
+Communicator::~Communicator() {
+  {
+    const std::lock_guard lock(all_mutex);
+    std::erase(all, this);
+  }
+  for (int fd : peers_.pidfds)
+    if (fd >= 0) ::close(fd);
+}
+
+void Communicator::run(Signature signature, std::span<const uint64_t> shape, const void* x, void* out, double timeout_s) {
+  if (forked_)
+    throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(rank_) +
+                                    " and is no rank itself; call mscomm in the parent");
+  const Deadline deadline(timeout_s);
+  {
+    const std::lock_guard lock(turn_mutex_);
+    if (broken()) throw_failure();
+    signature.number = next_++;
+  }
+  signature.dims = static_cast<uint8_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), signature.shape);
+  signature.count = 1;
+  for (uint64_t extent : shape) signature.count *= extent;
+  if (signature.what == Collective::barrier) signature.count = 0;
+  execute({signature, x, out, size_of(signature.dtype)}, deadline);
+}
+
+// THE catch: whatever ends a call early ends it here.
+void Communicator::execute(const Call& call, const Deadline& deadline) {
+  const uint64_t number = call.signature.number;
+  try {
+    queue_for(number, deadline);
+    recorder_.begin(call.signature);
+    next_notice_s_ = first_notice_s;
+    backend_->run(call, {*this, deadline});
+  } catch (const Differs& differs) {
+    fail(number, differing(differs));
+  } catch (const Error& error) {
+    fail(number, error);
+  } catch (const std::bad_alloc&) {
+    fail(number, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(rank_)));
+  } catch (...) {
+    // Python's own exception, from a signal handler: it passes through as it is, the peers get its meaning.
+    try {
+      fail(number, Error("Aborted", peers_.names[static_cast<size_t>(rank_)] + " was interrupted in " + current(), {rank_}));
+    } catch (const Error&) {
+    }
+    throw;
+  }
+  recorder_.end(number, Record::State::done);
+  {
+    const std::lock_guard lock(turn_mutex_);
+    running_ = number + 1;
+  }
+  turn_.notify_all();
+}
+
+void Communicator::queue_for(uint64_t number, const Deadline& deadline) {
+  std::unique_lock lock(turn_mutex_);
+  while (running_ != number) {
+    turn_.wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
+    if (running_ == number) break;
+    lock.unlock();
+    look(deadline, [] { return std::vector<int>{}; });
+    lock.lock();
+  }
+}
+
+void Communicator::fail(uint64_t number, const Error& error) {
+  recorder_.end(number, Record::State::failed);
+  const bool was_running = [&] {
+    const std::lock_guard lock(turn_mutex_);
+    return running_ == number;
+  }();
+  abort({error, false});
+  if (was_running) backend_->withdraw();
+  throw_failure();
+}
+
+void Communicator::throw_failure() const {
+  const std::lock_guard lock(state_mutex_);
+  throw failure_->error;
+}
+
+void Communicator::abort(Failure failure) {
+  const std::lock_guard lock(state_mutex_);
+  if (closed_ || (failure_ && (failure_->verdict || !failure.verdict))) return;
+  failure_.emplace(std::move(failure));
+  broken_ = true;
+  backend_->shut_down();
+}
+
+void Communicator::left(int rank) {
+  const std::lock_guard lock(state_mutex_);
+  if (rank >= 0 && rank < size()) left_[static_cast<size_t>(rank)] = true;
+}
+
+Where Communicator::where() const {
+  const auto last = recorder_.last();
+  if (!last) return {0, false, "has made no call yet"};
+  const bool inside = last->state == Record::State::inside;
+  return {last->signature.number, inside, (inside ? "is in " : "has ended ") + last->signature.text()};
+}
+
+std::optional<Failure> Communicator::failure() const {
+  const std::lock_guard lock(state_mutex_);
+  return failure_;
+}
+
+void Communicator::close() {
+  if (forked_) return;
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  if (!broken()) backend_->close();
+}
+
+void Communicator::look(const Deadline& deadline, const Missing& missing) {
+  if (broken()) throw_failure();
+  const std::vector<int> ranks = missing();
+  if (deadline.passed())
+    throw Error("CollectiveTimeout",
+                current() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(ranks), {}, ranks);
+  look_for_the_dead(ranks);
+  if (hooks_.interrupt) hooks_.interrupt();
+  const double waited_s = seconds_since(deadline.start());
+  if (waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
+}
+
+void Communicator::look_for_the_dead(const std::vector<int>& missing) const {
+  if (missing.empty()) return;
+  const auto peer = [&](int rank) { return peers_.names[static_cast<size_t>(rank)]; };
+  {
+    const std::lock_guard lock(state_mutex_);
+    for (int rank : missing)
+      if (left_[static_cast<size_t>(rank)]) throw peer_lost(rank, peer(rank) + " has left the job, but " + current() + " waits for it");
+  }
+  std::vector<pollfd> lives;
+  for (int rank : missing) lives.push_back({peers_.pidfds[static_cast<size_t>(rank)], POLLIN, 0});
+  const int ended = poll(lives.data(), lives.size(), 0);
+  for (size_t i = 0; ended > 0 && i < lives.size(); i++)
+    if (lives[i].revents & POLLIN) throw peer_lost(missing[i], peer(missing[i]) + " ended while " + current() + " waited for it");
+}
+
+void Communicator::say_waiting(double waited_s, const std::vector<int>& missing) {
+  next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
+  if (!hooks_.notice) return;
+  hooks_.notice("mscomm: rank " + std::to_string(rank_) + ": " + current() + " has waited " + seconds_text(waited_s) + " for " +
+                named(missing));
+}
+
+Error Communicator::differing(const Differs& differs) const {
+  // "ranks 0, 2 called all_reduce #5 (...); rank 1 called barrier #5"
+  std::vector<std::pair<Signature, std::vector<int>>> kinds;
+  for (const auto& [rank, signature] : differs.calls) {
+    auto same = std::find_if(kinds.begin(), kinds.end(), [&](const auto& kind) { return kind.first == signature; });
+    if (same == kinds.end()) same = kinds.insert(kinds.end(), {signature, {}});
+    same->second.push_back(rank);
+  }
+  std::string text = "the ranks of group " + group_ + " made different calls: ";
+  std::vector<int> others;
+  for (size_t i = 0; i < kinds.size(); i++) {
+    const auto& ranks = kinds[i].second;
+    text += (i ? "; " : "") + std::string(ranks.size() > 1 ? "ranks " : "rank ");
+    for (size_t k = 0; k < ranks.size(); k++) text += (k ? ", " : "") + std::to_string(ranks[k]);
+    text += " called " + kinds[i].first.text();
+    if (i) others.insert(others.end(), ranks.begin(), ranks.end());
+  }
+  return {"Mismatch", text + ". Every rank must make the same calls in the same order, with the same shapes, types and options", others};
+}
+
+std::string Communicator::current() const {
+  const auto last = recorder_.last();
+  if (!last) return "the first call";
+  std::string text(name(last->signature.what));
+  text += " #" + std::to_string(last->signature.number);
+  if (last->signature.what == Collective::barrier) return text;
+  return text + " (" + in_units(last->signature.count * size_of(last->signature.dtype)) + ")";
+}
+
+std::string Communicator::named(const std::vector<int>& ranks) const {
+  if (ranks.empty()) return "an earlier call of this rank";
+  std::string text;
+  for (size_t i = 0; i < ranks.size() && i < 16; i++)
+    text += (i ? ", " : "") + peers_.names[static_cast<size_t>(ranks[i])];
+  return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;
+}
+
+void Communicator::before_fork() { all_mutex.lock(); }
+void Communicator::after_fork() { all_mutex.unlock(); }
+
+void Communicator::in_child() {
+  for (Communicator* communicator : all) {
+    communicator->forked_ = true;
+    communicator->backend_->close_descriptors();
+    for (int& fd : communicator->peers_.pidfds)
+      if (fd >= 0) ::close(std::exchange(fd, -1));
+  }
+  all_mutex.unlock();
+}
+
+}  // namespace mscomm

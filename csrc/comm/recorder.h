@@ -1,0 +1,40 @@
+// The last calls of a group: what was called, when, and how it ended. Read by error messages, by the hub's "where are you", and by Python.
+#pragma once
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "base/call.h"
+#include "base/deadline.h"
+
+namespace mscomm {
+
+struct Record {
+  enum class State : uint8_t { inside, done, failed };
+  Signature signature;
+  State state = State::inside;
+  double began_s = 0;  // seconds since the epoch
+  double took_s = 0;
+};
+
+class Recorder {
+ public:
+  void begin(const Signature& signature);
+  void end(uint64_t number, Record::State state);
+  std::optional<Record> find(uint64_t number) const;
+  std::optional<Record> last() const;
+  // Oldest first.
+  std::vector<Record> all() const;
+
+ private:
+  static constexpr size_t kept = 1024;
+  mutable std::mutex mutex_;  // protects everything below: callers, member thread and Python read and write
+  std::array<Record, kept> ring_{};
+  std::array<Clock::time_point, kept> started_{};
+  uint64_t newest_ = 0;  // call number; 0: none
+};
+
+}  // namespace mscomm

@@ -1,0 +1,26 @@
+// The header that opens a call on a mesh link; docs/design/0001-call.md, "Frames".
+#pragma once
+
+#include <cstdint>
+
+#include "base/call.h"
+
+namespace mscomm {
+
+inline constexpr uint32_t frame_magic = 0x4d43534d;  // "MSCM" in memory
+inline constexpr uint16_t wire_version = 1;
+
+struct Header {
+  uint32_t magic = frame_magic;
+  uint16_t wire = wire_version;
+  uint8_t payload = 0;  // 1: the call's data follows; 0: only tells which call the sender is in
+  uint8_t zero = 0;
+  uint32_t epoch = 0;
+  uint32_t source = 0;
+  Signature signature;
+  uint64_t reserved[3] = {};
+};
+static_assert(sizeof(Header) == 160);
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little endian; this machine needs a conversion here");
+
+}  // namespace mscomm

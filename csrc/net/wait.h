@@ -1,0 +1,31 @@
+// How a rank waits: every wait passes through one Wait, which looks around at each bounded wake.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "base/deadline.h"
+
+namespace mscomm {
+
+inline constexpr int longest_sleep_ms = 50;
+
+// Ranks that the waiter still needs; asked for only when somebody has to be named.
+using Missing = std::function<std::vector<int>()>;
+
+// What there is to look at while waiting: the communicator's abort flag, its peers' lives, Python's signals. Throws to end the wait.
+class Watch {
+ public:
+  virtual ~Watch() = default;
+  virtual void look(const Deadline& deadline, const Missing& missing) = 0;
+  // Cheap enough for every turn of a spin: has somebody aborted?
+  virtual bool broken() const = 0;
+};
+
+struct Wait {
+  Watch& watch;
+  Deadline deadline;
+  void look(const Missing& missing) const { watch.look(deadline, missing); }
+};
+
+}  // namespace mscomm

@@ -1,0 +1,125 @@
+// Puts or gets one string in the launcher's PMIx store, as the rank that the environment names, and ends.
+//
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   the value is read from stdin (it holds the job's key: not for argv, which all users read)
+//     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value and writes it to stdout
+//
+// A process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init there. No fence: a get
+// waits in the server until rank 0 has committed, so nobody waits for a rank that nobody needs. The ABI below is that of PMIx 3 to 6.
+//
+// Exit status: 0; 1 with a line on stderr; TIMED_OUT when rank 0 put nothing in time.
+
+#include <dlfcn.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+constexpr int TIMED_OUT = 75;  // EX_TEMPFAIL
+constexpr size_t VALUE_MAX = 1023;
+
+// pmix_common.h: types, scopes, statuses and layouts as PMIx 3 fixed them.
+constexpr uint16_t PMIX_STRING = 3, PMIX_INT = 6;
+constexpr uint8_t PMIX_GLOBAL = 3;
+constexpr int PMIX_ERR_TIMEOUT = -24, PMIX_ERR_NOT_FOUND = -46;
+
+struct Process {
+  char nspace[256];
+  uint32_t rank;
+};
+
+struct Value {
+  uint16_t type;
+  union {
+    char* string;
+    int integer;
+    char space[24];
+  };
+};
+
+struct Info {
+  char key[512];
+  uint32_t flags;
+  Value value;
+};
+
+static_assert(sizeof(Process) == 260 && sizeof(Value) == 32 && sizeof(Info) == 552);
+
+struct Pmix {
+  int (*init)(Process*, Info*, size_t);
+  int (*put)(uint8_t, const char*, Value*);
+  int (*commit)();
+  int (*get)(const Process*, const char*, const Info*, size_t, Value**);
+  int (*finalize)(const Info*, size_t);
+  const char* (*error_string)(int);
+};
+
+[[noreturn]] void fail(const char* what, const char* why, int status = 1) {
+  fprintf(stderr, "%s: %s\n", what, why);
+  _exit(status);
+}
+
+template <class Function>
+void bind(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  if (!function) fail("dlsym", dlerror());
+}
+
+Pmix open_first(char** libraries) {
+  void* library = nullptr;
+  for (char** path = libraries; *path && !library; ++path) {
+    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // global: libpmix's plug-ins look its symbols up
+    if (!library) fprintf(stderr, "%s\n", dlerror());
+  }
+  if (!library) fail("libpmix", "none of these could be opened");
+  Pmix pmix;
+  bind(library, "PMIx_Init", pmix.init);
+  bind(library, "PMIx_Put", pmix.put);
+  bind(library, "PMIx_Commit", pmix.commit);
+  bind(library, "PMIx_Get", pmix.get);
+  bind(library, "PMIx_Finalize", pmix.finalize);
+  bind(library, "PMIx_Error_string", pmix.error_string);
+  return pmix;
+}
+
+int put(const Pmix& pmix, const char* key) {
+  char text[VALUE_MAX + 1] = {};
+  size_t length = 0;
+  for (ssize_t n; length < VALUE_MAX && (n = read(STDIN_FILENO, text + length, VALUE_MAX - length)) > 0;) length += n;
+  Value value{PMIX_STRING, {text}};
+  const int status = pmix.put(PMIX_GLOBAL, key, &value);
+  return status ? status : pmix.commit();
+}
+
+int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s) {
+  Process rank0 = me;
+  rank0.rank = 0;
+  Info timeout{"pmix.timeout", 0, {PMIX_INT, {}}};
+  timeout.value.integer = timeout_s;
+  Value* value = nullptr;
+  if (const int status = pmix.get(&rank0, key, &timeout, 1, &value)) return status;
+  if (!value || value->type != PMIX_STRING || !value->string) return PMIX_ERR_NOT_FOUND;
+  const size_t length = strnlen(value->string, VALUE_MAX);
+  return write(STDOUT_FILENO, value->string, length) == static_cast<ssize_t>(length) ? 0 : PMIX_ERR_NOT_FOUND;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive the rank
+  const bool puts = strcmp(argv[1], "put") == 0;
+  const Pmix pmix = open_first(argv + 4);
+  Process me{};
+  if (const int status = pmix.init(&me, nullptr, 0)) fail("PMIx_Init", pmix.error_string(status));
+  const int status = puts ? put(pmix, argv[2]) : get(pmix, me, argv[2], atoi(argv[3]));
+  pmix.finalize(nullptr, 0);  // without it the launcher reports the job as failed
+  if (status == PMIX_ERR_TIMEOUT) fail("PMIx_Get", "rank 0 has published nothing", TIMED_OUT);
+  if (status) fail(puts ? "PMIx_Put" : "PMIx_Get", pmix.error_string(status));
+  _exit(0);  // libpmix's exit handlers have nothing left to do
+}

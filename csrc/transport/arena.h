@@ -1,0 +1,101 @@
+// The arena: what the ranks of one host share for one group, and the rounds by which they keep in step.
+//
+// One memfd holds the gate, one slot a rank and each rank's staging; beside it every rank's heap is mapped. The protocol is in
+// docs/design/0001-call.md; who may touch what in which state is there, too.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/call.h"
+#include "net/wait.h"
+#include "transport/heap.h"
+#include "transport/memory.h"
+
+namespace mscomm {
+
+inline constexpr uint64_t not_in_heap = ~uint64_t{0};
+inline constexpr size_t tiny_bytes = 16 << 10;    // up to here a message lies whole in the slot: one round a call
+inline constexpr size_t chunk_bytes = 256 << 10;  // larger ones from foreign memory pass through staging in pieces of this size
+inline constexpr int chunks = 3;
+
+// What a rank says about its call before the first round.
+struct Post {
+  Signature signature;
+  uint64_t x_offset = not_in_heap;  // in its heap
+  uint64_t out_offset = not_in_heap;
+};
+
+class Arena {
+ public:
+  // rank and size count the ranks of this host; heaps: by rank, this rank's own mapping not used.
+  // spin: whether the host has a CPU for each rank; equal on all ranks.
+  Arena(int rank, int size, Mapping control, std::shared_ptr<Heap> heap, std::vector<Mapping> heaps, bool spin);
+
+  // The size of the control memory for that many ranks.
+  static size_t control_bytes(int size);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // ENTERED: tells the others about this call. Followed by the first round.
+  void post(const Call& call);
+  // What rank said about the current call. Valid after the first round, until this rank's next call.
+  const Post& posted(int rank) const { return slot(rank).post[parity_]; }
+
+  // Arrives, and returns when all ranks have.
+  void round(const Wait& wait);
+  // Ranks that have not arrived in the current round.
+  std::vector<int> missing() const;
+  // Wakes every sleeper of the host, so that it looks around.
+  void ring() const;
+
+  // Where rank's message of the current call lies when it is tiny.
+  char* tiny(int rank) const { return staging(rank) + parity_ * tiny_bytes; }
+  // The staging chunk of rank that is number `step` since the group was made; in use until step + chunks.
+  char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
+  // Chunk steps taken so far; a call that used n of them adds n, on all ranks alike.
+  uint64_t& steps() { return steps_; }
+
+  // rank's memory at an offset that it posted, after checking that bytes from there lie in its heap; nullptr: not in its heap.
+  char* at(int rank, uint64_t offset, size_t bytes) const;
+  bool in_heap(int rank) const { return posted(rank).x_offset != not_in_heap && posted(rank).out_offset != not_in_heap; }
+  bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
+
+  // Sleeps that ended by time-out although the gate was open: lost wakes. Always 0, and tested to be.
+  uint64_t lost_wakes() const { return lost_wakes_; }
+
+ private:
+  struct alignas(64) Gate {
+    std::atomic<uint64_t> arrivals;             // of all ranks, since the group was made
+    alignas(64) std::atomic<uint32_t> round;    // the last round that everybody reached; the futex word
+    alignas(64) std::atomic<uint32_t> sleepers;
+  };
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> arrived;  // the last round that this rank reached
+    Post post[2];
+  };
+  static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+  static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * chunk_bytes;
+
+  Gate& gate() const { return *reinterpret_cast<Gate*>(control_.begin()); }
+  Slot& slot(int rank) const { return reinterpret_cast<Slot*>(control_.begin() + sizeof(Gate))[rank]; }
+  char* staging(int rank) const;
+  bool open(uint32_t round) const;
+  void sleep(uint32_t round, const Wait& wait);
+
+  int rank_, size_;
+  Mapping control_;
+  std::shared_ptr<Heap> heap_;
+  std::vector<Mapping> heaps_;
+  bool spin_;
+  uint64_t round_ = 0;
+  uint64_t steps_ = 0;
+  unsigned parity_ = 0;
+  uint64_t lost_wakes_ = 0;
+};
+
+}  // namespace mscomm

@@ -1,0 +1,209 @@
+#include "transport/mesh.h"
+
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+
+namespace mscomm {
+
+Mesh::Mesh(int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
+    : rank_(rank), epoch_(epoch), links_(links.size()), recorded_(std::move(recorded)) {
+  for (size_t peer = 0; peer < links.size(); peer++)
+    if (links[peer]) links_[peer].stream.emplace(std::move(*links[peer]));
+}
+
+void Mesh::begin(const Signature& mine) {
+  mine_ = mine;
+  for (int peer = 0; peer < size(); peer++) {
+    Link& link = links_[static_cast<size_t>(peer)];
+    link.greeted = link.announced = link.due = link.receiving = false;
+    if (!link.stream) continue;
+    if (link.inbox_got == sizeof(Header)) compare_inbox(peer);
+    while (receive_some(peer)) {
+    }
+  }
+}
+
+void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait) {
+  for (const Piece& piece : out) {
+    Link& link = links_[static_cast<size_t>(piece.peer)];
+    if (!link.announced) greet(link, true);
+    link.send_at = piece.data;
+    link.send_left = piece.bytes;
+  }
+  for (const Piece& piece : in) {
+    Link& link = links_[static_cast<size_t>(piece.peer)];
+    if (!link.greeted) greet(link, false);
+    link.receiving = true;
+    link.receive_at = piece.data;
+    link.receive_left = piece.bytes;
+  }
+  auto looked = Clock::now();
+  while (!done())
+    if (!move_some()) poll_links(wait, looked);
+  for (Link& link : links_) link.receiving = false;
+}
+
+void Mesh::greet(Link& link, bool payload) {
+  Header header;
+  header.payload = payload;
+  header.epoch = epoch_;
+  header.source = static_cast<uint32_t>(rank_);
+  header.signature = mine_;
+  link.outbox.push_back(header);
+  link.greeted = true;
+  link.announced |= payload;
+}
+
+bool Mesh::done() const {
+  for (const Link& link : links_)
+    if (!link.sent() || !link.received()) return false;
+  return true;
+}
+
+bool Mesh::move_some() {
+  bool moved = false;
+  for (int peer = 0; peer < size(); peer++) {
+    Link& link = links_[static_cast<size_t>(peer)];
+    if (!link.stream) continue;
+    // Receive before we look at the error of a send: a peer that died mid-call often leaves its last bytes for us to read.
+    if (!link.received()) {
+      while (receive_some(peer)) moved = true;
+      if (link.ended && !link.received()) throw lost(peer, *link.ended);
+    }
+    if (link.sent()) continue;
+    try {
+      moved |= send_some(link);
+    } catch (const Stream::Broken& broken) {
+      throw lost(peer, broken);
+    }
+  }
+  return moved;
+}
+
+bool Mesh::send_some(Link& link) {
+  if (!link.outbox.empty()) {
+    const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
+    const size_t moved = link.stream->send(bytes + link.outbox_sent, sizeof(Header) - link.outbox_sent);
+    link.outbox_sent += moved;
+    if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
+    return moved > 0;
+  }
+  const size_t moved = link.stream->send(link.send_at, link.send_left);
+  link.send_at += moved;
+  link.send_left -= moved;
+  return moved > 0;
+}
+
+bool Mesh::receive_some(int peer) {
+  Link& link = links_[static_cast<size_t>(peer)];
+  if (!link.listens()) return false;
+  try {
+    if (link.due) {
+      const size_t moved = link.stream->receive(link.receive_at, link.receive_left);
+      link.receive_at += moved;
+      link.receive_left -= moved;
+      return moved > 0;
+    }
+    auto* bytes = reinterpret_cast<char*>(&link.inbox);
+    const size_t moved = link.stream->receive(bytes + link.inbox_got, sizeof(Header) - link.inbox_got);
+    link.inbox_got += moved;
+    return moved > 0 && (link.inbox_got < sizeof(Header) || compare_inbox(peer));
+  } catch (const Stream::Broken& broken) {
+    link.ended = broken;
+    return false;
+  }
+}
+
+bool Mesh::compare_inbox(int peer) {
+  Link& link = links_[static_cast<size_t>(peer)];
+  const Header& header = link.inbox;
+  if (header.magic != frame_magic || header.wire != wire_version || header.epoch != epoch_ || header.payload > 1 ||
+      header.source != static_cast<uint32_t>(peer) || !header.signature.valid())
+    throw Error("Error", link.stream->peer() + " sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
+                             std::to_string(header.epoch) + "); the link cannot be trusted any more");
+  const Signature& theirs = header.signature;
+  if (theirs.number > mine_.number) return false;
+  if (theirs.number == mine_.number) {
+    if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
+    link.due = header.payload;
+  } else {
+    // A greeting that we had not waited for, from a call that is over here; or data of a call in which we expected none.
+    const auto ours = recorded_(theirs.number);
+    if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
+  }
+  link.inbox_got = 0;
+  return true;
+}
+
+void Mesh::poll_links(const Wait& wait, Clock::time_point& looked) {
+  std::vector<pollfd> polled;
+  std::vector<int> peers;
+  for (int peer = 0; peer < size(); peer++) {
+    const Link& link = links_[static_cast<size_t>(peer)];
+    if (!link.stream) continue;
+    const int events = (link.listens() ? POLLIN : 0) | (link.sent() ? 0 : POLLOUT);
+    if (events == 0) continue;
+    polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
+    peers.push_back(peer);
+  }
+  const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
+  if (ready <= 0 || seconds_since(looked) > longest_sleep_ms * 1e-3 || wait.watch.broken()) {
+    wait.look([this] { return missing(); });
+    looked = Clock::now();
+  }
+  for (size_t i = 0; ready > 0 && i < polled.size(); i++)
+    if (polled[i].revents & (POLLIN | POLLHUP | POLLERR)) receive_some(peers[i]);
+}
+
+std::vector<int> Mesh::missing() const {
+  std::vector<int> ranks;
+  for (int peer = 0; peer < size(); peer++) {
+    const Link& link = links_[static_cast<size_t>(peer)];
+    if (link.stream && (!link.sent() || !link.received())) ranks.push_back(peer);
+  }
+  return ranks;
+}
+
+Error Mesh::lost(int peer, const Stream::Broken& broken) const {
+  return peer_lost(peer, "the link to " + links_[static_cast<size_t>(peer)].stream->peer() + " ended: " + broken.why);
+}
+
+void Mesh::shut_down() const {
+  for (const Link& link : links_)
+    if (link.stream) link.stream->shut_down();
+}
+
+void Mesh::close(double timeout_s) {
+  const Deadline deadline(timeout_s);
+  for (const Link& link : links_)
+    if (link.stream) ::shutdown(link.stream->fd(), SHUT_WR);
+  for (Link& link : links_) {
+    if (!link.stream) continue;
+    // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
+    char scrap[4096];
+    try {
+      for (int unsent = 1; unsent > 0 && !deadline.passed();) {
+        while (link.stream->receive(scrap, sizeof scrap) > 0) {
+        }
+        if (ioctl(link.stream->fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
+        pollfd one{link.stream->fd(), POLLIN, 0};
+        poll(&one, 1, 1);
+      }
+    } catch (const Stream::Broken&) {
+      // The other side has ended too: nothing more to deliver.
+    }
+    link.stream.reset();
+  }
+}
+
+void Mesh::close_descriptors() {
+  for (Link& link : links_) link.stream.reset();
+}
+
+}  // namespace mscomm

@@ -1,0 +1,92 @@
+// The mesh: a link to every other rank of the group, and the exchange of a call's bytes over them by the caller's own thread.
+//
+// A call opens each link that it uses with its header; data counts only after the header was compared with this rank's own call.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/error.h"
+#include "net/frame.h"
+#include "net/stream.h"
+#include "net/wait.h"
+
+namespace mscomm {
+
+// One direction of one link within an exchange.
+struct Piece {
+  int peer;
+  char* data;  // sent from, or received to
+  size_t bytes;
+};
+
+class Mesh {
+ public:
+  // links[rank] for every rank but this one; own calls are looked up by number with `recorded`.
+  using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
+  Mesh(int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(links_.size()); }
+
+  // Starts a call; takes in what peers already said, without waiting.
+  void begin(const Signature& mine);
+  // Sends and receives all pieces, in any order, full duplex. At most one piece a peer and direction. Waiting for data from a peer
+  // tells it first which call we are in.
+  void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
+  // Pieces still to come, for "who is missing".
+  std::vector<int> missing() const;
+
+  // From any thread: ends all links at once, so that both sides stop waiting.
+  void shut_down() const;
+  // Ends all links after what was sent has reached the other side's kernel, for at most timeout_s.
+  void close(double timeout_s);
+  // In a forked child: closes the child's copies of the sockets, so that the peers see the parent's end when it ends.
+  void close_descriptors();
+
+ private:
+  struct Link {
+    std::optional<Stream> stream;
+    std::optional<Stream::Broken> ended;  // seen while nothing was due from this peer: no failure until something is
+
+    bool greeted = false;    // the peer was told which call we are in
+    bool announced = false;  // ... and that data follows
+    std::deque<Header> outbox;
+    size_t outbox_sent = 0;  // bytes of outbox.front() that are gone
+    const char* send_at = nullptr;
+    size_t send_left = 0;
+
+    Header inbox;
+    size_t inbox_got = 0;  // bytes of inbox that came
+    bool due = false;      // the peer's header for the current call was compared and announced data
+    bool receiving = false;
+    char* receive_at = nullptr;
+    size_t receive_left = 0;
+
+    bool sent() const { return outbox.empty() && send_left == 0; }
+    bool received() const { return !receiving || (due && receive_left == 0); }
+    bool listens() const { return stream && !ended && inbox_got < sizeof(Header) && (!due || receive_left > 0); }
+  };
+
+  void greet(Link& link, bool payload);
+  bool send_some(Link& link);
+  bool receive_some(int peer);
+  // Compares a complete inbox with our own calls. False: the peer is ahead, keep it for later.
+  bool compare_inbox(int peer);
+  bool move_some();
+  void poll_links(const Wait& wait, Clock::time_point& looked);
+  bool done() const;
+  Error lost(int peer, const Stream::Broken& broken) const;
+
+  int rank_;
+  uint32_t epoch_;
+  std::vector<Link> links_;
+  Recorded recorded_;
+  Signature mine_;
+};
+
+}  // namespace mscomm

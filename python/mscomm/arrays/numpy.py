@@ -1,0 +1,49 @@
+"""NumPy arrays, and what all libraries on the CPU come down to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mscomm import _core
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = tuple(_core.dtypes())
+_codes: dict[np.dtype[Any], int] = {}
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+
+
+def dtype_code(dtype: np.dtype[Any]) -> int:
+    """The core's number for dtype; TypeError if mscomm does not move such elements. bfloat16 is known by its name (ml_dtypes)."""
+    try:
+        return _codes[dtype]
+    except KeyError:
+        pass
+    if dtype.name not in DTYPES:
+        raise TypeError(f"mscomm does not move elements of dtype {dtype}; it knows {', '.join(DTYPES)}")
+    if not dtype.isnative:
+        raise TypeError(f"dtype {dtype!r} is big-endian; convert the array first: np.asarray(x, dtype=np.{dtype.name})")
+    return _codes.setdefault(dtype, DTYPES.index(dtype.name))
+
+
+def view(x: Array) -> Array:
+    """x itself, or a copy in C order where x is strided or unaligned."""
+    return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
+
+
+def into(out: Array) -> tuple[Array, Callable[[], None] | None]:
+    """Where to write the result for out, and what to do afterwards (None: out itself is written)."""
+    if out.flags.carray:
+        return out, None
+    result = np.empty(out.shape, out.dtype)
+    return result, lambda: np.copyto(out, result)
+
+
+def like(x: Array, shape: tuple[int, ...]) -> Array:
+    return np.empty(shape, x.dtype)

@@ -1,0 +1,58 @@
+"""How this process learns who it is: one module a launcher, asked in order; the first that recognises the environment counts."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from mscomm.cluster.deadline import Deadline
+
+if TYPE_CHECKING:
+    import subprocess
+
+
+@dataclass
+class Invitation:
+    """A way into the job: a socket connected to the hub, the job's key, and what the launcher already knows about this rank.
+
+    `greeted`: the hello is done, or the socket is an inherited one that needs none. `hub`: the hub's process if this rank started it.
+    """
+
+    sock: socket.socket
+    key: bytes
+    greeted: bool
+    rank: int | None
+    size: int
+    local_rank: int | None
+    node_id: str | None
+    launcher: str
+    hub: subprocess.Popen[bytes] | None = None
+    where: str = "the scheduler"  # how messages call the hub
+
+
+class Launcher(Protocol):
+    """What a module of this folder has."""
+
+    NAME: str
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Whether this launcher started the process; looks at `env` only."""
+
+    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+        """Connect to the job; an Error that says what was tried if that fails."""
+
+
+# In this order; torchrun stands before pmix once it is there.
+LAUNCHERS = ("launcher", "ms_cluster", "pmix", "pmi")
+
+
+def find(env: Mapping[str, str]) -> Launcher | None:
+    """The launcher that started this process, or None: then it is a job of one."""
+    for name in LAUNCHERS:
+        launcher = cast(Launcher, importlib.import_module(f"{__name__}.{name}"))
+        if launcher.detect(env):
+            return launcher
+    return None

@@ -1,0 +1,147 @@
+"""Joining through a launcher's key-value store: rank 0 starts the hub and publishes where it listens, the others read that and connect.
+
+What PMI-1 and PMIx share. They publish one string: `mscomm1,unix,NAME,KEY` when all ranks are on one host (an abstract unix socket, and
+the job's key in hex), else `mscomm1,tcp,ADDRESS,PORT` (the key then comes from a file; it never travels through the store).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from mscomm.bootstrap import Invitation
+from mscomm.cluster import hub, links, security
+from mscomm.cluster.deadline import Deadline
+from mscomm.errors import BackendUnavailable
+
+INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
+
+_PUBLISHED = re.compile(
+    r"mscomm1,(?:unix,(?P<name>mscomm-[0-9a-f]{32}),(?P<key>[0-9a-f]{64})|tcp,(?P<host>[0-9a-fA-F.:]{2,45}),(?P<port>\d{1,5}))"
+)
+
+
+class Names(NamedTuple):
+    """The variables that tell a rank its place; of each list the first that is set counts."""
+
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]  # Slurm's is a list ("4(x2)") when there are several hosts
+
+
+class Place(NamedTuple):
+    """Where this process stands in the job, as the launcher says."""
+
+    rank: int
+    size: int
+    local_rank: int
+    one_host: bool
+
+
+class Store(NamedTuple):
+    """One key of the launcher's store. Rank 0 calls `publish`, the others `fetch`; both end at the deadline."""
+
+    publish: Callable[[str, Deadline], None]
+    fetch: Callable[[Deadline], str]
+
+
+def place(env: Mapping[str, str], names: Names, launcher: str) -> Place:
+    """The place that the variables name; BackendUnavailable if they do not make sense."""
+    rank, size, local_rank, local_size = (_first(env, group) for group in names)
+    if rank is None or size is None or not 0 <= rank < size:
+        said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
+        raise BackendUnavailable(f"{launcher}: the environment gives no rank and size that fit together ({said}). {INSTEAD}")
+    return Place(rank, size, local_rank or 0, one_host=local_size == size)
+
+
+def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    """The first of the variables that is set, if it is a number."""
+    text = next((env[name] for name in names if name in env), "")
+    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
+
+
+def join(launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    """The connection to this job's hub, which rank 0 starts."""
+    if at.rank == 0:
+        return _host(launcher, at, store, env, deadline, permit_plain)
+    published = store.fetch(deadline)
+    fields = _PUBLISHED.fullmatch(published)
+    if not fields:
+        raise BackendUnavailable(f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?")
+    if fields["key"]:
+        return _invitation(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
+    host, port = fields["host"], int(fields["port"])
+    return _invitation(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
+
+
+def _host(launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    """Rank 0's part. The hub comes up while the others learn its address; the listener's backlog holds those that are faster."""
+    with _listen(launcher, at) as listener:
+        address = listener.getsockname()
+        if at.one_host:
+            key = security.new_key()
+            name = os.fsdecode(address)[1:]
+            text = f"mscomm1,unix,{name},{key.hex()}"
+        else:
+            host, port = address
+            key = security.worker_key(env, host, port, permit_plain)
+            text = f"mscomm1,tcp,{host},{port}"
+        process = hub.spawn(listener, at.size, key, deadline.left())
+    try:
+        store.publish(text, deadline)
+        return _invitation(launcher, at, address, key, deadline, process)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _listen(launcher: str, at: Place) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX if at.one_host else socket.AF_INET)
+    try:
+        listener.bind(f"\0mscomm-{secrets.token_hex(16)}" if at.one_host else (_own_address(launcher), 0))
+        listener.listen(at.size + 64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _own_address(launcher: str) -> str:
+    """The address of this host from which packets for other networks leave; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: only the route is looked up
+            host = str(probe.getsockname()[0])
+        except OSError as error:
+            raise BackendUnavailable(f"{launcher}: the ranks are on several hosts and this one has no route to others: {error}") from error
+    if security.is_loopback(host):
+        raise BackendUnavailable(f"{launcher}: the ranks are on several hosts and rank 0's host has only the address {host}")
+    return host
+
+
+def _invitation(
+    launcher: str,
+    at: Place,
+    address: links.Address,
+    key: bytes,
+    deadline: Deadline,
+    process: subprocess.Popen[bytes] | None = None,
+) -> Invitation:
+    try:
+        sock = links.connect(address, deadline)
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a unix socket of this host"
+        raise BackendUnavailable(
+            f"{launcher}: rank {at.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
+            "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
+        ) from error
+    return Invitation(
+        sock=sock, key=key, greeted=False, rank=at.rank, size=at.size, local_rank=at.local_rank, launcher=launcher, hub=process
+    )

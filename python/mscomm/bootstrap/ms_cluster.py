@@ -1,0 +1,201 @@
+"""A scheduler and workers with MS_* variables, as MindSpore's dynamic cluster starts them.
+
+The process with MS_ROLE=MS_SCHED serves (`serve`); workers connect to it, in whatever order they are started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NoReturn
+
+from mscomm.bootstrap import Invitation
+from mscomm.cluster import links, security
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.hub import Hub
+from mscomm.errors import BackendUnavailable
+
+NAME = "MS_* cluster"
+_RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
+_SAYS_WAITING_AFTER_S = 10.0
+
+
+class Settings(NamedTuple):
+    """The MS_* variables, checked."""
+
+    host: str
+    port: int
+    size: int
+    node_id: str | None
+    worker_ip: str | None
+    topo_timeout_s: float
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    return "MS_ROLE" in env
+
+
+def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    """A worker's way in. In the scheduler's process this serves the job and never returns."""
+    role = env["MS_ROLE"]
+    if role == "MS_SCHED":
+        serve(env, permit_plain=permit_plain)
+    if role != "MS_WORKER":
+        raise ValueError(
+            f"MS_ROLE={role!r}: expected MS_WORKER or MS_SCHED"
+            + ("; mscomm has no parameter servers, leave this process out" if role == "MS_PSERVER" else "")
+        )
+    settings = read(env)
+    deadline = deadline.within(settings.topo_timeout_s)
+    sock = _connect(settings, deadline)
+    try:
+        host, port = sock.getpeername()[:2]
+        key = security.worker_key(env, host, port, permit_plain)
+        links.greet(sock, key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
+    except BaseException:
+        sock.close()
+        raise
+    where = f"the scheduler at {settings.host}:{settings.port}"
+    return Invitation(sock, key, True, None, settings.size, None, settings.node_id, NAME, where=where)
+
+
+def read(env: Mapping[str, str]) -> Settings:
+    """Check every variable; ValueError names it, its value, and what is expected."""
+    host = env.get("MS_SCHED_HOST", "")
+    if not host:
+        raise _wrong(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
+    port = _number(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers", 1, 65535)
+    size = _number(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process", 1, 1 << 20)
+    if env.get("MS_SERVER_NUM"):
+        _number(env, "MS_SERVER_NUM", "0: mscomm has no parameter servers", 0, 0)
+    timeout = env.get("MS_TOPO_TIMEOUT") or "600"
+    try:
+        topo_timeout_s = float(timeout)
+    except ValueError:
+        topo_timeout_s = 0.0
+    if not topo_timeout_s > 0:
+        raise _wrong(env, "MS_TOPO_TIMEOUT", "a number of seconds more than 0, in which all workers must have joined")
+    return Settings(host, port, size, env.get("MS_NODE_ID") or None, env.get("MS_WORKER_IP") or None, topo_timeout_s)
+
+
+def _number(env: Mapping[str, str], name: str, expected: str, low: int, high: int) -> int:
+    text = env.get(name, "").strip()
+    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+        raise _wrong(env, name, expected)
+    return int(text)
+
+
+def _wrong(env: Mapping[str, str], name: str, expected: str) -> ValueError:
+    value = f"{name}={env[name]!r}" if env.get(name) else f"{name} is not set"
+    return ValueError(f"{value}: expected {expected}")
+
+
+# -- the worker
+
+
+def _connect(settings: Settings, deadline: Deadline) -> socket.socket:
+    """A connection to the scheduler, which may start after us; BackendUnavailable at the deadline says what was tried."""
+    address = (settings.host, settings.port)
+    started, pause_s, said = time.monotonic(), _RETRY_S[0], False
+    while True:
+        try:
+            return links.connect(address, deadline, source=settings.worker_ip)
+        except OSError as error:
+            if isinstance(error, socket.gaierror):
+                what = f"the name cannot be resolved ({error.strerror})"
+            elif error.errno == errno.EADDRNOTAVAIL and settings.worker_ip:
+                raise ValueError(f"MS_WORKER_IP={settings.worker_ip!r}: this host does not have that address") from error
+            else:
+                what = error.strerror or str(error)
+            waited_s = time.monotonic() - started
+            if deadline.passed:
+                raise BackendUnavailable(
+                    f"no scheduler at {settings.host}:{settings.port} (MS_SCHED_HOST, MS_SCHED_PORT) "
+                    f"within {waited_s:.3g} s: {what}. "
+                    "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`"
+                ) from error
+            if waited_s > _SAYS_WAITING_AFTER_S and not said:
+                said = True
+                print(f"mscomm: still no scheduler at {settings.host}:{settings.port}: {what}", file=sys.stderr, flush=True)
+        time.sleep(min(pause_s, deadline.left()))  # a port that nobody listens on gives no event to wait for
+        pause_s = min(2 * pause_s, _RETRY_S[1])
+
+
+# -- the scheduler
+
+
+def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
+    """Be the scheduler until the job has ended, then end the process: status 0, or 1 if the job failed.
+
+    What stops it from starting (a wrong variable, a port that is taken) is raised.
+    """
+    settings = read(env)
+    listener = _bind(settings)
+    file = None
+    try:
+        host, port = listener.getsockname()[:2]
+        key, file = security.scheduler_key(env, host, port, permit_plain)
+        listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
+        hub = Hub(settings.size, key=key, topo_timeout_s=settings.topo_timeout_s, ranks_known=False, log=_log)
+        hub.listen(listener)
+        _stop_on_sigterm(hub.stop)
+        _log(f"waiting at {host}:{port} for {settings.size} workers")
+        outcome = hub.serve()
+    finally:
+        listener.close()
+        if file:
+            file.remove()
+    _leave(0 if outcome.ok else 1)
+
+
+def _bind(settings: Settings) -> socket.socket:
+    """A socket bound to exactly MS_SCHED_HOST:MS_SCHED_PORT."""
+    where = f"MS_SCHED_HOST={settings.host}, MS_SCHED_PORT={settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise BackendUnavailable(f"{where}: the name cannot be resolved ({error.strerror})") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            advice = f"the port is taken, perhaps by the scheduler of another job (see: ss -ltnp 'sport = :{settings.port}'); "
+            advice += "end that, or give this job another MS_SCHED_PORT"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            advice = "this host does not have that address; start the scheduler on the host that has it"
+        else:
+            advice = error.strerror or str(error)
+        raise BackendUnavailable(f"cannot listen at {where}: {advice}") from error
+    return listener
+
+
+def _log(text: str) -> None:
+    print(f"mscomm scheduler: {text}", flush=True)
+
+
+def _stop_on_sigterm(stop: Callable[[], None]) -> None:
+    """SIGTERM ends the scheduler in order, so that its key file goes away."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: stop())
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process as sys.exit does, but also under pytest, which takes SystemExit for a failed test."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+

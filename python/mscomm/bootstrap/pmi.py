@@ -1,0 +1,179 @@
+"""MPICH's Hydra and Intel MPI: the PMI-1 text protocol over PMI_FD (or PMI_PORT), spoken in this process.
+
+MPI in the same process speaks it over the same descriptor, before us or after us. So the descriptor stays open with its flags as they are,
+nothing is read from it but the answers to our own questions, and `finalize`, after which MPI_Init dies of a broken pipe, waits until this
+process exits. There it must be sent, unless MPI does it: Hydra kills the other ranks when one that spoke to it ends without.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import re
+import select
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from mscomm.bootstrap import Invitation, kvs
+from mscomm.cluster.deadline import Deadline
+from mscomm.errors import BackendUnavailable, CollectiveTimeout
+
+NAME = "PMI-1 (MPICH, Intel MPI)"
+
+_NAMES = kvs.Names(
+    rank=("PMI_RANK",),
+    size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
+    local_size=("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"),
+)
+_ANSWER_BYTES = 4096  # none is longer; the value that we put has under 200 bytes
+_GOODBYE_S = 2.0
+_finalized_at_exit: list[int] = []  # the inherited descriptor, once its goodbye is registered
+_calls = itertools.count()  # a process that joins again, after release(), uses a new key
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    return "PMI_FD" in env or "PMI_PORT" in env or ("PMI_RANK" in env and "PMI_SIZE" in env)
+
+
+def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    """The connection to the hub that rank 0 starts; costs one barrier of all ranks."""
+    with _process_manager(env, deadline) as (fd, env):
+        at = kvs.place(env, _NAMES, NAME)
+        return kvs.join(NAME, at, _store(fd, at.size, deadline), env, deadline, permit_plain)
+
+
+def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
+    """Introduce ourselves (again, if MPI has done so before: that is allowed), and offer one new key."""
+    _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
+    limits = _ask(fd, "cmd=get_maxes", "maxes", deadline)
+    name = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
+    key = f"mscomm-{next(_calls)}"
+    if not name:
+        raise BackendUnavailable(f"{NAME}: mpirun does not name its key-value store. {kvs.INSTEAD}")
+
+    def meet(deadline: Deadline) -> None:
+        try:
+            _ask(fd, "cmd=barrier_in", "barrier_out", deadline)
+        except CollectiveTimeout as error:
+            raise CollectiveTimeout(
+                f"{NAME}: not all {size} ranks came to mscomm.init() within {deadline.seconds:g} s: one has ended, or never calls it"
+            ) from error
+
+    def publish(text: str, deadline: Deadline) -> None:
+        if len(text) > int(limits.get("vallen_max", "0")):
+            raise BackendUnavailable(f"{NAME}: mpirun stores at most {limits.get('vallen_max')} bytes, mscomm needs {len(text)}. {kvs.INSTEAD}")
+        _ask(fd, f"cmd=put kvsname={name} key={key} value={text}", "put_result", deadline)
+        meet(deadline)
+
+    def fetch(deadline: Deadline) -> str:
+        meet(deadline)
+        return _ask(fd, f"cmd=get kvsname={name} key={key}", "get_result", deadline).get("value", "")
+
+    return kvs.Store(publish, fetch)
+
+
+def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:
+    """The fields of the answer; BackendUnavailable if it is not what was asked for, CollectiveTimeout if it does not come."""
+    asked = question.partition(" ")[0]
+    try:
+        os.write(fd, f"{question}\n".encode("ascii"))
+        text = _read(fd, lines, deadline)
+    except TimeoutError as error:
+        raise CollectiveTimeout(f"{NAME}: mpirun did not answer {asked} within {deadline.seconds:g} s") from error
+    except OSError as error:
+        raise BackendUnavailable(
+            f"{NAME}: {error} after {asked}. Has mpirun ended (a script that starts it with & must wait for it), or was MPI_Finalize called?"
+        ) from error
+    fields = dict(re.findall(r"([a-z_]+)=(\S*)", text))
+    if not re.match(rf"cmd={answer}\s", text) or fields.get("rc", "0") != "0":
+        raise BackendUnavailable(f"{NAME}: mpirun answered {asked} with {text!r}, not with cmd={answer} rc=0. {kvs.INSTEAD}")
+    return fields
+
+
+def _read(fd: int, lines: int, deadline: Deadline) -> str:
+    """That many lines of printable ASCII; OSError if the other end closes or sends anything else."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    text = b""
+    while text.count(b"\n") < lines:
+        while not poller.poll(deadline.left() * 1000):
+            if deadline.passed:
+                raise TimeoutError
+        received = os.read(fd, _ANSWER_BYTES)
+        text += received
+        if not received:
+            raise ConnectionResetError("mpirun closed the connection")
+        if len(text) > _ANSWER_BYTES or re.search(rb"[^ -~\n]", text):
+            raise ConnectionAbortedError(f"mpirun sent {text[:40]!r}..., which is not PMI-1")
+    if text.count(b"\n") != lines or not text.endswith(b"\n"):
+        raise ConnectionAbortedError(f"mpirun sent {text[:40]!r}..., which is more than the answer")
+    return text.decode("ascii")
+
+
+@contextmanager
+def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """The descriptor that leads to mpirun, and the environment with PMI_RANK and PMI_SIZE; sees to it that `finalize` follows in time."""
+    if "PMI_FD" in env:
+        fd = _inherited(env["PMI_FD"])
+        if fd not in _finalized_at_exit:
+            _finalized_at_exit.append(fd)
+            atexit.register(_finalize_unless_mpi, fd, os.fstat(fd).st_ino, os.getpid())
+        yield fd, env
+    elif "PMI_PORT" in env:
+        with _dial(env["PMI_PORT"], deadline) as sock:  # a connection of our own: MPI makes another
+            said = _ask(sock.fileno(), f"cmd=initack pmiid={env.get('PMI_ID') or env.get('PMI_RANK')}", "initack", deadline, lines=4)
+            yield sock.fileno(), {**env, "PMI_RANK": said.get("rank", ""), "PMI_SIZE": said.get("size", "")}
+            _ask(sock.fileno(), "cmd=finalize", "finalize_ack", deadline)
+    else:
+        raise BackendUnavailable(f"{NAME}: PMI_RANK and PMI_SIZE are set, but neither PMI_FD nor PMI_PORT leads to mpirun. {kvs.INSTEAD}")
+
+
+def _inherited(text: str) -> int:
+    """PMI_FD's descriptor, if it is the open socket that mpirun's child inherits, and not a number inherited by a grandchild."""
+    try:
+        fd = int(text)
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return fd
+        problem = "is not a socket"
+    except (OSError, ValueError, OverflowError) as error:
+        problem = f"cannot be used: {error}"
+    raise BackendUnavailable(
+        f"{NAME}: PMI_FD={text} {problem} in this process. Was MPI_Finalize called before, or was this process started by a rank, not by "
+        "mpirun? Then remove PMI_FD, PMI_RANK and PMI_SIZE from its environment."
+    )
+
+
+def _dial(address: str, deadline: Deadline) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host, int(port)), deadline.left())
+    except (OSError, ValueError, OverflowError) as error:
+        raise BackendUnavailable(f"{NAME}: cannot reach mpirun at PMI_PORT={address}: {error}. {kvs.INSTEAD}") from error
+    sock.setblocking(True)
+    return sock
+
+
+def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
+    """At exit: say goodbye on the inherited descriptor, if it is still there and no MPI library of this process will."""
+    try:
+        if os.getpid() == pid and os.fstat(fd).st_ino == inode and not _mpi_initialized():
+            _ask(fd, "cmd=finalize", "finalize_ack", Deadline(_GOODBYE_S))
+    except (OSError, BackendUnavailable, CollectiveTimeout):
+        return  # mpirun has gone, or is about to end this job anyway: nobody is left to tell
+
+
+def _mpi_initialized() -> bool:
+    """Whether an MPI library that is loaded here has been initialised: then it says goodbye itself, or has done so."""
+    with open("/proc/self/maps") as maps:
+        loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}
+    answer = ctypes.c_int(0)
+    for path in loaded:
+        ctypes.CDLL(path).MPI_Initialized(ctypes.byref(answer))
+        if answer.value:
+            return True
+    return False

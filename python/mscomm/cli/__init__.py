@@ -1,0 +1,35 @@
+"""The command `mscomm`: a table of subcommands, each imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+# name: module, one line of help
+COMMANDS = {
+    "run": ("mscomm.cli.run", "Start and watch the ranks of a job on this host."),
+    "sched": ("mscomm.cli.sched", "Be the scheduler of a job with MS_* variables."),
+}
+
+
+class _Lazy(click.Group):
+    """Imports a subcommand's module, whose `command` it is, only when that subcommand is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Collective communication and data-parallel training: `mscomm run -n 4 train.py`."""

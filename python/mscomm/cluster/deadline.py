@@ -1,0 +1,39 @@
+"""A deadline: made once where a wait begins, passed down unchanged to everything that waits in between."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+
+class Deadline:
+    """A point in monotonic time, `seconds` from now; `inf` never passes."""
+
+    __slots__ = ("at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.at = time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def left(self) -> float:
+        """Seconds to wait now: never negative, and at most an hour, because some waits refuse `inf`."""
+        return min(max(0.0, self.at - time.monotonic()), 3600.0)
+
+    def within(self, seconds: float) -> Deadline:
+        """The earlier of this deadline and `seconds` from now."""
+        sooner = Deadline(seconds)
+        return sooner if sooner.at < self.at else self
+
+
+def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
+    """Sleep until one of the poll `events` (or an error) is on the socket; TimeoutError at the deadline."""
+    poller = select.poll()
+    poller.register(sock, events)
+    while not poller.poll(deadline.left() * 1000):
+        if deadline.passed:
+            raise TimeoutError(f"nothing happened on the socket for {deadline.seconds:g} s")

@@ -1,0 +1,102 @@
+"""Control frames: a u32 length and a msgpack map. Everything that a peer sends is checked before it is believed."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgpack
+
+from mscomm.cluster.deadline import Deadline, wait
+from mscomm.errors import Error
+
+FROM_MEMBER_BYTES = 64 << 10
+FROM_HUB_BYTES = 16 << 20
+
+Message = dict[str, Any]
+_LENGTH = struct.Struct("<I")
+
+
+def encode(message: Message, limit: int) -> bytes:
+    """The frame that carries the message; Error if the other end would refuse its length."""
+    body: bytes = msgpack.packb(message, use_bin_type=True)
+    if len(body) > limit:
+        raise Error(f"control frame {message.get('t')!r} has {len(body)} bytes, the limit is {limit}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Parser:
+    """Cuts a stream into messages; a frame over the limit, or one that is not a msgpack map with a text under "t", is an Error."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = bytearray()
+
+    def feed(self, received: bytes) -> list[Message]:
+        self._held += received
+        messages = []
+        while len(self._held) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._held)
+            if length > self._limit:
+                raise Error(f"a control frame says it has {length} bytes, the limit is {self._limit}")
+            end = _LENGTH.size + length
+            if len(self._held) < end:
+                break
+            messages.append(_decode(bytes(self._held[_LENGTH.size : end])))
+            del self._held[:end]
+        return messages
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        message = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Error(f"a control frame of {len(body)} bytes is not msgpack: {error}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("t"), str):
+        raise Error(f"a control frame of {len(body)} bytes is not a map with a text under 't'")
+    return message
+
+
+class Frames:
+    """Frames over one connected socket, which it owns. One thread may receive while others send."""
+
+    def __init__(self, sock: socket.socket, limit: int = FROM_HUB_BYTES, send_limit: int = FROM_MEMBER_BYTES) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._parser = Parser(limit)
+        self._send_limit = send_limit
+        self._arrived: list[Message] = []
+        self._sending = threading.Lock()  # a frame goes out whole
+
+    def send(self, message: Message, deadline: Deadline) -> None:
+        """Hand the frame to the kernel; OSError when the link has ended, TimeoutError at the deadline."""
+        data = memoryview(encode(message, self._send_limit))
+        with self._sending:
+            while data:
+                try:
+                    data = data[self.sock.send(data, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    wait(self.sock, select.POLLOUT, deadline)
+
+    def receive(self, deadline: Deadline) -> Message | None:
+        """The next message, or None when the other end has closed. After an Error the link is closed."""
+        while not self._arrived:
+            try:
+                received = self.sock.recv(64 << 10)
+            except BlockingIOError:
+                wait(self.sock, select.POLLIN, deadline)
+                continue
+            if not received:
+                return None
+            try:
+                self._arrived = self._parser.feed(received)
+            except Error:
+                self.close()
+                raise
+        return self._arrived.pop(0)
+
+    def close(self) -> None:
+        self.sock.close()

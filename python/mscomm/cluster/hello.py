@@ -1,0 +1,192 @@
+"""The hello that opens every connection, without any I/O: bytes in, bytes out. docs/design/0001-call.md has its table.
+
+Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size; nothing is parsed, and nothing is
+allocated, by a number that an unproven peer sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Callable, Container, Generator
+from typing import NamedTuple
+
+import mscomm
+from mscomm.errors import AuthenticationError, Error
+
+MAGIC = b"MSCM"
+WIRE = 1
+CONTROL, MEMORY, DATA = 1, 2, 3
+HELLO_S = 5.0  # a hello that takes longer is given up
+
+_OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire, purpose or status, 0, nonce
+_IDENTITY = struct.Struct("<16s16siIQ")  # message 3: job, package version, rank, epoch, 0
+_VERDICT = struct.Struct("<B7s")  # message 4: verdict, 0
+_PROOF_BYTES = 32
+_GO_ON, _OTHER_WIRE = 0, 1
+_WELCOME, _JOB, _VERSION, _RANK, _EPOCH = range(5)
+
+UNKNOWN_JOB = bytes(16)
+UNKNOWN_RANK = -1
+
+
+class Identity(NamedTuple):
+    """Who a connector says it is: the job (16 bytes), mscomm's version, its rank (-1: not yet known) and the epoch."""
+
+    job: bytes = UNKNOWN_JOB
+    version: str = ""
+    rank: int = UNKNOWN_RANK
+    epoch: int = 0
+
+
+def package_version() -> str:
+    """mscomm's version as the hello carries it."""
+    return str(getattr(mscomm, "__version__", "0"))[:16]
+
+
+class NotMscomm(Error):
+    """The other end does not speak this protocol."""
+
+
+# What a script yields: bytes to send now, and how many bytes to read next; reading 0 is the end.
+_Script = Generator[tuple[bytes, int], bytes, None]
+
+
+class Hello:
+    """One end of a hello. Send `feed(b"")`, then read at most `needs` bytes at a time and send what `feed` answers, until `done`.
+
+    `feed` raises what is wrong with the peer. An acceptor that refuses a peer tells it so: then `refusal` is set when `done`, and the
+    caller closes the connection after the answer is sent.
+    """
+
+    def __init__(self, script: Callable[[Hello], _Script]) -> None:
+        self.peer = Identity()
+        self.refusal: Error | None = None
+        self.heard = False  # a whole message has come: the other end does speak this protocol
+        self._script = script(self)
+        self._to_send, self._size = next(self._script)
+        self._held = b""
+
+    @classmethod
+    def connector(cls, key: bytes, purpose: int, mine: Identity) -> Hello:
+        """The end that connected; `mine` is what it says about itself."""
+        return cls(lambda hello: _connector(hello, key, purpose, mine))
+
+    @classmethod
+    def acceptor(cls, key: bytes, purpose: int, mine: Identity, ranks: Container[int]) -> Hello:
+        """The end that listened: the peer must name the job, version and epoch of `mine`, and one of `ranks`.
+
+        On a control link it may also know nothing yet: no job, no rank, epoch 0.
+        """
+        return cls(lambda hello: _acceptor(hello, key, purpose, mine, ranks))
+
+    @property
+    def done(self) -> bool:
+        return self._size == 0
+
+    @property
+    def needs(self) -> int:
+        """How many bytes to read next: never more than belong to the hello."""
+        return self._size - len(self._held)
+
+    def feed(self, received: bytes) -> bytes:
+        """Take what was read; return what to send now, possibly nothing."""
+        to_send, self._to_send = self._to_send, b""
+        self._held += received
+        if not self.heard and self._held[: len(MAGIC)] != MAGIC[: len(self._held)]:
+            raise NotMscomm(f"it sent {self._held[:16]!r}, which does not begin a hello")
+        if len(self._held) < self._size or self.done:
+            return to_send
+        self.heard = True
+        message, self._held = self._held, b""
+        answer, self._size = self._script.send(message)
+        return to_send + answer
+
+
+def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Script:
+    first = _OPENING.pack(MAGIC, WIRE, purpose, 0, os.urandom(32))
+    second = yield first, _OPENING.size + _PROOF_BYTES
+    _, wire, status, _, _ = _OPENING.unpack(_body(second))
+    if wire != WIRE or status == _OTHER_WIRE:
+        raise Error(f"it speaks wire version {wire}, this mscomm speaks {WIRE}: install the same mscomm everywhere")
+    if not _proven(second, key, b"acceptor", first):
+        raise AuthenticationError(
+            "it does not have the key of this job: both ends need the same key file (MSCOMM_JOB_KEY_FILE)"
+        )
+    third = _signed(_identity(mine), key, b"connector", first, second)
+    fourth = yield third, _VERDICT.size + _PROOF_BYTES
+    if not _proven(fourth, key, b"verdict", first, second, third):
+        raise AuthenticationError("its verdict on this connection is forged: somebody is in between")
+    verdict = fourth[0]
+    if verdict != _WELCOME:
+        raise Error(f"it refused this connection: {_REASONS.get(verdict, f'reason {verdict}').format(mine)}")
+    yield b"", 0
+
+
+def _acceptor(hello: Hello, key: bytes, purpose: int, mine: Identity, ranks: Container[int]) -> _Script:
+    first = yield b"", _OPENING.size
+    _, wire, asked, _, _ = _OPENING.unpack(first)
+    status = _GO_ON if wire == WIRE else _OTHER_WIRE
+    second = _signed(_OPENING.pack(MAGIC, WIRE, status, 0, os.urandom(32)), key, b"acceptor", first)
+    if status == _OTHER_WIRE:
+        hello.refusal = Error(f"a connection speaks wire version {wire}, this mscomm speaks {WIRE}")
+        yield second, 0
+        return
+    if asked != purpose:
+        raise Error(f"a connection for purpose {asked} came where only purpose {purpose} is served")
+    third = yield second, _IDENTITY.size + _PROOF_BYTES
+    if not _proven(third, key, b"connector", first, second):
+        raise AuthenticationError("a connection could not prove that it knows the key of this job")
+    job, version, rank, epoch, _ = _IDENTITY.unpack(_body(third))
+    hello.peer = Identity(job, version.rstrip(b"\0").decode("ascii", "replace"), rank, epoch)
+    verdict = _judge(hello.peer, mine, ranks, stranger_allowed=purpose == CONTROL)
+    if verdict != _WELCOME:
+        hello.refusal = Error(
+            f"refused a connection: {_REASONS[verdict].format(hello.peer)} Here: {mine.version}, epoch {mine.epoch}."
+        )
+    yield _signed(_VERDICT.pack(verdict, bytes(7)), key, b"verdict", first, second, third), 0
+
+
+def _judge(peer: Identity, mine: Identity, ranks: Container[int], stranger_allowed: bool) -> int:
+    if peer.version != mine.version:
+        return _VERSION
+    if stranger_allowed and peer.job == UNKNOWN_JOB:
+        return _WELCOME if peer.epoch == 0 and (peer.rank == UNKNOWN_RANK or peer.rank in ranks) else _RANK
+    if not hmac.compare_digest(peer.job, mine.job):
+        return _JOB
+    if peer.epoch != mine.epoch:
+        return _EPOCH
+    if not (peer.rank in ranks or (stranger_allowed and peer.rank == UNKNOWN_RANK)):
+        return _RANK
+    return _WELCOME
+
+
+_REASONS = {
+    _JOB: "it serves another job.",
+    _VERSION: "it runs another version than mscomm {0.version}: install the same one everywhere.",
+    _RANK: "rank {0.rank} is not expected there, or is connected already.",
+    _EPOCH: "epoch {0.epoch} is not the present one: this rank belongs to an earlier life of the job.",
+}
+
+
+def _identity(mine: Identity) -> bytes:
+    return _IDENTITY.pack(mine.job, mine.version.encode("ascii")[:16], mine.rank, mine.epoch, 0)
+
+
+def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, label + b"".join(parts), hashlib.sha256).digest()
+
+
+def _body(message: bytes) -> bytes:
+    return message[:-_PROOF_BYTES]
+
+
+def _signed(body: bytes, key: bytes, label: bytes, *before: bytes) -> bytes:
+    """The body, and after it the proof over everything said so far."""
+    return body + _mac(key, label, *before, body)
+
+
+def _proven(message: bytes, key: bytes, label: bytes, *before: bytes) -> bool:
+    return hmac.compare_digest(message[-_PROOF_BYTES:], _mac(key, label, *before, _body(message)))

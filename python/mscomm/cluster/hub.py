@@ -1,0 +1,372 @@
+"""The hub: one thread that registers the ranks of a job, watches their control links, and spreads the first failure.
+
+It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. What it says to whom is in
+docs/design/0001-call.md, "Frames"; judge.py decides which failure counts; switchboard.py moves the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
+from mscomm.cluster.hello import CONTROL, Identity, package_version
+from mscomm.cluster.judge import Judge, Place, Verdict
+from mscomm.cluster.links import Door, require_same_user
+from mscomm.cluster.roster import Link, Roster
+from mscomm.cluster.switchboard import Switchboard
+from mscomm.errors import Error
+
+if TYPE_CHECKING:
+    import subprocess
+
+_T = TypeVar("_T")
+
+
+class Outcome(NamedTuple):
+    """How the job ended: well, or with the verdict, or with the reason why it never began."""
+
+    ok: bool
+    text: str
+    verdict: Verdict | None = None
+
+
+class Hub:
+    """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in one thread.
+
+    `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks). `watched`: a launcher
+    calls process_ended for each rank. `log` gets short lines for people.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        key: bytes,
+        topo_timeout_s: float,
+        ranks_known: bool,
+        job: bytes | None = None,
+        watched: bool = False,
+        version: str = "",
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._roster = Roster(size, ranks_known)
+        self._key = key
+        self._job = job or os.urandom(16)
+        self._epoch = 0
+        self._topo_timeout_s = topo_timeout_s
+        self._topo_until: float | None = None
+        self._watched = watched
+        self._log = log or (lambda text: None)
+        self._listening = False
+        self._absent: dict[int, str] = {}  # adopted ranks that ended before anybody joined who could be told
+        self._welcomed = False
+        self._ready: set[int | None] = set()
+        self._never_began: str | None = None
+        self._announced = False
+        self._judge = Judge(self._roster.name, watched)
+        self._selector = selectors.DefaultSelector()
+        self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
+        mine = Identity(self._job, version or package_version(), epoch=self._epoch)
+        self._door = Door(self._selector, key, CONTROL, mine, range(size), self._enter, self._log)
+        # Other threads append orders and send a byte; the hub's thread acts on them.
+        self._orders: deque[tuple[int, str]] = deque()
+        self._stopped = False
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_r.setblocking(False)
+        self._wake_w.setblocking(False)
+        self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
+
+    def listen(self, sock: socket.socket) -> None:
+        """Members may connect to this listening socket, which stays the caller's to close."""
+        self._door.listen(sock)
+        name = sock.getsockname()
+        self._roster.address = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a unix socket"
+        self._listening = True
+
+    def adopt(self, sock: socket.socket, rank: int) -> None:
+        """Take over our end of a socket pair whose other end the rank inherits: no hello, its first bytes are the key."""
+        require_same_user(sock)
+        self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
+
+    def process_ended(self, rank: int, how: str) -> None:
+        """Any thread: the launcher saw the rank's process end: "killed by SIGKILL", "exit code 1"."""
+        self._orders.append((rank, how))
+        self._wake()
+
+    def stop(self) -> None:
+        """Any thread: let serve() return soon, whatever the members do."""
+        self._stopped = True
+        self._wake()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The first failure, once it is decided."""
+        return self._judge.verdict
+
+    # -- the loop
+
+    def serve(self) -> Outcome:
+        """Serve until every member has left or was lost, or nobody came in time. Call it once."""
+        if not self._watched:
+            self._topo_until = time.monotonic() + self._topo_timeout_s
+        try:
+            while not self._finished():
+                for ready, _ in self._selector.select(self._sleep_s()):
+                    ready.data()
+                self._look()
+        finally:
+            self._close()
+        outcome = self._outcome()
+        self._log(f"the job {'ended well' if outcome.ok else 'failed'}: {outcome.text}")
+        return outcome
+
+    def _finished(self) -> bool:
+        if self._stopped or self._board.lines:
+            return self._stopped
+        return not self._listening or self._welcomed or self._announced or self._never_began is not None
+
+    def _outcome(self) -> Outcome:
+        if self._judge.verdict:
+            return Outcome(False, f"{self._judge.verdict.kind}: {self._judge.verdict.text}", self._judge.verdict)
+        if self._never_began:
+            return Outcome(False, self._never_began)
+        staying = sum(not link.left for link in self._roster)
+        if staying:
+            return Outcome(False, f"stopped while {staying} {self._roster.plural} were there")
+        if self._welcomed:
+            return Outcome(True, f"all {self._roster.size} {self._roster.plural} have left")
+        return Outcome(self._watched, f"no {self._roster.plural} came")
+
+    def _sleep_s(self) -> float | None:
+        """Until something is due, if nothing comes before."""
+        now = time.monotonic()
+        waits = [until - now for until in (self._judge.due(), self._topo_until) if until is not None]
+        half_open_s = self._door.expire()
+        waits += [half_open_s] if half_open_s is not None else []
+        return max(0.0, min(*waits, 3600.0)) if waits else None
+
+    def _look(self) -> None:
+        """Do what time and the last events made due."""
+        now = time.monotonic()
+        if self._topo_until is not None and now >= self._topo_until:
+            self._topo_until = None
+            self._never_began = self._roster.too_few(self._topo_timeout_s)
+            self._refuse_all(self._never_began)
+        self._judge.look(now)
+        if self._judge.asking:
+            self._judge.asking = False
+            self._broadcast({"t": "where"})
+        if self._judge.verdict and not self._announced:
+            self._announced = True
+            self._topo_until = None
+            self._log(f"verdict: {self._judge.verdict.kind}: {self._judge.verdict.text}")
+            self._broadcast(_frame(self._judge.verdict))
+
+    def _close(self) -> None:
+        self._door.close()
+        for link in list(self._board.lines):
+            self._board.drop(link)
+        self._selector.close()
+        self._wake_r.close()
+        self._wake_w.close()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_w.send(b"!")
+        except OSError:
+            return  # full: the hub wakes anyway; closed: serve() has returned
+
+    def _woken(self) -> None:
+        self._wake_r.recv(4096)
+        while self._orders:
+            rank, how = self._orders.popleft()
+            links = [link for link in self._board.lines if link.rank == rank and link.adopted]
+            for link in links:
+                self._board.drain(link)  # what it said before it ended counts first
+            self._judge.process_ended(rank, how, time.monotonic())
+            for link in links:
+                self._board.end(link, "")  # a child that it left behind may still hold the other end
+
+    # -- what members say
+
+    def _enter(self, sock: socket.socket, peer: Identity) -> None:
+        self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
+
+    def _handle(self, link: Link, message: Message) -> None:
+        """One message; an Error from here ends the link."""
+        now = time.monotonic()
+        kind = message["t"]
+        if kind == "join":
+            self._join(link, message)
+        elif not link.joined or link.left:
+            raise Error(f"{kind!r} does not come before join or after bye")
+        elif kind == "ready":
+            self._ready.add(link.rank)
+            if len(self._ready) == self._roster.size:
+                self._log(f"all {self._roster.size} {self._roster.plural} are ready")
+                self._broadcast({"t": "go"})
+        elif kind == "failed":
+            ranks = [
+                rank
+                for rank in _field(message, "ranks", list)
+                if isinstance(rank, int) and 0 <= rank < self._roster.size
+            ]
+            asked = [other.number for other in self._roster if other.open and not other.left]
+            name, text, number = (
+                _field(message, "kind", str),
+                _field(message, "text", str),
+                _field(message, "number", int),
+            )
+            self._judge.failed(link.number, name, ranks, text, number, asked, now)
+        elif kind == "here":
+            place = Place(_field(message, "number", int), _field(message, "inside", bool), _field(message, "text", str))
+            self._judge.here(link.number, place, now)
+        elif kind == "bye":
+            self._bye(link, _field(message, "number", int))
+        else:
+            raise Error(f"{kind!r} is not a message to the hub")
+
+    def _join(self, link: Link, message: Message) -> None:
+        if link.joined:
+            raise Error("it joined twice")
+        refusal = self._roster.admit(link, message.get("rank"), message.get("node_id"), _field(message, "facts", dict))
+        if refusal:
+            self._log(f"refused {link}: {refusal}")
+            self._refuse(link, refusal)
+            return
+        self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
+        if self._watched and self._topo_until is None and not self._announced:
+            self._topo_until = time.monotonic() + self._topo_timeout_s
+        for absent, how in self._absent.items():
+            self._judge.gone(absent, how, time.monotonic())
+        self._absent.clear()
+        if self._judge.verdict and self._announced:
+            self._send(link, _frame(self._judge.verdict))
+        elif len(self._roster) == self._roster.size:
+            self._welcome()
+
+    def _welcome(self) -> None:
+        """All are there: tell each its rank and the facts of all."""
+        self._topo_until = None
+        try:
+            self._roster.assign()
+            shared = {"t": "welcome", "size": self._roster.size, "job": self._job, "epoch": self._epoch}
+            shared["facts"] = self._roster.facts()
+            frames = [(link, encode({**shared, "rank": link.rank}, FROM_HUB_BYTES)) for link in self._roster]
+        except (ValueError, Error) as error:
+            self._never_began = str(error)
+            self._refuse_all(self._never_began)
+            return
+        self._welcomed = True
+        for link, data in frames:
+            self._board.write(link, data)
+
+    def _bye(self, link: Link, number: int) -> None:
+        if not self._welcomed:
+            self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
+            return
+        link.left = True
+        self._judge.left(link.number, number, time.monotonic())
+        self._broadcast({"t": "left", "rank": link.rank, "number": number})
+
+    def _ended(self, link: Link, how: str) -> None:
+        """A control link is over."""
+        if link.left or not (link.joined or link.adopted):
+            return
+        how = how or ("ended without release" if link.joined else "ended before it joined")
+        if not len(self._roster):
+            self._absent[link.number] = how
+            return
+        self._log(f"{link} {how}")
+        self._judge.gone(link.number, how, time.monotonic())
+
+    # -- what the hub says
+
+    def _send(self, link: Link, message: Message) -> None:
+        self._board.write(link, encode(message, FROM_HUB_BYTES))
+
+    def _broadcast(self, message: Message) -> None:
+        """To all that have joined and not left."""
+        data = encode(message, FROM_HUB_BYTES)
+        for link in self._roster:
+            if not link.left:
+                self._board.write(link, data)
+
+    def _refuse(self, link: Link, why: str) -> None:
+        if link.open:
+            self._send(link, {"t": "refused", "why": why})
+        if link.open:
+            self._board.drop(link)
+
+    def _refuse_all(self, why: str) -> None:
+        self._log(why)
+        for link in self._roster:
+            self._refuse(link, why)
+
+
+def _frame(verdict: Verdict) -> Message:
+    return {"t": "verdict", **verdict._asdict()}
+
+
+def _field(message: Message, name: str, kind: type[_T]) -> _T:
+    value = message.get(name)
+    if not isinstance(value, kind):
+        raise Error(f"{message['t']!r} needs {name!r} as {kind.__name__}, not {value!r}")
+    return value
+
+
+# -- the hub as a process of its own, under launchers that have none
+
+
+def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float) -> subprocess.Popen[bytes]:
+    """Start a hub that serves the listener, ranks known, in a process that ends by itself when the job has.
+
+    The key goes through a pipe, so that it stands neither in argv nor in the environment. Nobody has to wait for the process.
+    """
+    import subprocess
+
+    import msgpack
+
+    class Detached(subprocess.Popen[bytes]):
+        """A child that may outlive us: dropping the object is no oversight."""
+
+        def __del__(self, *_: object) -> None:
+            self.poll()
+
+    folders = [
+        os.path.dirname(os.path.dirname(os.path.abspath(module.__file__)))
+        for module in (sys.modules["mscomm"], msgpack)
+    ]
+    program = "import sys; sys.path += sys.argv[6:]; from mscomm.cluster.hub import main; main(*sys.argv[1:6])"
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, key)  # 32 bytes: a pipe takes them at once
+        numbers = [listener.fileno(), reader, size, topo_timeout_s, package_version()]
+        return Detached(
+            [sys.executable, "-I", "-S", "-c", program, *map(str, numbers), *folders],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(), reader),
+            start_new_session=True,  # a signal to the ranks' group must not take away who explains it
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def main(listener_fd: str, key_fd: str, size: str, topo_timeout_s: str, version: str) -> None:
+    """The spawned process."""
+    with open(int(key_fd), "rb") as pipe:
+        key = pipe.read(32)
+    with socket.socket(fileno=int(listener_fd)) as listener:
+        listener.set_inheritable(False)
+        hub = Hub(int(size), key=key, topo_timeout_s=float(topo_timeout_s), ranks_known=True, version=version)
+        hub.listen(listener)
+        hub.serve()

@@ -1,0 +1,181 @@
+"""Which failure was the first: the rules of docs/design/0001-call.md, "What ends a call early", without any I/O.
+
+The hub tells the judge what each rank said and how it ended, with the time; the judge says when it has its one verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from mscomm.errors import KINDS
+
+BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it names stays silent
+ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
+REASON_WITHIN_S = 0.1  # how long the launcher may take to say how a process ended
+
+
+class Verdict(NamedTuple):
+    """The first cause, as every rank raises it."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    waiting_for: tuple[int, ...]
+    text: str
+
+
+class Place(NamedTuple):
+    """Where a rank is: its last call's number, whether it is still inside, and words for the user."""
+
+    number: int
+    inside: bool
+    text: str
+
+
+class _Symptom(NamedTuple):
+    """A rank says that another one is lost."""
+
+    reporter: int
+    lost: tuple[int, ...]
+    text: str
+    until: float
+
+
+class Judge:
+    """Takes events, gives at most one verdict. `name(rank)` is how messages call a rank; `watched`: a launcher reports ends."""
+
+    def __init__(self, name: Callable[[int], str], watched: bool = False) -> None:
+        self.verdict: Verdict | None = None
+        self.asking = False  # the hub owes all ranks the question "where are you"
+        self._name = name
+        self._watched = watched
+        self._spoke: set[int] = set()
+        self._left: dict[int, int] = {}  # rank: number of its last call
+        self._ends: dict[int, str] = {}  # how the process ended, as the launcher saw it
+        self._gone: dict[int, tuple[str, float]] = {}  # lost, and since when; waiting for the launcher's reason
+        self._symptoms: list[_Symptom] = []
+        self._question: tuple[Verdict, int, float, set[int]] | None = (
+            None  # of whom, at which number, until, still to answer
+        )
+        self._places: dict[int, Place] = {}
+
+    # -- events
+
+    def failed(
+        self, rank: int, kind: str, ranks: Iterable[int], text: str, number: int, others: Iterable[int], now: float
+    ) -> None:
+        """A rank reports an error; `others` are the ranks that could be asked where they are."""
+        if self.verdict:
+            return
+        self._spoke.add(rank)
+        ranks = tuple(ranks)
+        if self._question:
+            self.here(rank, Place(number, True, text), now)
+        elif kind == "CollectiveTimeout":
+            self._question = (Verdict(kind, ranks, (), text), number, now + ANSWERS_WITHIN_S, set(others) - {rank})
+            self._places[rank] = Place(number, True, text)
+            self.asking = True
+        elif kind == "PeerLost" and ranks and not self._left.keys() & set(ranks):
+            self._symptoms.append(_Symptom(rank, ranks, text, now + BELIEVED_AFTER_S))
+        else:
+            self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, (), text)
+        self.look(now)
+
+    def here(self, rank: int, place: Place, now: float) -> None:
+        """A rank answers where it is; the first answer counts, and the asker's own place is known."""
+        if self._question and rank in self._question[3]:
+            self._question[3].remove(rank)
+            self._places[rank] = place
+        self.look(now)
+
+    def left(self, rank: int, number: int, now: float) -> None:
+        """A rank said bye."""
+        self._left[rank] = number
+        if self._question:
+            self._question[3].discard(rank)
+        self.look(now)
+
+    def gone(self, rank: int, how: str, now: float) -> None:
+        """A rank's control link ended without bye. What it reported before it ended says more than its end."""
+        if not any(symptom.reporter == rank for symptom in self._symptoms):
+            self._gone.setdefault(rank, (how, now + (REASON_WITHIN_S if self._watched else 0.0)))
+        if self._question:
+            self._question[3].discard(rank)
+        self.look(now)
+
+    def process_ended(self, rank: int, how: str, now: float) -> None:
+        """The launcher says how the rank's process ended; alone, without the end of the link, it decides nothing."""
+        self._ends[rank] = how
+        self.look(now)
+
+    # -- decisions
+
+    def due(self) -> float | None:
+        """When to look again if nothing happens."""
+        if self.verdict:
+            return None
+        times = [until for _, until in self._gone.values()] + [symptom.until for symptom in self._symptoms]
+        if self._question:
+            times.append(self._question[2])
+        return min(times, default=None)
+
+    def look(self, now: float) -> None:
+        """Give the verdict if it is time."""
+        if self.verdict:
+            return
+        if self._question:
+            self._judge_deadline(now)
+            return
+        for rank, (how, until) in self._gone.items():
+            if rank in self._ends or until <= now:
+                reason = f": {self._ends[rank]}" if rank in self._ends else ""
+                self.verdict = Verdict(
+                    "PeerLost", (rank,) if rank >= 0 else (), (), f"{self._name(rank)} {how}{reason}"
+                )
+                return
+        if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._circular()):
+            symptom = self._root()
+            self.verdict = Verdict("PeerLost", symptom.lost, (), symptom.text)
+
+    def _judge_deadline(self, now: float) -> None:
+        assert self._question
+        verdict, number, until, unanswered = self._question
+        if unanswered and now < until:
+            return
+        waiting_for, words = set(), []
+        for rank in sorted(unanswered | self._places.keys() | self._left.keys() | self._gone.keys()):
+            place = self._places.get(rank)
+            if rank in self._left:
+                behind, what = self._left[rank] < number, f"ended well after call #{self._left[rank]}"
+            elif rank in self._gone:
+                behind, what = True, "ended without release"
+            elif place is None:
+                behind, what = True, f"gave no sign of life within {ANSWERS_WITHIN_S:g} s"
+            else:
+                behind = place.number < number or (place.number == number and not place.inside)
+                what = place.text or f"is {'inside' if place.inside else 'after'} call #{place.number}"
+            if behind:
+                waiting_for.add(rank)
+                words.append(f"{self._name(rank)}: {what}")
+        found = "; ".join(words) if words else "every rank is inside that call: the links between them are stuck"
+        self.verdict = verdict._replace(
+            waiting_for=tuple(sorted(waiting_for)), text=f"{verdict.text}. Waiting for: {found}"
+        )
+
+    def _root(self) -> _Symptom:
+        """Follow "q lost r, r lost s" from the first symptom to a rank that said nothing; in a circle the first one counts."""
+        by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
+        first = symptom = self._symptoms[0]
+        seen = {symptom.reporter}
+        while True:
+            nexts = [by_reporter[rank] for rank in symptom.lost if rank in by_reporter]
+            if not nexts:
+                return symptom
+            if nexts[0].reporter in seen:
+                return first
+            symptom = nexts[0]
+            seen.add(symptom.reporter)
+
+    def _circular(self) -> bool:
+        """Each rank that a symptom names has spoken: nobody is left who could say more."""
+        return all(rank in self._spoke for symptom in self._symptoms for rank in symptom.lost)

@@ -1,0 +1,338 @@
+"""Connections: dial, accept, authenticate, and pass file descriptors. Every socket here is close-on-exec.
+
+The hello itself is in hello.py and the control frames in frames.py; their names are handed on here.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Container, Iterable
+from typing import Union
+
+from mscomm.cluster.deadline import Deadline, wait
+from mscomm.cluster.frames import Frames as Frames
+from mscomm.cluster.hello import CONTROL as CONTROL
+from mscomm.cluster.hello import DATA as DATA
+from mscomm.cluster.hello import HELLO_S, Hello, Identity, NotMscomm
+from mscomm.cluster.hello import MEMORY as MEMORY
+from mscomm.cluster.hello import package_version as package_version
+from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
+
+# ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
+Address = Union[tuple[str, int], str, bytes]
+
+_HALF_OPEN = 64  # connections that may be in the middle of a hello at one time
+_FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
+_UCRED = struct.Struct("=iII")  # pid, uid, gid
+
+
+# -- connecting
+
+
+def connect(address: Address, deadline: Deadline, *, source: str | None = None) -> socket.socket:
+    """A connected TCP or abstract unix socket; OSError (refused, unreachable, timed out) as the kernel says."""
+    if isinstance(address, (str, bytes)):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.left())
+            sock.connect(address)
+        except BaseException:
+            sock.close()
+            raise
+    else:
+        sock = socket.create_connection(
+            address, deadline.left() or 1e-3, source_address=(source, 0) if source else None
+        )
+        tune(sock)
+    sock.settimeout(None)
+    return sock
+
+
+def node_timeout_s() -> float:
+    """MS_NODE_TIMEOUT: seconds of silence after which a host counts as lost (30)."""
+    text = os.environ.get("MS_NODE_TIMEOUT") or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86400:
+        raise ValueError(f"MS_NODE_TIMEOUT={text!r}: expected a number of seconds, more than 0 and at most a day")
+    return seconds
+
+
+def tune(sock: socket.socket) -> None:
+    """On a TCP socket: send small messages at once, and notice within MS_NODE_TIMEOUT that the other host went silent."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    silence_s = node_timeout_s()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe_s = max(1, int(silence_s / 6))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence_s * 1000)))
+
+
+_PEERS = {CONTROL: "mscomm scheduler", MEMORY: "mscomm rank", DATA: "mscomm rank"}
+
+
+def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
+    """The connector's side of the hello; raises what is wrong, naming the address, and leaves closing to the caller."""
+    deadline = deadline.within(HELLO_S)
+    where = f"what listens at {_name(sock)}"
+    hello = Hello.connector(key, purpose, mine)
+    sock.settimeout(None)
+    try:
+        sock.sendall(hello.feed(b""))
+        while not hello.done:
+            wait(sock, select.POLLIN, deadline)
+            received = sock.recv(hello.needs)
+            if not received:
+                raise ConnectionResetError("it closed the connection")
+            sock.sendall(hello.feed(received))
+    except NotMscomm as error:
+        raise NotMscomm(f"{where} is not an {_PEERS[purpose]}: {error}") from error
+    except Error as error:
+        raise type(error)(f"{where} and this process do not fit together: {error}") from error
+    except TimeoutError as error:
+        raise NotMscomm(
+            f"{where} is not an {_PEERS[purpose]}, or it is stopped: it said nothing for {deadline.seconds:g} s"
+        ) from error
+    except OSError as error:
+        if hello.heard:
+            raise AuthenticationError(f"{where} closed the connection: it has another key than this process") from error
+        raise NotMscomm(f"{where} is not an {_PEERS[purpose]}, or it just ended: {error} during the hello") from error
+
+
+def _name(sock: socket.socket) -> str:
+    """The peer's address for messages."""
+    try:
+        address = sock.getpeername()
+    except OSError:
+        return "an address that is gone"
+    if isinstance(address, tuple):
+        return f"{address[0]}:{address[1]}"
+    return repr(os.fsdecode(address)) if address else "the other end of a socket pair"
+
+
+# -- accepting
+
+
+class Door:
+    """The listeners of one selector loop, and the connections to them that are still in their hello.
+
+    `enter(sock, peer)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are dropped; at most 64
+    are half-open, and the oldest makes room for the next. The selector's data are callables, to be called when the socket is ready.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        key: bytes,
+        purpose: int,
+        mine: Identity,
+        ranks: Container[int],
+        enter: Callable[[socket.socket, Identity], None],
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._selector = selector
+        self._new_hello = lambda: Hello.acceptor(key, purpose, mine, ranks)
+        self._enter = enter
+        self._log = log or (lambda text: None)
+        self._complaints: set[str] = set()  # each kind of nuisance is logged once
+        self._listeners: list[socket.socket] = []
+        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first; when it is given up
+
+    def listen(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+
+    def expire(self) -> float | None:
+        """Drop those whose time is up; seconds until the next one's, None when nobody is half-open."""
+        now = time.monotonic()
+        for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
+            self._drop(sock, "it did not finish its hello in time")
+        return min((until - now for _, until in self._half_open.values()), default=None)
+
+    def close(self) -> None:
+        """Drop the half-open connections and forget the listeners, which stay open for their owner."""
+        for sock in list(self._half_open):
+            self._forget(sock).close()
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        # One a turn: between two newcomers everybody who has something to say is heard, so a flood cannot push out the honest.
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
+            self._complain(f"cannot accept a connection: {error}")
+            return
+        sock.setblocking(False)
+        try:
+            if sock.family == socket.AF_UNIX:
+                require_same_user(sock)
+            else:
+                tune(sock)
+        except (AuthenticationError, OSError) as error:
+            self._complain(f"dropped a connection: {error}")
+            sock.close()
+            return
+        if len(self._half_open) >= _HALF_OPEN:
+            self._drop(next(iter(self._half_open)), f"more than {_HALF_OPEN} connections are in their hello")
+        self._half_open[sock] = (self._new_hello(), time.monotonic() + HELLO_S)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
+
+    def _read(self, sock: socket.socket) -> None:
+        if sock not in self._half_open:  # dropped earlier in this turn
+            return
+        hello = self._half_open[sock][0]
+        try:
+            received = sock.recv(hello.needs)
+            if not received:
+                self._drop(sock, "it closed during the hello")
+                return
+            answer = hello.feed(received)
+            if answer and sock.send(answer, socket.MSG_NOSIGNAL) != len(answer):
+                self._drop(sock, "it does not read")
+                return
+        except BlockingIOError:
+            return
+        except (Error, OSError) as error:
+            self._drop(sock, str(error))
+            return
+        if hello.refusal:
+            self._drop(sock, str(hello.refusal))
+        elif hello.done:
+            self._enter(self._forget(sock), hello.peer)
+
+    def _forget(self, sock: socket.socket) -> socket.socket:
+        del self._half_open[sock]
+        self._selector.unregister(sock)
+        return sock
+
+    def _drop(self, sock: socket.socket, why: str) -> None:
+        self._complain(f"dropped a connection from {_name(sock)}: {why}", kind=why)
+        self._forget(sock).close()
+
+    def _complain(self, text: str, kind: str = "") -> None:
+        if (kind or text) not in self._complaints and len(self._complaints) < 16:
+            self._complaints.add(kind or text)
+            self._log(text)
+
+
+def accept_all(
+    listener: socket.socket,
+    wanted: Iterable[int],
+    key: bytes,
+    purpose: int,
+    mine: Identity,
+    deadline: Deadline,
+    log: Callable[[str], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> dict[int, socket.socket]:
+    """One authenticated connection from each wanted rank, blocking sockets; CollectiveTimeout naming those that did not come.
+
+    `check` is called at least every 100 ms and may raise to end the wait.
+    """
+    missing = set(wanted)
+    came: dict[int, socket.socket] = {}
+
+    def enter(sock: socket.socket, peer: Identity) -> None:
+        if peer.rank not in missing:  # two at once under one rank: the first counts
+            sock.close()
+            return
+        missing.remove(peer.rank)
+        sock.setblocking(True)
+        came[peer.rank] = sock
+
+    with selectors.DefaultSelector() as selector:
+        door = Door(selector, key, purpose, mine, missing, enter, log)
+        door.listen(listener)
+        try:
+            while missing:
+                if deadline.passed:
+                    names = ", ".join(map(str, sorted(missing)))
+                    raise CollectiveTimeout(
+                        f"no connection came from rank {names} within {deadline.seconds:g} s", waiting_for=missing
+                    )
+                if check:
+                    check()
+                door.expire()
+                for ready, _ in selector.select(min(deadline.left(), 0.1)):
+                    ready.data()
+        except BaseException:
+            for sock in came.values():
+                sock.close()
+            raise
+        finally:
+            door.close()
+    return came
+
+
+# -- file descriptors over unix sockets
+
+
+def require_same_user(sock: socket.socket) -> None:
+    """AuthenticationError unless the process at the other end of the unix socket runs under our uid."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(credentials)
+    if uid != os.getuid():
+        raise AuthenticationError(
+            f"process {pid} at the other end of a unix socket runs as uid {uid}, this one as {os.getuid()}"
+        )
+
+
+def send_fds(sock: socket.socket, fds: list[int], deadline: Deadline) -> None:
+    """Give the process at the other end copies of our descriptors; it must call recv_fds with the same count."""
+    require_same_user(sock)
+    for start in range(0, len(fds), _FDS_A_MESSAGE):
+        piece = array.array("i", fds[start : start + _FDS_A_MESSAGE])
+        while True:
+            wait(sock, select.POLLOUT, deadline)
+            try:
+                sock.sendmsg(
+                    [b"F"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, piece)], socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+                )
+                break
+            except BlockingIOError:
+                continue
+
+
+def recv_fds(sock: socket.socket, count: int, deadline: Deadline) -> list[int]:
+    """Exactly `count` descriptors, close-on-exec, from a process of our own user."""
+    require_same_user(sock)
+    fds: list[int] = []
+    try:
+        while len(fds) < count:
+            wait(sock, select.POLLIN, deadline)
+            expected = min(_FDS_A_MESSAGE, count - len(fds))
+            space = socket.CMSG_SPACE(expected * array.array("i").itemsize)
+            data, ancillary, flags, _ = sock.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+            piece = array.array("i")
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    piece.frombytes(content[: len(content) - len(content) % piece.itemsize])
+            fds += piece
+            if not data:
+                raise Error(f"the other end closed after {len(fds)} of {count} file descriptors")
+            if flags & socket.MSG_CTRUNC or len(piece) != expected:
+                raise Error(
+                    f"received {len(piece)} file descriptors where {expected} were expected (is RLIMIT_NOFILE too low?)"
+                )
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds

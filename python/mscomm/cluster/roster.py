@@ -1,0 +1,117 @@
+"""Who has joined a job: whom to admit, which rank each gets, what to call them, and who is missing. No I/O."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from mscomm.cluster.frames import Message
+from mscomm.cluster.plan import Arrival, assign_ranks, is_number
+from mscomm.cluster.switchboard import Line
+
+
+class Link(Line):
+    """One control link, and what is known about the process at its other end."""
+
+    def __init__(self, sock: socket.socket, rank: int | None, adopted: bool) -> None:
+        super().__init__(sock)
+        self.adopted = adopted  # inherited from the launcher, not accepted from a listener
+        self.rank = rank  # None: the hub will give it one
+        self.seat = -1  # its place in the order of joining
+        self.left = False
+        self.node_id: str | None = None
+        self.facts: Message = {}
+
+    @property
+    def joined(self) -> bool:
+        return self.seat >= 0
+
+    @property
+    def number(self) -> int:
+        """The rank; before ranks are given out, a negative number made from the seat."""
+        return self.rank if self.rank is not None else -1 - self.seat
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.rank is not None else f"worker {self.node_id}" if self.node_id else "a worker"
+        host = self.facts.get("hostname", self.facts.get("host", "?"))
+        return f"{who} (pid {self.facts['pid']} on host {host})" if "pid" in self.facts else who
+
+
+class Roster:
+    """The members of a job of `size`, also those that have ended, in the order of joining."""
+
+    def __init__(self, size: int, ranks_known: bool) -> None:
+        self.size = size
+        self.address = ""  # where members join, for messages
+        self.plural = "ranks" if ranks_known else "workers"
+        self._ranks_known = ranks_known
+        self._members: list[Link] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._members)
+
+    def admit(self, link: Link, rank: Any, node_id: Any, facts: Message) -> str | None:
+        """Give the newcomer a seat, or return why it cannot have one."""
+        link.facts, link.node_id = facts, node_id if isinstance(node_id, str) else None
+        refusal = self._objection(link, rank)
+        if refusal is None:
+            link.rank = link.rank if link.rank is not None else rank
+            link.seat = len(self._members)
+            self._members.append(link)
+        return refusal
+
+    def _objection(self, link: Link, rank: Any) -> str | None:
+        size = link.facts.get("size", self.size)
+        if size != self.size:
+            setting = "the number of ranks" if self._ranks_known else "MS_WORKER_NUM"
+            return f"{setting} is {size} here and {self.size} at the scheduler: give both the same"
+        if self._ranks_known:
+            if link.rank is not None and rank not in (None, link.rank):
+                return f"it is rank {link.rank} by its connection and wants to join as rank {rank}"
+            rank = rank if link.rank is None else link.rank
+            if not isinstance(rank, int) or not 0 <= rank < self.size:
+                return f"rank {rank!r} is not one of 0 to {self.size - 1}"
+            holder = next((other for other in self._members if other.rank == rank), None)
+            if holder:
+                return f"rank {rank} is taken already: {holder}"
+        else:
+            if rank is not None or link.rank is not None:
+                return "the scheduler gives out the ranks of this job; set MS_NODE_ID to a number to choose one"
+            holder = next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
+            if holder:
+                return f"MS_NODE_ID={link.node_id} is taken already: {holder}; look for leftovers of an earlier start"
+        if len(self._members) >= self.size:
+            return f"the job at {self.address} already has its {self.size} {self.plural}; look for one started too many"
+        return None
+
+    def assign(self) -> None:
+        """Give every member its rank, once all are there; ValueError if their ids do not make a job."""
+        if not self._ranks_known:
+            arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
+            for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
+                link.rank = rank
+
+    def facts(self) -> list[Message]:
+        """By rank."""
+        return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
+
+    def name(self, number: int) -> str:
+        """What messages call the member with that Link.number."""
+        return next((str(link) for link in self._members if link.number == number), f"rank {number}")
+
+    def too_few(self, timeout_s: float) -> str:
+        """Who did not come in time."""
+        came = len(self._members)
+        text = f"only {came} of {self.size} {self.plural} joined within {timeout_s:g} s (MS_TOPO_TIMEOUT)"
+        if self._ranks_known:
+            ranks = [link.number for link in self._members]
+        else:
+            ranks = [int(link.node_id) for link in self._members if link.node_id and is_number(link.node_id)]
+        if len(ranks) < came:
+            return f"{text}: {self.size - came} missing; here are: {'; '.join(map(str, self._members))}"
+        missing = ", ".join(str(rank) for rank in range(self.size) if rank not in ranks)
+        return f"{text}: missing rank {missing}; look at their output, they may have failed before init()"

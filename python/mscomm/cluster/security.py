@@ -1,0 +1,156 @@
+"""The job's key: 32 bytes that every rank knows and nobody else. It never travels in argv, in the environment, or over TCP."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Mapping
+
+from mscomm.errors import AuthenticationError
+
+KEY_BYTES = 32
+_FILE_LIMIT_BYTES = 4096
+
+
+def new_key() -> bytes:
+    """A random key for one job."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the numeric address can only be reached from this machine."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
+    """The scheduler's key for the numeric address, and the key file that it wrote for its workers, to be removed at the end."""
+    if env.get("MSCOMM_JOB_KEY_FILE"):
+        return read_key(env["MSCOMM_JOB_KEY_FILE"]), None
+    if is_loopback(host):
+        file = KeyFile(host, port)
+        return file.key, file
+    return _plain_key(host, port, permit_plain), None
+
+
+def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
+    """The key with which a worker greets the scheduler at the numeric address; read it after the connection was made."""
+    if env.get("MSCOMM_JOB_KEY_FILE"):
+        return read_key(env["MSCOMM_JOB_KEY_FILE"])
+    if is_loopback(host):
+        return read_key(
+            _sched_key_path(host, port), f"the scheduler at {host}:{port} (same user, same TMPDIR) writes it"
+        )
+    return _plain_key(host, port, permit_plain)
+
+
+def read_key(path: str, origin: str = "") -> bytes:
+    """The key in a file of at least 32 bytes, or 64 hex digits, that only we can read; AuthenticationError says what to do."""
+
+    def refuse(what: str, advice: str) -> AuthenticationError:
+        return AuthenticationError(f"key file {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
+
+    make = f"make one with: (umask 077; head -c 32 /dev/urandom > {path})"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise refuse("there is no such file", "" if origin else make) from None
+    except OSError as error:
+        advice = (
+            "name the file itself, not a symbolic link" if os.path.islink(path) else "it must be readable for this user"
+        )
+        raise refuse(f"cannot open it: {error.strerror}", advice) from error
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise refuse("it is not a regular file", make)
+        if status.st_uid != os.getuid():
+            raise refuse(
+                f"it belongs to uid {status.st_uid}, this process runs as {os.getuid()}", "use a file of your own"
+            )
+        if status.st_mode & 0o077:
+            raise refuse(f"its mode {stat.S_IMODE(status.st_mode):04o} lets others in", f"run: chmod 600 {path}")
+        content = file.read(_FILE_LIMIT_BYTES)
+    text = content.strip()
+    if len(text) == 2 * KEY_BYTES and all(byte in b"0123456789abcdefABCDEF" for byte in text):
+        return bytes.fromhex(text.decode("ascii"))
+    if len(content) < KEY_BYTES:
+        raise refuse(f"it holds {len(content)} bytes, a key needs at least {KEY_BYTES}", make)
+    return content if len(content) == KEY_BYTES else hashlib.sha256(content).digest()
+
+
+def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
+    """A key that everybody can compute, for those who said that they want none."""
+    if not permit_plain:
+        raise AuthenticationError(
+            f"{host}:{port} can be reached from other machines and this job has no key. Either give all its processes one:\n"
+            "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
+            "or allow anybody who can reach the port to join:\n"
+            "    mscomm.set_ps_context(enable_ssl=False)   # before init()"
+        )
+    print(
+        f"mscomm: warning: this job has no key: anybody who can reach {host}:{port} can join it. "
+        "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return hashlib.sha256(f"mscomm, open to all: {host}:{port}".encode()).digest()
+
+
+# -- the key file of a scheduler on loopback
+
+
+def _sched_key_path(host: str, port: int) -> str:
+    import tempfile  # slow to import, and the hub's small process never comes here
+
+    return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"sched-{host}-{port}.key")
+
+
+class KeyFile:
+    """A new key in a file that only our user can read, where the workers of a scheduler on loopback look for it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.key = new_key()
+        self.path = _sched_key_path(host, port)
+        _private_folder(os.path.dirname(self.path))
+        draft = f"{self.path}.{secrets.token_hex(8)}"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as file:
+                file.write(self.key)
+            os.rename(draft, self.path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+
+    def remove(self) -> None:
+        """Take the file away, unless a later scheduler has put its own there."""
+        try:
+            if read_key(self.path) == self.key:
+                os.unlink(self.path)
+        except (AuthenticationError, FileNotFoundError):
+            return  # somebody tidied up already: nothing of ours is left to remove
+
+
+def _private_folder(path: str) -> None:
+    """Make the folder, or check that the one that is there is a folder, ours, and closed to others."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass  # checked below, like a new one
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise AuthenticationError(
+            f"{path} is not a folder (a symbolic link does not count): remove it, or set TMPDIR to another place"
+        )
+    if status.st_uid != os.getuid():
+        raise AuthenticationError(
+            f"{path} belongs to uid {status.st_uid}: somebody else made it; set TMPDIR to a place of your own"
+        )
+    if status.st_mode & 0o077:
+        raise AuthenticationError(
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, which lets others in; run: chmod 700 {path}"
+        )

@@ -1,0 +1,114 @@
+"""Many control links in one selector loop: whole messages in, bounded queues out, and nobody who can make it wait."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Message, Parser
+from mscomm.errors import Error
+
+_UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a member that leaves more than this unread is cut off
+
+
+class Line:
+    """One control link as the hub holds it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.open = True
+        self.parser = Parser(FROM_MEMBER_BYTES)
+        self.unsent: deque[memoryview] = deque()
+
+
+L = TypeVar("L", bound=Line)
+
+
+class Switchboard(Generic[L]):
+    """Calls `message(line, message)` for what comes in and `ended(line, how)` once when a line is over; how is "" for a plain end."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, message: Callable[[L, Message], None], ended: Callable[[L, str], None]
+    ) -> None:
+        self.lines: set[L] = set()
+        self._selector = selector
+        self._message = message
+        self._ended = ended
+
+    def add(self, line: L) -> L:
+        self.lines.add(line)
+        self._selector.register(line.sock, selectors.EVENT_READ, lambda: self._turn(line))
+        return line
+
+    def write(self, line: L, data: bytes) -> None:
+        """Send what the socket takes now and keep the rest for later; a line that is over takes nothing."""
+        if not line.open:
+            return
+        line.unsent.append(memoryview(data))
+        self._flush(line)
+        if sum(map(len, line.unsent)) > _UNSENT_BYTES:
+            self.end(line, "does not read its control link")
+
+    def drain(self, line: L) -> None:
+        """Take in all that the other end has sent so far."""
+        while line.open and self._read(line):
+            continue
+
+    def end(self, line: L, how: str) -> None:
+        if line.open:
+            self.drop(line)
+            self._ended(line, how)
+
+    def drop(self, line: L) -> None:
+        """Close the line without a word to anybody."""
+        line.open = False
+        self.lines.remove(line)
+        self._selector.unregister(line.sock)
+        line.sock.close()
+
+    def _turn(self, line: L) -> None:
+        if line.open and line.unsent:
+            self._flush(line)
+        if line.open:
+            self._read(line)
+
+    def _read(self, line: L) -> bool:
+        """Act on what is there; False when there was nothing, or the line is over."""
+        try:
+            received = line.sock.recv(64 << 10)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.end(line, f"lost its control link ({error.strerror or error})")
+            return False
+        if not received:
+            self.end(line, "")
+            return False
+        try:
+            for message in line.parser.feed(received):
+                if line.open:
+                    self._message(line, message)
+        except Error as error:
+            self.end(line, f"sent nonsense on its control link ({error})")
+        return line.open
+
+    def _flush(self, line: L) -> None:
+        try:
+            while line.unsent:
+                sent = line.sock.send(line.unsent[0], socket.MSG_NOSIGNAL)
+                if sent < len(line.unsent[0]):
+                    line.unsent[0] = line.unsent[0][sent:]
+                else:
+                    line.unsent.popleft()
+        except BlockingIOError:
+            pass  # the rest goes when the selector says so
+        except OSError:
+            line.unsent.clear()  # reading sees the end of the line, after what the peer said last
+        key = self._selector.get_key(line.sock)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
+        if key.events != events:
+            self._selector.modify(line.sock, events, key.data)

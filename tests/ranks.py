@@ -1,0 +1,163 @@
+"""@ranks(n): run a test as n real processes that have joined one job.
+
+    @ranks(3)
+    def test_sum(rank, group):
+        assert mscomm.all_reduce(np.float32([rank]))[0] == 3
+
+Each process writes a log; when one fails the others get a moment to report and are then killed, and the test shows the logs. `how` picks what starts
+the job; `expect` says how a rank is allowed to end other than with 0. Parameters of the test (pytest.mark.parametrize) must be JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mscomm.cluster import hub, security
+
+GRACE_S = 5.0  # for the others to report after the first failure
+
+
+class Job:
+    """n rank processes under a hub in this process, as `mscomm run` would start them, with full control for the test."""
+
+    def __init__(self, size: int, command: list[str], folder: Path, env: dict[str, str] | None = None) -> None:
+        self.size = size
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
+        for rank in range(size):
+            ours, theirs = socket.socketpair()
+            self.hub.adopt(ours, rank)
+            with theirs, open(self.log(rank), "wb") as log:
+                own = {
+                    "MSCOMM_RANK": str(rank),
+                    "MSCOMM_WORLD_SIZE": str(size),
+                    "MSCOMM_LOCAL_RANK": str(rank),
+                    "MSCOMM_LOCAL_WORLD_SIZE": str(size),
+                    "MSCOMM_CONTROL_FD": str(theirs.fileno()),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+                }
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **own, **(env or {})},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            self.processes.append(process)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.outcome: hub.Outcome | None = None
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self.outcome = self.hub.serve()
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank}.log"
+
+    def output(self, rank: int) -> str:
+        return self.log(rank).read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> list[int | None]:
+        """The exit code of each rank; None for one that did not end in time or within the grace after the first failure."""
+        until = time.monotonic() + timeout_s
+        reported: set[int] = set()
+        while time.monotonic() < until:
+            codes = [process.poll() for process in self.processes]
+            for rank, code in enumerate(codes):
+                if code is not None and rank not in reported:
+                    reported.add(rank)
+                    self.hub.process_ended(rank, _how(code))
+                    if code != 0:
+                        until = min(until, time.monotonic() + GRACE_S)
+            if len(reported) == self.size:
+                break
+            time.sleep(0.005)
+        codes = [process.poll() for process in self.processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        """End everything that this job started, children of the ranks included."""
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        self.hub.stop()
+        self._thread.join(10)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- rank {rank} ---\n{self.output(rank)[-3000:]}" for rank in range(self.size))
+
+
+def _how(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def ranks(n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = None, expect: dict[int, int] | None = None) -> Any:
+    """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
+
+    n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a parameter.
+    expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        wanted = [name for name in inspect.signature(fn).parameters if name not in ("rank", "group")]
+
+        @functools.wraps(fn)
+        def test(tmp_path: Path, **parameters: Any) -> None:
+            size = parameters[n] if isinstance(n, str) else n
+            filled = {name: value.format(**parameters) for name, value in (env or {}).items()}
+            where = json.dumps({"file": fn.__code__.co_filename, "name": fn.__name__, "parameters": {k: parameters[k] for k in wanted}})
+            job = Job(size, [sys.executable, "-u", __file__, where], tmp_path, filled)
+            codes = job.wait(timeout_s)
+            allowed = [(expect or {}).get(rank, 0) for rank in range(size)]
+            assert codes == allowed, f"exit codes {codes}, expected {allowed}\n{job.logs()}"
+
+        extra = [] if not isinstance(n, str) or n in wanted else [n]
+        names = ["tmp_path", *wanted, *extra]
+        del test.__wrapped__
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )
+        test.body = fn  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _be_a_rank(where: dict[str, Any]) -> None:
+    """The child's side: join, run the body, leave."""
+    import mscomm
+
+    spec = importlib.util.spec_from_file_location("under_test", where["file"])
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["under_test"] = module
+    spec.loader.exec_module(module)
+    body = getattr(module, where["name"]).body
+    mscomm.init()
+    arguments = {"rank": mscomm.get_rank(), "group": None, **where["parameters"]}
+    body(**{name: arguments[name] for name in inspect.signature(body).parameters})
+
+
+if __name__ == "__main__":
+    _be_a_rank(json.loads(sys.argv[1]))
