@@ -35,22 +35,46 @@ constexpr Algorithm table[] = {
 
 std::span<const Algorithm> algorithms() { return table; }
 
-const Algorithm& select(Collective what, const Layout& layout, const Forced& forced) {
-  const std::string& wanted = forced[static_cast<size_t>(what)];
-  const bool one_host = layout.hosts() == 1;
-  std::string known;
-  for (const Algorithm& row : table) {
-    if (row.what != what) continue;
-    known += (known.empty() ? "" : ", ") + std::string(row.name);
-    if (!wanted.empty() && row.name != wanted) continue;
-    if (row.carrier == Carrier::arena && !one_host) {
-      if (wanted.empty()) continue;
-      throw Error("ValueError", "MSCOMM_ALGO: arena needs all ranks on one host; these are on " +
-                                    std::to_string(layout.hosts()));
-    }
-    return row;
+namespace {
+
+const Algorithm* find(Collective what, std::string_view name) {
+  for (const Algorithm& row : table)
+    if (row.what == what && row.name == name) return &row;
+  return nullptr;
+}
+
+std::string names_of(Collective what) {
+  std::string names;
+  for (const Algorithm& row : table)
+    if (row.what == what) names += (names.empty() ? "" : ", ") + std::string(row.name);
+  return names;
+}
+
+// All collectives of a group go by one carrier, so that ranks that make different calls meet and find out.
+Carrier carrier_of(const Layout& layout, const Forced& forced) {
+  bool arena = false, mesh = layout.hosts() > 1;
+  for (size_t i = 0; i < forced.size(); i++) {
+    if (forced[i].empty()) continue;
+    const auto what = static_cast<Collective>(i);
+    const Algorithm* row = find(what, forced[i]);
+    if (!row)
+      throw Error("ValueError", "MSCOMM_ALGO: " + std::string(name(what)) + " has no algorithm \"" + forced[i] + "\"; it has " + names_of(what));
+    (row->carrier == Carrier::arena ? arena : mesh) = true;
   }
-  throw Error("ValueError", "MSCOMM_ALGO: " + std::string(name(what)) + " has no algorithm \"" + wanted + "\"; it has " + known);
+  if (arena && mesh)
+    throw Error("ValueError", "MSCOMM_ALGO: arena needs all ranks on one host, and no collective forced to another carrier");
+  return mesh ? Carrier::mesh : Carrier::arena;
+}
+
+}  // namespace
+
+const Algorithm& select(Collective what, const Layout& layout, const Forced& forced) {
+  const Carrier carrier = carrier_of(layout, forced);
+  const std::string& wanted = forced[static_cast<size_t>(what)];
+  if (!wanted.empty()) return *find(what, wanted);
+  for (const Algorithm& row : table)
+    if (row.what == what && row.carrier == carrier) return row;
+  throw Error("Error", "no algorithm for " + std::string(name(what)));
 }
 
 int Layout::hosts() const { return host.empty() ? 1 : *std::max_element(host.begin(), host.end()) + 1; }

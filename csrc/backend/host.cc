@@ -34,8 +34,8 @@ void HostBackend::shut_down() {
   if (mesh_) mesh_->shut_down();
 }
 
-void HostBackend::withdraw() {
-  if (arena_) heap_->privatise();
+void HostBackend::withdraw(const Call& call) {
+  if (arena_) heap_->withdraw(call.out, arena_->out_bytes(call));
 }
 
 void HostBackend::close() {

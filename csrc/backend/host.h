@@ -16,7 +16,8 @@ class HostBackend final : public Backend {
 
   void run(const Call& call, const Wait& wait) override;
   void shut_down() override;
-  void withdraw() override;
+  void withdraw(const Call& call) override;
+  bool waiters_see_all() const override { return arena_ != nullptr; }
   void close() override;
   void close_descriptors() override;
 

@@ -77,15 +77,15 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
     next_notice_s_ = first_notice_s;
     backend_->run(call, {*this, deadline});
   } catch (const Differs& differs) {
-    fail(number, differing(differs));
+    fail(call, differing(differs));
   } catch (const Error& error) {
-    fail(number, error);
+    fail(call, error);
   } catch (const std::bad_alloc&) {
-    fail(number, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(rank_)));
+    fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(rank_)));
   } catch (...) {
     // Python's own exception, from a signal handler: it passes through as it is, the peers get its meaning.
     try {
-      fail(number, Error("Aborted", peers_.names[static_cast<size_t>(rank_)] + " was interrupted in " + current(), {rank_}));
+      fail(call, Error("Aborted", peers_.names[static_cast<size_t>(rank_)] + " was interrupted in " + current(), {rank_}));
     } catch (const Error&) {
     }
     throw;
@@ -109,14 +109,15 @@ void Communicator::queue_for(uint64_t number, const Deadline& deadline) {
   }
 }
 
-void Communicator::fail(uint64_t number, const Error& error) {
+void Communicator::fail(const Call& call, const Error& error) {
+  const uint64_t number = call.signature.number;
   recorder_.end(number, Record::State::failed);
   const bool was_running = [&] {
     const std::lock_guard lock(turn_mutex_);
     return running_ == number;
   }();
   abort({error, false});
-  if (was_running) backend_->withdraw();
+  if (was_running) backend_->withdraw(call);
   throw_failure();
 }
 
@@ -141,8 +142,8 @@ void Communicator::left(int rank) {
 Where Communicator::where() const {
   const auto last = recorder_.last();
   if (!last) return {0, false, "has made no call yet"};
-  const bool inside = last->state == Record::State::inside;
-  return {last->signature.number, inside, (inside ? "is in " : "has ended ") + last->signature.text()};
+  static constexpr const char* words[] = {"is in ", "has ended ", "gave up in "};
+  return {last->signature.number, last->state != Record::State::done, words[static_cast<int>(last->state)] + last->signature.text()};
 }
 
 std::optional<Failure> Communicator::failure() const {
@@ -173,7 +174,8 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& missing) const {
-  if (missing.empty()) return;
+  // On a link the end of the data tells, and not before all of it was read: a rank may have sent its part and gone.
+  if (!backend_->waiters_see_all()) return;
   const auto peer = [&](int rank) { return peers_.names[static_cast<size_t>(rank)]; };
   {
     const std::lock_guard lock(state_mutex_);
@@ -189,7 +191,10 @@ void Communicator::look_for_the_dead(const std::vector<int>& missing) const {
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  if (!hooks_.notice) return;
+  // Where all waiters see the same, the lowest of them speaks for all.
+  int speaker = 0;
+  while (std::find(missing.begin(), missing.end(), speaker) != missing.end()) speaker++;
+  if (!hooks_.notice || (backend_->waiters_see_all() && speaker != rank_)) return;
   hooks_.notice("mscomm: rank " + std::to_string(rank_) + ": " + current() + " has waited " + seconds_text(waited_s) + " for " +
                 named(missing));
 }
@@ -197,7 +202,9 @@ void Communicator::say_waiting(double waited_s, const std::vector<int>& missing)
 Error Communicator::differing(const Differs& differs) const {
   // "ranks 0, 2 called all_reduce #5 (...); rank 1 called barrier #5"
   std::vector<std::pair<Signature, std::vector<int>>> kinds;
-  for (const auto& [rank, signature] : differs.calls) {
+  auto calls = differs.calls;
+  std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (const auto& [rank, signature] : calls) {
     auto same = std::find_if(kinds.begin(), kinds.end(), [&](const auto& kind) { return kind.first == signature; });
     if (same == kinds.end()) same = kinds.insert(kinds.end(), {signature, {}});
     same->second.push_back(rank);

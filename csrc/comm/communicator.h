@@ -67,7 +67,7 @@ class Communicator final : public Watch {
  private:
   void execute(const Call& call, const Deadline& deadline);
   void queue_for(uint64_t number, const Deadline& deadline);
-  [[noreturn]] void fail(uint64_t number, const Error& error);
+  [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
   Error differing(const Differs& differs) const;
   std::string current() const;

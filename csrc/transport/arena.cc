@@ -54,12 +54,14 @@ char* Arena::staging(int rank) const {
          static_cast<size_t>(rank) * staging_bytes;
 }
 
+size_t Arena::out_bytes(const Call& call) const {
+  return call.signature.what == Collective::all_gather ? call.bytes() * static_cast<size_t>(size_) : call.bytes();
+}
+
 void Arena::post(const Call& call) {
   parity_ = call.signature.number & 1;
-  const size_t bytes = call.bytes();
-  const size_t out_bytes = call.signature.what == Collective::all_gather ? bytes * static_cast<size_t>(size_) : bytes;
-  slot(rank_).post[parity_] = {call.signature, heap_->find(call.x, bytes).value_or(not_in_heap),
-                               heap_->find(call.out, out_bytes).value_or(not_in_heap)};
+  slot(rank_).post[parity_] = {call.signature, heap_->find(call.x, call.bytes()).value_or(not_in_heap),
+                               heap_->find(call.out, out_bytes(call)).value_or(not_in_heap)};
 }
 
 void Arena::round(const Wait& wait) {

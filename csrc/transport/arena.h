@@ -40,6 +40,9 @@ class Arena {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
+  // The size of a call's out.
+  size_t out_bytes(const Call& call) const;
+
   // ENTERED: tells the others about this call. Followed by the first round.
   void post(const Call& call);
   // What rank said about the current call. Valid after the first round, until this rank's next call.

@@ -46,7 +46,8 @@ void Heap::release(void* memory) {
   if (bytes >= give_back_from) {
     const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     const uint64_t first = round_up(offset, page), last = (offset + bytes) / page * page;
-    madvise(mapping_.begin() + first, last - first, shared_ ? MADV_REMOVE : MADV_DONTNEED);
+    if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)  // a range that was withdrawn is private
+      madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
   }
   auto next = free_.lower_bound(offset);
   if (next != free_.end() && next->first == offset + bytes) bytes += next->second, next = free_.erase(next);
@@ -70,14 +71,21 @@ std::optional<uint64_t> Heap::find(const void* memory, size_t bytes) const {
   return offset;
 }
 
-void Heap::privatise() {
+void Heap::withdraw(void* memory, size_t bytes) {
+  const bool given = find(memory, bytes).has_value() && bytes > 0;
   const std::lock_guard lock(mutex_);
-  if (!shared_) return;
   shared_ = false;
-  void* fresh = mmap(nullptr, mapping_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (!given) return;
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin()), end = begin + bytes;
+  const uint64_t first = begin / page * page, last = round_up(end, page);
+  void* fresh = mmap(nullptr, last - first, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) throw system_error("mmap of private memory for the heap", errno);
-  for (auto [offset, bytes] : used_) std::memcpy(static_cast<char*>(fresh) + offset, mapping_.begin() + offset, bytes);
-  if (mremap(fresh, mapping_.bytes(), mapping_.bytes(), MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.begin()) == MAP_FAILED)
+  // Other arrays may share the first and the last page.
+  char* const to = static_cast<char*>(fresh);
+  std::memcpy(to, mapping_.begin() + first, begin - first);
+  std::memcpy(to + (end - first), mapping_.begin() + end, last - end);
+  if (mremap(fresh, last - first, last - first, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.begin() + first) == MAP_FAILED)
     throw system_error("mremap of the heap", errno);
 }
 

@@ -23,9 +23,10 @@ class Heap {
   // The offset of [memory, memory + bytes) in the heap, if it lies in one allocation of it.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // From now on nobody else sees these addresses: the contents move to private memory behind the same addresses. See "late
-  // writers" in docs/design/0001-call.md.
-  void privatise();
+  // A call failed that had given [memory, memory + bytes) to the peers to write to: from now on they do not see these addresses, nor
+  // will any call use the heap as shared memory. The contents of the range are lost (out is undefined after an error), those beside
+  // it stay. See "late writers" in docs/design/0001-call.md.
+  void withdraw(void* memory, size_t bytes);
 
   size_t in_use() const;
 

@@ -219,9 +219,10 @@ def release() -> None:
         return
     group = world.group
     failure = group.core.failure()
-    group.core.close()
+    # First the word, then the end of the links: who still waits for this rank then knows that it left, and was not lost.
     if world.member is not None:
         world.member.leave(group.core.where()[0])
+    group.core.close()
     if failure is not None and not group.raised:
         kind, text, ranks, waiting_for, _ = failure
         raise make(kind, text, ranks, waiting_for)

@@ -1,4 +1,4 @@
-"""How this process learns who it is: one module a launcher, asked in order; the first that recognises the environment counts."""
+"""How this process learns who it is: one module a launcher; the first that recognises the environment counts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Invitation:
-    """A way into the job: a socket connected to the hub, the job's key, and what the launcher already knows about this rank.
+    """A way into the job: a socket connected to the hub, the job's key, and what the launcher says about this rank.
 
-    `greeted`: the hello is done, or the socket is an inherited one that needs none. `hub`: the hub's process if this rank started it.
+    `greeted`: the hello is done, or the socket is an inherited one that needs none. `hub`: the hub's process if this
+    rank started it.
     """
 
     sock: socket.socket

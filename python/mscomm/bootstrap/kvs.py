@@ -134,14 +134,12 @@ def _invitation(
     deadline: Deadline,
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
+    where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a unix socket of this host"
     try:
         sock = links.connect(address, deadline)
     except OSError as error:
-        where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a unix socket of this host"
         raise BackendUnavailable(
             f"{launcher}: rank {at.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return Invitation(
-        sock=sock, key=key, greeted=False, rank=at.rank, size=at.size, local_rank=at.local_rank, launcher=launcher, hub=process
-    )
+    return Invitation(sock, key, False, at.rank, at.size, at.local_rank, None, launcher, process, where=f"the hub of rank 0 at {where}")

@@ -1,4 +1,4 @@
-"""Our own launcher, `mscomm run`: who we are stands in MSCOMM_* variables, and the control link is an inherited descriptor."""
+"""Our own launcher, `mscomm run`: MSCOMM_* variables say who we are, the control link is an inherited descriptor."""
 
 from __future__ import annotations
 

@@ -54,16 +54,23 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         )
     settings = read(env)
     deadline = deadline.within(settings.topo_timeout_s)
-    sock = _connect(settings, deadline)
-    try:
-        host, port = sock.getpeername()[:2]
-        key = security.worker_key(env, host, port, permit_plain)
-        links.greet(sock, key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
-    except BaseException:
-        sock.close()
-        raise
     where = f"the scheduler at {settings.host}:{settings.port}"
-    return Invitation(sock, key, True, None, settings.size, None, settings.node_id, NAME, where=where)
+    for last in (False, False, True):
+        sock = _connect(settings, deadline)
+        try:
+            host, port = sock.getpeername()[:2]
+            key = security.worker_key(env, host, port, permit_plain)
+            links.greet(sock, key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
+            return Invitation(sock, key, True, None, settings.size, None, settings.node_id, NAME, where=where)
+        except links.NotMscomm as error:
+            sock.close()
+            if last or not isinstance(error.__cause__, ConnectionError):
+                raise
+            # It closed without a word: perhaps the scheduler of the last job, which just ended. Try the next one.
+        except BaseException:
+            sock.close()
+            raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def read(env: Mapping[str, str]) -> Settings:
@@ -101,17 +108,24 @@ def _wrong(env: Mapping[str, str], name: str, expected: str) -> ValueError:
 
 
 def _connect(settings: Settings, deadline: Deadline) -> socket.socket:
-    """A connection to the scheduler, which may start after us; BackendUnavailable at the deadline says what was tried."""
+    """A connection to the scheduler, which may start after us; BackendUnavailable at the deadline: what was tried."""
     address = (settings.host, settings.port)
     started, pause_s, said = time.monotonic(), _RETRY_S[0], False
     while True:
         try:
-            return links.connect(address, deadline, source=settings.worker_ip)
+            sock = links.connect(address, deadline, source=settings.worker_ip)
+            if sock.getsockname() != sock.getpeername():
+                return sock
+            # Without a listener, TCP may connect a port of the ephemeral range to itself.
+            sock.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:
             if isinstance(error, socket.gaierror):
                 what = f"the name cannot be resolved ({error.strerror})"
             elif error.errno == errno.EADDRNOTAVAIL and settings.worker_ip:
-                raise ValueError(f"MS_WORKER_IP={settings.worker_ip!r}: this host does not have that address") from error
+                raise ValueError(
+                    f"MS_WORKER_IP={settings.worker_ip!r}: this host does not have that address"
+                ) from error
             else:
                 what = error.strerror or str(error)
             waited_s = time.monotonic() - started
@@ -123,7 +137,11 @@ def _connect(settings: Settings, deadline: Deadline) -> socket.socket:
                 ) from error
             if waited_s > _SAYS_WAITING_AFTER_S and not said:
                 said = True
-                print(f"mscomm: still no scheduler at {settings.host}:{settings.port}: {what}", file=sys.stderr, flush=True)
+                print(
+                    f"mscomm: still no scheduler at {settings.host}:{settings.port}: {what}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         time.sleep(min(pause_s, deadline.left()))  # a port that nobody listens on gives no event to wait for
         pause_s = min(2 * pause_s, _RETRY_S[1])
 
@@ -142,7 +160,10 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     try:
         host, port = listener.getsockname()[:2]
         key, file = security.scheduler_key(env, host, port, permit_plain)
-        listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
+        try:
+            listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
+        except OSError as error:
+            raise _cannot_listen(settings, error) from error
         hub = Hub(settings.size, key=key, topo_timeout_s=settings.topo_timeout_s, ranks_known=False, log=_log)
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
@@ -157,28 +178,34 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
 
 def _bind(settings: Settings) -> socket.socket:
     """A socket bound to exactly MS_SCHED_HOST:MS_SCHED_PORT."""
-    where = f"MS_SCHED_HOST={settings.host}, MS_SCHED_PORT={settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise BackendUnavailable(f"{where}: the name cannot be resolved ({error.strerror})") from error
+        raise BackendUnavailable(f"{_where(settings)}: the name cannot be resolved ({error.strerror})") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            advice = f"the port is taken, perhaps by the scheduler of another job (see: ss -ltnp 'sport = :{settings.port}'); "
-            advice += "end that, or give this job another MS_SCHED_PORT"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            advice = "this host does not have that address; start the scheduler on the host that has it"
-        else:
-            advice = error.strerror or str(error)
-        raise BackendUnavailable(f"cannot listen at {where}: {advice}") from error
+        raise _cannot_listen(settings, error) from error
     return listener
+
+
+def _cannot_listen(settings: Settings, error: OSError) -> BackendUnavailable:
+    what = {
+        errno.EADDRINUSE: "the port is taken, perhaps by the scheduler of another job "
+        f"(see: ss -ltnp 'sport = :{settings.port}'); end that, or give this job another MS_SCHED_PORT",
+        errno.EADDRNOTAVAIL: "this host does not have that address; start the scheduler on the host that has it",
+        errno.EACCES: "ports below 1024 need privileges; choose a higher MS_SCHED_PORT",
+    }.get(error.errno or 0, error.strerror or str(error))
+    return BackendUnavailable(f"cannot listen at {_where(settings)}: {what}")
+
+
+def _where(settings: Settings) -> str:
+    return f"MS_SCHED_HOST={settings.host}, MS_SCHED_PORT={settings.port}"
 
 
 def _log(text: str) -> None:
@@ -197,5 +224,3 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-

@@ -29,7 +29,7 @@ def encode(message: Message, limit: int) -> bytes:
 
 
 class Parser:
-    """Cuts a stream into messages; a frame over the limit, or one that is not a msgpack map with a text under "t", is an Error."""
+    """Cuts a stream into messages; a frame over the limit, or not a msgpack map with a text under "t", is an Error."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

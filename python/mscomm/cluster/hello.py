@@ -1,7 +1,7 @@
 """The hello that opens every connection, without any I/O: bytes in, bytes out. docs/design/0001-call.md has its table.
 
-Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size; nothing is parsed, and nothing is
-allocated, by a number that an unproven peer sent.
+Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size; nothing is parsed, and
+nothing is allocated, by a number that an unproven peer sent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Identity(NamedTuple):
 
 def package_version() -> str:
     """mscomm's version as the hello carries it."""
-    return str(getattr(mscomm, "__version__", "0"))[:16]
+    return mscomm.__version__[:16]
 
 
 class NotMscomm(Error):
@@ -55,10 +55,10 @@ _Script = Generator[tuple[bytes, int], bytes, None]
 
 
 class Hello:
-    """One end of a hello. Send `feed(b"")`, then read at most `needs` bytes at a time and send what `feed` answers, until `done`.
+    """One end of a hello. Send `feed(b"")`; then, until `done`, read at most `needs` bytes and send what `feed` answers.
 
-    `feed` raises what is wrong with the peer. An acceptor that refuses a peer tells it so: then `refusal` is set when `done`, and the
-    caller closes the connection after the answer is sent.
+    `feed` raises what is wrong with the peer. An acceptor that refuses a peer tells it so: then `refusal` is set when
+    `done`, and the caller closes the connection after the answer is sent.
     """
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:

@@ -1,7 +1,7 @@
 """The hub: one thread that registers the ranks of a job, watches their control links, and spreads the first failure.
 
-It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. What it says to whom is in
-docs/design/0001-call.md, "Frames"; judge.py decides which failure counts; switchboard.py moves the bytes.
+It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. What it says to
+whom is in docs/design/0001-call.md, "Frames"; judge.py decides which failure counts; switchboard.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import mscomm
 from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
 from mscomm.cluster.hello import CONTROL, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
@@ -38,10 +39,10 @@ class Outcome(NamedTuple):
 
 
 class Hub:
-    """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in one thread.
+    """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
-    `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks). `watched`: a launcher
-    calls process_ended for each rank. `log` gets short lines for people.
+    `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks).
+    `watched`: a launcher calls process_ended for each rank. `log` gets short lines for people.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Hub:
         self._listening = True
 
     def adopt(self, sock: socket.socket, rank: int) -> None:
-        """Take over our end of a socket pair whose other end the rank inherits: no hello, its first bytes are the key."""
+        """Take over our end of a socket pair; the rank inherits the other. No hello: its first bytes are the key."""
         require_same_user(sock)
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
@@ -328,7 +329,8 @@ def _field(message: Message, name: str, kind: type[_T]) -> _T:
 def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float) -> subprocess.Popen[bytes]:
     """Start a hub that serves the listener, ranks known, in a process that ends by itself when the job has.
 
-    The key goes through a pipe, so that it stands neither in argv nor in the environment. Nobody has to wait for the process.
+    The key goes through a pipe, so that it stands neither in argv nor in the environment. Nobody has to wait for the
+    process.
     """
     import subprocess
 
@@ -340,10 +342,7 @@ def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float)
         def __del__(self, *_: object) -> None:
             self.poll()
 
-    folders = [
-        os.path.dirname(os.path.dirname(os.path.abspath(module.__file__)))
-        for module in (sys.modules["mscomm"], msgpack)
-    ]
+    folders = [os.path.dirname(os.path.dirname(os.path.abspath(str(module.__file__)))) for module in (mscomm, msgpack)]
     program = "import sys; sys.path += sys.argv[6:]; from mscomm.cluster.hub import main; main(*sys.argv[1:6])"
     reader, writer = os.pipe()
     try:

@@ -42,7 +42,7 @@ class _Symptom(NamedTuple):
 
 
 class Judge:
-    """Takes events, gives at most one verdict. `name(rank)` is how messages call a rank; `watched`: a launcher reports ends."""
+    """Takes events, gives at most one verdict. `name(rank)`: for messages. `watched`: a launcher reports ends."""
 
     def __init__(self, name: Callable[[int], str], watched: bool = False) -> None:
         self.verdict: Verdict | None = None
@@ -78,6 +78,8 @@ class Judge:
         elif kind == "PeerLost" and ranks and not self._left.keys() & set(ranks):
             self._symptoms.append(_Symptom(rank, ranks, text, now + BELIEVED_AFTER_S))
         else:
+            if kind == "PeerLost" and "has left" not in text:
+                text = "; ".join([*(f"{self._name(lost)} has left the job" for lost in ranks if lost in self._left), text])
             self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, (), text)
         self.look(now)
 
@@ -163,7 +165,7 @@ class Judge:
         )
 
     def _root(self) -> _Symptom:
-        """Follow "q lost r, r lost s" from the first symptom to a rank that said nothing; in a circle the first one counts."""
+        """Follow "q lost r, r lost s" from the first symptom to a rank that was silent; in a circle the first counts."""
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
         seen = {symptom.reporter}

@@ -13,19 +13,21 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Container, Iterable
-from typing import Union
+from typing import TypeAlias
 
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.frames import Frames as Frames
 from mscomm.cluster.hello import CONTROL as CONTROL
 from mscomm.cluster.hello import DATA as DATA
-from mscomm.cluster.hello import HELLO_S, Hello, Identity, NotMscomm
+from mscomm.cluster.hello import HELLO_S, Hello
 from mscomm.cluster.hello import MEMORY as MEMORY
+from mscomm.cluster.hello import Identity as Identity
+from mscomm.cluster.hello import NotMscomm as NotMscomm
 from mscomm.cluster.hello import package_version as package_version
 from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
 
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
-Address = Union[tuple[str, int], str, bytes]
+Address: TypeAlias = "tuple[str, int] | str | bytes"
 
 _HALF_OPEN = 64  # connections that may be in the middle of a hello at one time
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
@@ -67,7 +69,7 @@ def node_timeout_s() -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """On a TCP socket: send small messages at once, and notice within MS_NODE_TIMEOUT that the other host went silent."""
+    """On TCP: send small messages at once, and notice within MS_NODE_TIMEOUT that the other host went silent."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     silence_s = node_timeout_s()
@@ -85,7 +87,8 @@ _PEERS = {CONTROL: "mscomm scheduler", MEMORY: "mscomm rank", DATA: "mscomm rank
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
     """The connector's side of the hello; raises what is wrong, naming the address, and leaves closing to the caller."""
-    deadline = deadline.within(HELLO_S)
+    if purpose == CONTROL:  # a hub accepts at once; a rank may be busy until it comes to accept
+        deadline = deadline.within(HELLO_S)
     where = f"what listens at {_name(sock)}"
     hello = Hello.connector(key, purpose, mine)
     sock.settimeout(None)
@@ -128,8 +131,9 @@ def _name(sock: socket.socket) -> str:
 class Door:
     """The listeners of one selector loop, and the connections to them that are still in their hello.
 
-    `enter(sock, peer)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are dropped; at most 64
-    are half-open, and the oldest makes room for the next. The selector's data are callables, to be called when the socket is ready.
+    `enter(sock, peer)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are dropped;
+    at most 64 are half-open, and the oldest makes room for the next. The selector's data are callables, to be called
+    when the socket is ready.
     """
 
     def __init__(
@@ -171,7 +175,8 @@ class Door:
         self._listeners.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        # One a turn: between two newcomers everybody who has something to say is heard, so a flood cannot push out the honest.
+        # One a turn: between two newcomers everybody who has something to say is heard, so a flood cannot push out the
+        # honest.
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
@@ -242,7 +247,7 @@ def accept_all(
     log: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
-    """One authenticated connection from each wanted rank, blocking sockets; CollectiveTimeout naming those that did not come.
+    """One authenticated connection (blocking) from each wanted rank; CollectiveTimeout names those that did not come.
 
     `check` is called at least every 100 ms and may raise to end the wait.
     """

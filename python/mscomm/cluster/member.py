@@ -1,10 +1,12 @@
 """One rank's end of its control link: it joins the job, reports failures, and hears of those of others.
 
-A daemon thread reads the link from join() on. It calls `abort`, `left` and `where` on the communicator and nothing else.
+A daemon thread reads the link from join() on. It calls `abort`, `left` and `where` on the communicator and nothing
+else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -42,7 +44,7 @@ class Welcome(NamedTuple):
 
 
 class Member:
-    """A rank as the hub knows it. `hub` is how messages call the other end; rank and node_id are None where the hub decides."""
+    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Member:
     # -- failures
 
     def settle(self, symptom: Error, number: int) -> Error:
-        """Report an error of our call `number` and return what to raise: the job's first failure, with the symptom as its cause.
+        """Report an error of our call `number`; returns what to raise: the job's first failure, the symptom as its cause.
 
         Waits at most 2 s. If the hub is gone or silent the symptom itself is the best that is known.
         """
@@ -127,7 +129,7 @@ class Member:
         return error
 
     def report(self, kind: str, text: str, ranks: Sequence[int]) -> None:
-        """Tell the hub of a failure that is not a call's own: abort(), an uncaught exception. It is sent when this returns."""
+        """Tell the hub of a failure outside calls: abort(), an uncaught exception. It is sent when this returns."""
         self._tell(kind, text, ranks, -1, Deadline(SETTLE_S))
 
     def _tell(self, kind: str, text: str, ranks: Sequence[int], number: int, deadline: Deadline) -> None:
@@ -162,12 +164,10 @@ class Member:
             self._close()
 
     def _close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other end closed first
             self._frames.sock.shutdown(
                 socket.SHUT_RDWR
-            )  # wakes the reading thread, which must not poll a closed descriptor
-        except OSError:
-            pass  # the other end closed first
+            )  # wakes the reading thread, which must not poll a closed socket
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
         self._frames.close()

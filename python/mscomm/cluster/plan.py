@@ -1,4 +1,4 @@
-"""Who gets which rank, which ranks share a host, and whether all agree: pure functions of what the ranks said about themselves."""
+"""Who gets which rank, who shares a host, and whether all agree: pure functions of what ranks say of themselves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Arrival(NamedTuple):
 def assign_ranks(members: Sequence[Arrival]) -> list[int]:
     """The rank of each member, given in the order of registration.
 
-    If every id is a decimal number it is the rank. Otherwise the members of one host are neighbours, hosts in the order of their
-    first registration, and inside a host those with an id come first, by id (worker_2 before worker_10), the others as they came.
+    If every id is a decimal number it is the rank. Otherwise the members of one host are neighbours, hosts in the order
+    of their first registration, and inside a host those with an id come first, by id (worker_2 before worker_10), the
+    others as they came.
     """
     size = len(members)
     if all(member.node_id is not None and is_number(member.node_id) for member in members):

@@ -1,7 +1,8 @@
-"""The job's key: 32 bytes that every rank knows and nobody else. It never travels in argv, in the environment, or over TCP."""
+"""The job's key: 32 bytes that every rank knows and nobody else. It is never in argv, environment, or on TCP."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -27,7 +28,7 @@ def is_loopback(host: str) -> bool:
 
 
 def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
-    """The scheduler's key for the numeric address, and the key file that it wrote for its workers, to be removed at the end."""
+    """The scheduler's key for the numeric address, and the key file that it wrote and has to remove at the end."""
     if env.get("MSCOMM_JOB_KEY_FILE"):
         return read_key(env["MSCOMM_JOB_KEY_FILE"]), None
     if is_loopback(host):
@@ -37,7 +38,7 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
 
 
 def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
-    """The key with which a worker greets the scheduler at the numeric address; read it after the connection was made."""
+    """A worker's key for the scheduler at the numeric address. Call it after connecting: then the file is there."""
     if env.get("MSCOMM_JOB_KEY_FILE"):
         return read_key(env["MSCOMM_JOB_KEY_FILE"])
     if is_loopback(host):
@@ -48,7 +49,7 @@ def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool)
 
 
 def read_key(path: str, origin: str = "") -> bytes:
-    """The key in a file of at least 32 bytes, or 64 hex digits, that only we can read; AuthenticationError says what to do."""
+    """The key in a file of 32 bytes or more, or 64 hex digits, that only we can read; else AuthenticationError."""
 
     def refuse(what: str, advice: str) -> AuthenticationError:
         return AuthenticationError(f"key file {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
@@ -86,7 +87,7 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
     """A key that everybody can compute, for those who said that they want none."""
     if not permit_plain:
         raise AuthenticationError(
-            f"{host}:{port} can be reached from other machines and this job has no key. Either give all its processes one:\n"
+            f"{host}:{port} can be reached from other machines and this job has no key. Either give it one everywhere:\n"
             "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
             "or allow anybody who can reach the port to join:\n"
             "    mscomm.set_ps_context(enable_ssl=False)   # before init()"
@@ -137,10 +138,8 @@ class KeyFile:
 
 def _private_folder(path: str) -> None:
     """Make the folder, or check that the one that is there is a folder, ours, and closed to others."""
-    try:
+    with contextlib.suppress(FileExistsError):  # checked below, like a new one
         os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass  # checked below, like a new one
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise AuthenticationError(

@@ -29,7 +29,7 @@ L = TypeVar("L", bound=Line)
 
 
 class Switchboard(Generic[L]):
-    """Calls `message(line, message)` for what comes in and `ended(line, how)` once when a line is over; how is "" for a plain end."""
+    """Calls `message(line, message)` for what comes in, and `ended(line, how)` once; how is "" for a plain end."""
 
     def __init__(
         self, selector: selectors.BaseSelector, message: Callable[[L, Message], None], ended: Callable[[L, str], None]

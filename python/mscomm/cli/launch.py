@@ -1,0 +1,240 @@
+"""The ranks of one job on this host as processes: started, watched, and ended so that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from mscomm.cli.output import Stream, Streams
+from mscomm.cluster.hub import Hub
+from mscomm.cluster.security import new_key
+
+REPORT_S = 5.0  # after the first failure the others may report this long, before SIGTERM
+TERM_S = 2.0  # from SIGTERM to SIGKILL
+DRAIN_S = 1.0  # for output that is still in the pipes when all have ended
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+KILL_AT_SIGNAL = 3  # somebody who presses Ctrl-C three times wants out
+
+
+class End(NamedTuple):
+    """How a rank's process ended."""
+
+    rank: int
+    code: int  # as in subprocess: negative, killed by that signal
+    after_s: float
+
+    @property
+    def how(self) -> str:
+        return f"killed by {_signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
+
+    @property
+    def status(self) -> int:
+        """As a shell gives it."""
+        return 128 - self.code if self.code < 0 else self.code
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Launch:
+    """One run of `command` as `size` ranks. Use it in the main thread: it takes over signals."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        env: Mapping[str, str],
+        *,
+        topo_timeout_s: float,
+        log_dir: Path | None = None,
+        stdout: BinaryIO | None = None,
+        stderr: BinaryIO | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._size = size
+        self._env = env
+        self._topo_timeout_s = topo_timeout_s
+        self._log_dir = log_dir
+        self._stdout = stdout or sys.stdout.buffer
+        self._stderr = stderr or sys.stderr.buffer
+        self._started = time.monotonic()
+        self._processes: list[
+            subprocess.Popen[bytes]
+        ] = []  # by rank; never reaped before the end, so that their ids stay ours
+        self._ends: dict[int, End] = {}
+        self._first: End | None = None
+        self._signals = 0
+        self._steps: list[tuple[float, signal.Signals]] = []  # what to send to those that still run, and when
+        self._selector = selectors.DefaultSelector()
+        self._streams = Streams(self._selector)
+
+    def run(self) -> int:
+        with ExitStack() as stack:
+            stack.callback(self._selector.close)
+            self._take_signals(stack)
+            hub = self._start_hub(stack)
+            stack.callback(self._end_all)
+            self._start_ranks(hub, stack)
+            try:
+                self._watch(hub)
+            except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
+                return 128 + signal.SIGPIPE
+        return self._summary()
+
+    # -- start
+
+    def _take_signals(self, stack: ExitStack) -> None:
+        """Signals become bytes that the selector sees; their numbers are the bytes."""
+        reader, writer = socket.socketpair()
+        for sock in (reader, writer):
+            sock.setblocking(False)
+            stack.callback(sock.close)
+        old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        stack.callback(signal.set_wakeup_fd, old_fd)
+        for number in (signal.SIGCHLD, *FORWARDED):
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
+
+    def _start_hub(self, stack: ExitStack) -> Hub:
+        log = self._open_log("scheduler.log", stack)
+
+        def note(text: str) -> None:
+            if log:
+                log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
+                log.flush()
+
+        return Hub(
+            self._size,
+            key=new_key(),
+            topo_timeout_s=self._topo_timeout_s,
+            ranks_known=True,
+            watched=True,
+            log=note,
+        )
+
+    def _open_log(self, name: str, stack: ExitStack) -> BinaryIO | None:
+        return stack.enter_context(open(self._log_dir / name, "wb")) if self._log_dir else None
+
+    def _start_ranks(self, hub: Hub, stack: ExitStack) -> None:
+        for rank in range(self._size):
+            ours, theirs = socket.socketpair()
+            hub.adopt(ours, rank)
+            log = self._open_log(f"worker_{rank}.log", stack)
+            with theirs:
+                process = subprocess.Popen(
+                    self._command,
+                    env={**self._env, **self._identity(rank, theirs.fileno())},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # a group of its own, which is ended as a whole
+                )
+            self._processes.append(process)
+            assert process.stdout and process.stderr
+            self._streams.add(Stream(process.stdout, rank, self._stdout, log))
+            self._streams.add(Stream(process.stderr, rank, self._stderr, log))
+        thread = threading.Thread(target=hub.serve, name="mscomm-hub", daemon=True)
+        thread.start()
+        stack.callback(thread.join, 5.0)
+        stack.callback(hub.stop)
+
+    def _identity(self, rank: int, control_fd: int) -> dict[str, str]:
+        return {
+            "MSCOMM_RANK": str(rank),
+            "MSCOMM_WORLD_SIZE": str(self._size),
+            "MSCOMM_LOCAL_RANK": str(rank),
+            "MSCOMM_LOCAL_WORLD_SIZE": str(self._size),
+            "MSCOMM_CONTROL_FD": str(control_fd),
+        }
+
+    # -- watch
+
+    def _watch(self, hub: Hub) -> None:
+        while len(self._ends) < self._size:
+            self._turn(max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None)
+            self._look_for_ends(hub)
+            while self._steps and self._steps[0][0] <= time.monotonic():
+                self._send(self._steps.pop(0)[1])
+        self._kill_groups()
+        until = time.monotonic() + DRAIN_S
+        while self._streams and time.monotonic() < until:
+            self._turn(max(0.0, until - time.monotonic()))
+
+    def _turn(self, wait_s: float | None) -> None:
+        for ready, _ in self._selector.select(wait_s):
+            ready.data()
+
+    def _look_for_ends(self, hub: Hub) -> None:
+        """Note who has ended, and leave them unreaped: their process ids cannot be given to others yet."""
+        new = []
+        for rank, process in enumerate(self._processes):
+            if rank in self._ends:
+                continue
+            info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+                self._ends[rank] = end = End(rank, code, time.monotonic() - self._started)
+                new.append(end)
+                hub.process_ended(rank, end.how)
+        failures = [end for end in new if end.code != 0]
+        if failures and self._first is None:
+            # Several in one look: the one that the verdict names, or one that was killed, came before those that
+            # complain.
+            named = hub.verdict.ranks if hub.verdict else ()
+            self._first = min(failures, key=lambda end: (end.rank not in named, end.code > 0, end.rank))
+            now = time.monotonic()
+            self._steps = [(now + REPORT_S, signal.SIGTERM), (now + REPORT_S + TERM_S, signal.SIGKILL)]
+
+    def _signalled(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in FORWARDED:
+                self._signals += 1
+                self._send(signal.SIGKILL if self._signals >= KILL_AT_SIGNAL else signal.Signals(number))
+
+    def _send(self, number: signal.Signals) -> None:
+        """To the groups of the ranks that still run."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ends:
+                os.killpg(process.pid, number)
+
+    # -- end
+
+    def _kill_groups(self) -> None:
+        """Nothing that a rank started stays behind. The ranks are not reaped yet, so the groups are still theirs."""
+        for process in self._processes:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _end_all(self) -> None:
+        self._kill_groups()
+        for process in self._processes:
+            process.wait()
+        self._streams.close()
+
+    def _summary(self) -> int:
+        first = self._first
+        if first is None:
+            return 0
+        where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
+        others = [end for end in self._ends.values() if end.code != 0 and end is not first]
+        then = f"; {len(others)} of the other {self._size - 1} ranks then failed or were ended" if others else ""
+        text = f"mscomm run: rank {first.rank} failed first: {first.how} after {first.after_s:.1f} s{then}{where}\n"
+        self._stderr.write(text.encode())
+        self._stderr.flush()
+        return first.status
