@@ -21,7 +21,7 @@ void broadcast_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const size_t bytes = call.bytes();
   const uint64_t first = arena.steps();
   arena.post(call);
-  if (sender && bytes <= tiny_bytes) std::memcpy(arena.tiny(root), call.x, bytes);
+  if (sender && bytes && bytes <= tiny_bytes) std::memcpy(arena.tiny(root), call.x, bytes);
   if (sender && bytes > tiny_bytes && !arena.x_in_heap(root))
     std::memcpy(arena.chunk(root, first), call.x, std::min(bytes, chunk_bytes));
   arena.round(wait);

@@ -56,7 +56,7 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
 }
 
 Mapping::~Mapping() {
-  if (begin_) munmap(begin_, bytes_);
+  if (begin_ && owned_) munmap(begin_, bytes_);
 }
 
 }  // namespace mscomm

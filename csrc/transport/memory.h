@@ -21,19 +21,21 @@ class Mapping {
   Mapping() = default;
   Mapping(int fd, size_t bytes);
   ~Mapping();
-  Mapping(Mapping&& other) noexcept : begin_(std::exchange(other.begin_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  Mapping& operator=(Mapping&& other) noexcept {
-    std::swap(begin_, other.begin_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
+  Mapping(Mapping&& other) noexcept
+      : begin_(std::exchange(other.begin_, nullptr)), bytes_(other.bytes_), owned_(other.owned_) {}
+  Mapping& operator=(Mapping&&) = delete;
+  // The same memory at the same address, still owned by this one: for tests in which the ranks are threads.
+  Mapping borrow() const { return Mapping(begin_, bytes_); }
 
   char* begin() const { return begin_; }
   size_t bytes() const { return bytes_; }
 
  private:
+  Mapping(char* begin, size_t bytes) : begin_(begin), bytes_(bytes), owned_(false) {}
+
   char* begin_ = nullptr;
   size_t bytes_ = 0;
+  bool owned_ = true;
 };
 
 }  // namespace mscomm

@@ -1,7 +1,8 @@
-"""Joining through a launcher's key-value store: rank 0 starts the hub and publishes where it listens, the others read that and connect.
+"""Joining through a launcher's key-value store: rank 0 starts the hub and publishes its address, the others connect.
 
-What PMI-1 and PMIx share. They publish one string: `mscomm1,unix,NAME,KEY` when all ranks are on one host (an abstract unix socket, and
-the job's key in hex), else `mscomm1,tcp,ADDRESS,PORT` (the key then comes from a file; it never travels through the store).
+What PMI-1 and PMIx share. They publish one string: `mscomm1,unix,NAME,KEY` when all ranks are on one host (an abstract
+unix socket, and the job's key in hex), else `mscomm1,tcp,ADDRESS,PORT`: the key then comes from a file, for it never
+travels through the store.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from mscomm.errors import BackendUnavailable
 INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no other launcher."
 
 _PUBLISHED = re.compile(
-    r"mscomm1,(?:unix,(?P<name>mscomm-[0-9a-f]{32}),(?P<key>[0-9a-f]{64})|tcp,(?P<host>[0-9a-fA-F.:]{2,45}),(?P<port>\d{1,5}))"
+    r"mscomm1,(?:unix,(?P<name>mscomm-[0-9a-f]{32}),(?P<key>[0-9a-f]{64})"
+    r"|tcp,(?P<host>\d{1,3}(?:\.\d{1,3}){3}),(?P<port>\d{1,5}))",
+    re.ASCII,
 )
 
 
@@ -32,7 +35,7 @@ class Names(NamedTuple):
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]  # Slurm's is a list ("4(x2)") when there are several hosts
+    local_size: tuple[str, ...]  # not a number, but Slurm's "4(x2)": several hosts
 
 
 class Place(NamedTuple):
@@ -47,7 +50,7 @@ class Place(NamedTuple):
 class Store(NamedTuple):
     """One key of the launcher's store. Rank 0 calls `publish`, the others `fetch`; both end at the deadline."""
 
-    publish: Callable[[str, Deadline], None]
+    publish: Callable[[str, Deadline], object]
     fetch: Callable[[Deadline], str]
 
 
@@ -56,7 +59,7 @@ def place(env: Mapping[str, str], names: Names, launcher: str) -> Place:
     rank, size, local_rank, local_size = (_first(env, group) for group in names)
     if rank is None or size is None or not 0 <= rank < size:
         said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
-        raise BackendUnavailable(f"{launcher}: the environment gives no rank and size that fit together ({said}). {INSTEAD}")
+        raise BackendUnavailable(f"{launcher}: the environment has no rank and size that fit ({said}). {INSTEAD}")
     return Place(rank, size, local_rank or 0, one_host=local_size == size)
 
 
@@ -66,32 +69,37 @@ def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
 
-def join(launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+def join(
+    launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+) -> Invitation:
     """The connection to this job's hub, which rank 0 starts."""
     if at.rank == 0:
         return _host(launcher, at, store, env, deadline, permit_plain)
     published = store.fetch(deadline)
     fields = _PUBLISHED.fullmatch(published)
     if not fields:
-        raise BackendUnavailable(f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?")
+        raise BackendUnavailable(
+            f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
+        )
     if fields["key"]:
         return _invitation(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
     host, port = fields["host"], int(fields["port"])
     return _invitation(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
 
 
-def _host(launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Rank 0's part. The hub comes up while the others learn its address; the listener's backlog holds those that are faster."""
+def _host(
+    launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+) -> Invitation:
+    """Rank 0's part. The hub comes up while the others learn its address; the backlog holds those that are faster."""
     with _listen(launcher, at) as listener:
-        address = listener.getsockname()
-        if at.one_host:
-            key = security.new_key()
-            name = os.fsdecode(address)[1:]
-            text = f"mscomm1,unix,{name},{key.hex()}"
-        else:
+        address: links.Address = listener.getsockname()
+        if isinstance(address, tuple):
             host, port = address
             key = security.worker_key(env, host, port, permit_plain)
             text = f"mscomm1,tcp,{host},{port}"
+        else:
+            key = security.new_key()
+            text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
         process = hub.spawn(listener, at.size, key, deadline.left())
     try:
         store.publish(text, deadline)
@@ -115,14 +123,15 @@ def _listen(launcher: str, at: Place) -> socket.socket:
 
 def _own_address(launcher: str) -> str:
     """The address of this host from which packets for other networks leave; no packet is sent."""
+    several = f"{launcher}: the ranks are on several hosts, and rank 0's host has no address for them"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1: only the route is looked up
             host = str(probe.getsockname()[0])
         except OSError as error:
-            raise BackendUnavailable(f"{launcher}: the ranks are on several hosts and this one has no route to others: {error}") from error
+            raise BackendUnavailable(f"{several}: {error}") from error
     if security.is_loopback(host):
-        raise BackendUnavailable(f"{launcher}: the ranks are on several hosts and rank 0's host has only the address {host}")
+        raise BackendUnavailable(f"{several}: only {host}")
     return host
 
 
@@ -142,4 +151,15 @@ def _invitation(
             f"{launcher}: rank {at.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return Invitation(sock, key, False, at.rank, at.size, at.local_rank, None, launcher, process, where=f"the hub of rank 0 at {where}")
+    return Invitation(
+        sock=sock,
+        key=key,
+        greeted=False,
+        rank=at.rank,
+        size=at.size,
+        local_rank=at.local_rank,
+        node_id=None,
+        launcher=launcher,
+        hub=process,
+        where=f"the hub that rank 0 started at {where}",
+    )

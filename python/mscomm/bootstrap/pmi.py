@@ -1,8 +1,10 @@
 """MPICH's Hydra and Intel MPI: the PMI-1 text protocol over PMI_FD (or PMI_PORT), spoken in this process.
 
-MPI in the same process speaks it over the same descriptor, before us or after us. So the descriptor stays open with its flags as they are,
-nothing is read from it but the answers to our own questions, and `finalize`, after which MPI_Init dies of a broken pipe, waits until this
-process exits. There it must be sent, unless MPI does it: Hydra kills the other ranks when one that spoke to it ends without.
+MPI in the same process speaks it over the same descriptor, before us or after us. So the descriptor stays open with its
+flags as they are, nothing is read from it but the answers to our own questions, and `finalize`, after which MPI_Init
+dies of a broken pipe, waits until this process exits. There it must be sent, unless MPI does it: Hydra kills the other
+ranks when one that spoke to it ends without. PMI_PORT (`mpirun -pmi-port`) leads to a connection of our own; Hydra then
+forgets MPI's, so that way is for processes without MPI.
 """
 
 from __future__ import annotations
@@ -32,41 +34,43 @@ _NAMES = kvs.Names(
 )
 _ANSWER_BYTES = 4096  # none is longer; the value that we put has under 200 bytes
 _GOODBYE_S = 2.0
-_finalized_at_exit: list[int] = []  # the inherited descriptor, once its goodbye is registered
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
+_farewells: set[int] = set()  # inherited descriptors on which an exit handler says goodbye
 
 
 def detect(env: Mapping[str, str]) -> bool:
+    """Whether a process manager that speaks PMI started this process."""
     return "PMI_FD" in env or "PMI_PORT" in env or ("PMI_RANK" in env and "PMI_SIZE" in env)
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
     """The connection to the hub that rank 0 starts; costs one barrier of all ranks."""
-    with _process_manager(env, deadline) as (fd, env):
-        at = kvs.place(env, _NAMES, NAME)
+    with _process_manager(env, deadline) as (fd, full_env):
+        at = kvs.place(full_env, _NAMES, NAME)
         return kvs.join(NAME, at, _store(fd, at.size, deadline), env, deadline, permit_plain)
 
 
 def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
     """Introduce ourselves (again, if MPI has done so before: that is allowed), and offer one new key."""
     _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
-    limits = _ask(fd, "cmd=get_maxes", "maxes", deadline)
+    limit = _ask(fd, "cmd=get_maxes", "maxes", deadline).get("vallen_max", "")
     name = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
     key = f"mscomm-{next(_calls)}"
-    if not name:
-        raise BackendUnavailable(f"{NAME}: mpirun does not name its key-value store. {kvs.INSTEAD}")
+    if not name or not limit.isdecimal():
+        raise BackendUnavailable(f"{NAME}: mpirun does not describe its key-value store. {kvs.INSTEAD}")
 
     def meet(deadline: Deadline) -> None:
         try:
             _ask(fd, "cmd=barrier_in", "barrier_out", deadline)
         except CollectiveTimeout as error:
             raise CollectiveTimeout(
-                f"{NAME}: not all {size} ranks came to mscomm.init() within {deadline.seconds:g} s: one has ended, or never calls it"
+                f"{NAME}: not all {size} ranks came to mscomm.init() within {deadline.seconds:g} s: "
+                "one has ended, or never calls it"
             ) from error
 
     def publish(text: str, deadline: Deadline) -> None:
-        if len(text) > int(limits.get("vallen_max", "0")):
-            raise BackendUnavailable(f"{NAME}: mpirun stores at most {limits.get('vallen_max')} bytes, mscomm needs {len(text)}. {kvs.INSTEAD}")
+        if len(text) >= int(limit):
+            raise BackendUnavailable(f"{NAME}: mpirun stores {limit} bytes, mscomm needs {len(text)}. {kvs.INSTEAD}")
         _ask(fd, f"cmd=put kvsname={name} key={key} value={text}", "put_result", deadline)
         meet(deadline)
 
@@ -78,7 +82,7 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
 
 
 def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:
-    """The fields of the answer; BackendUnavailable if it is not what was asked for, CollectiveTimeout if it does not come."""
+    """The fields of the answer; BackendUnavailable if another one comes, CollectiveTimeout if none comes."""
     asked = question.partition(" ")[0]
     try:
         os.write(fd, f"{question}\n".encode("ascii"))
@@ -87,11 +91,12 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
         raise CollectiveTimeout(f"{NAME}: mpirun did not answer {asked} within {deadline.seconds:g} s") from error
     except OSError as error:
         raise BackendUnavailable(
-            f"{NAME}: {error} after {asked}. Has mpirun ended (a script that starts it with & must wait for it), or was MPI_Finalize called?"
+            f"{NAME}: {error} after {asked}. Was MPI_Finalize called, or has mpirun ended? "
+            "A script that starts it with & must wait for it."
         ) from error
     fields = dict(re.findall(r"([a-z_]+)=(\S*)", text))
     if not re.match(rf"cmd={answer}\s", text) or fields.get("rc", "0") != "0":
-        raise BackendUnavailable(f"{NAME}: mpirun answered {asked} with {text!r}, not with cmd={answer} rc=0. {kvs.INSTEAD}")
+        raise BackendUnavailable(f"{NAME}: mpirun answered {asked} with {text!r}, not cmd={answer} rc=0. {kvs.INSTEAD}")
     return fields
 
 
@@ -117,24 +122,27 @@ def _read(fd: int, lines: int, deadline: Deadline) -> str:
 
 @contextmanager
 def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """The descriptor that leads to mpirun, and the environment with PMI_RANK and PMI_SIZE; sees to it that `finalize` follows in time."""
+    """The descriptor that leads to mpirun, and env with PMI_RANK and PMI_SIZE; `finalize` follows in time."""
     if "PMI_FD" in env:
         fd = _inherited(env["PMI_FD"])
-        if fd not in _finalized_at_exit:
-            _finalized_at_exit.append(fd)
+        if fd not in _farewells:
+            _farewells.add(fd)
             atexit.register(_finalize_unless_mpi, fd, os.fstat(fd).st_ino, os.getpid())
         yield fd, env
     elif "PMI_PORT" in env:
-        with _dial(env["PMI_PORT"], deadline) as sock:  # a connection of our own: MPI makes another
-            said = _ask(sock.fileno(), f"cmd=initack pmiid={env.get('PMI_ID') or env.get('PMI_RANK')}", "initack", deadline, lines=4)
+        rank = env.get("PMI_ID") or env.get("PMI_RANK")
+        with _dial(env["PMI_PORT"], deadline) as sock:
+            said = _ask(sock.fileno(), f"cmd=initack pmiid={rank}", "initack", deadline, lines=4)
             yield sock.fileno(), {**env, "PMI_RANK": said.get("rank", ""), "PMI_SIZE": said.get("size", "")}
             _ask(sock.fileno(), "cmd=finalize", "finalize_ack", deadline)
     else:
-        raise BackendUnavailable(f"{NAME}: PMI_RANK and PMI_SIZE are set, but neither PMI_FD nor PMI_PORT leads to mpirun. {kvs.INSTEAD}")
+        raise BackendUnavailable(
+            f"{NAME}: PMI_RANK and PMI_SIZE are set, but neither PMI_FD nor PMI_PORT leads to mpirun. {kvs.INSTEAD}"
+        )
 
 
 def _inherited(text: str) -> int:
-    """PMI_FD's descriptor, if it is the open socket that mpirun's child inherits, and not a number inherited by a grandchild."""
+    """PMI_FD's descriptor, if it is a socket that is open here: a grandchild of mpirun inherits only the number."""
     try:
         fd = int(text)
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -143,8 +151,8 @@ def _inherited(text: str) -> int:
     except (OSError, ValueError, OverflowError) as error:
         problem = f"cannot be used: {error}"
     raise BackendUnavailable(
-        f"{NAME}: PMI_FD={text} {problem} in this process. Was MPI_Finalize called before, or was this process started by a rank, not by "
-        "mpirun? Then remove PMI_FD, PMI_RANK and PMI_SIZE from its environment."
+        f"{NAME}: PMI_FD={text} {problem}. Was MPI_Finalize called before, or was this process started by a rank, "
+        "not by mpirun? Then remove PMI_FD, PMI_RANK and PMI_SIZE from its environment."
     )
 
 
@@ -153,13 +161,13 @@ def _dial(address: str, deadline: Deadline) -> socket.socket:
     try:
         sock = socket.create_connection((host, int(port)), deadline.left())
     except (OSError, ValueError, OverflowError) as error:
-        raise BackendUnavailable(f"{NAME}: cannot reach mpirun at PMI_PORT={address}: {error}. {kvs.INSTEAD}") from error
+        raise BackendUnavailable(f"{NAME}: cannot reach mpirun, PMI_PORT={address}: {error}. {kvs.INSTEAD}") from error
     sock.setblocking(True)
     return sock
 
 
 def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
-    """At exit: say goodbye on the inherited descriptor, if it is still there and no MPI library of this process will."""
+    """At exit: say goodbye on the inherited descriptor, if it is still there and no MPI library here does."""
     try:
         if os.getpid() == pid and os.fstat(fd).st_ino == inode and not _mpi_initialized():
             _ask(fd, "cmd=finalize", "finalize_ack", Deadline(_GOODBYE_S))
@@ -168,7 +176,7 @@ def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
 
 
 def _mpi_initialized() -> bool:
-    """Whether an MPI library that is loaded here has been initialised: then it says goodbye itself, or has done so."""
+    """Whether an MPI library that is loaded here was initialised: then it says goodbye itself, or has done so."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}
     answer = ctypes.c_int(0)

@@ -23,7 +23,12 @@ REPORT_S = 5.0  # after the first failure the others may report this long, befor
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 DRAIN_S = 1.0  # for output that is still in the pipes when all have ended
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
+PIPE_CLOSED = 128 + signal.SIGPIPE  # the status when nobody reads our output any more
 KILL_AT_SIGNAL = 3  # somebody who presses Ctrl-C three times wants out
+
+
+class CannotStart(Exception):
+    """The program cannot be executed; the text says why."""
 
 
 class End(NamedTuple):
@@ -92,7 +97,7 @@ class Launch:
             try:
                 self._watch(hub)
             except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
-                return 128 + signal.SIGPIPE
+                return PIPE_CLOSED
         return self._summary()
 
     # -- start
@@ -135,16 +140,7 @@ class Launch:
             hub.adopt(ours, rank)
             log = self._open_log(f"worker_{rank}.log", stack)
             with theirs:
-                process = subprocess.Popen(
-                    self._command,
-                    env={**self._env, **self._identity(rank, theirs.fileno())},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # a group of its own, which is ended as a whole
-                )
+                process = self._start_rank(rank, theirs.fileno())
             self._processes.append(process)
             assert process.stdout and process.stderr
             self._streams.add(Stream(process.stdout, rank, self._stdout, log))
@@ -153,6 +149,21 @@ class Launch:
         thread.start()
         stack.callback(thread.join, 5.0)
         stack.callback(hub.stop)
+
+    def _start_rank(self, rank: int, control_fd: int) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                self._command,
+                env={**self._env, **self._identity(rank, control_fd)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(control_fd,),
+                start_new_session=True,  # a group of its own, which is ended as a whole
+            )
+        except OSError as error:
+            raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
 
     def _identity(self, rank: int, control_fd: int) -> dict[str, str]:
         return {

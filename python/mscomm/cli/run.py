@@ -50,9 +50,15 @@ def command(
         except OSError as error:
             raise click.ClickException(f"--log_dir {log_dir}: {error.strerror}") from error
 
-    from mscomm.cli.launch import Launch
+    from mscomm.cli.launch import PIPE_CLOSED, CannotStart, Launch
 
-    sys.exit(Launch(line, size, env, topo_timeout_s=topo_timeout_s, log_dir=log_dir).run())
+    try:
+        status = Launch(line, size, env, topo_timeout_s=topo_timeout_s, log_dir=log_dir).run()
+    except CannotStart as error:
+        raise click.ClickException(str(error)) from error
+    if status == PIPE_CLOSED:  # nobody reads: let the interpreter flush into nothing instead of complaining
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 def _size(given: dict[str, int | None]) -> int:

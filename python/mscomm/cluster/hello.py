@@ -55,7 +55,7 @@ _Script = Generator[tuple[bytes, int], bytes, None]
 
 
 class Hello:
-    """One end of a hello. Send `feed(b"")`; then, until `done`, read at most `needs` bytes and send what `feed` answers.
+    """One end of a hello. Send `feed(b"")`; then, until `done`, read up to `needs` bytes and send what `feed` answers.
 
     `feed` raises what is wrong with the peer. An acceptor that refuses a peer tells it so: then `refusal` is set when
     `done`, and the caller closes the connection after the answer is sent.
@@ -152,11 +152,10 @@ def _acceptor(hello: Hello, key: bytes, purpose: int, mine: Identity, ranks: Con
 def _judge(peer: Identity, mine: Identity, ranks: Container[int], stranger_allowed: bool) -> int:
     if peer.version != mine.version:
         return _VERSION
-    if stranger_allowed and peer.job == UNKNOWN_JOB:
-        return _WELCOME if peer.epoch == 0 and (peer.rank == UNKNOWN_RANK or peer.rank in ranks) else _RANK
-    if not hmac.compare_digest(peer.job, mine.job):
+    stranger = stranger_allowed and peer.job == UNKNOWN_JOB
+    if not stranger and peer.job != mine.job:
         return _JOB
-    if peer.epoch != mine.epoch:
+    if peer.epoch != (0 if stranger else mine.epoch):
         return _EPOCH
     if not (peer.rank in ranks or (stranger_allowed and peer.rank == UNKNOWN_RANK)):
         return _RANK

@@ -79,7 +79,9 @@ class Judge:
             self._symptoms.append(_Symptom(rank, ranks, text, now + BELIEVED_AFTER_S))
         else:
             if kind == "PeerLost" and "has left" not in text:
-                text = "; ".join([*(f"{self._name(lost)} has left the job" for lost in ranks if lost in self._left), text])
+                text = "; ".join(
+                    [*(f"{self._name(lost)} has left the job" for lost in ranks if lost in self._left), text]
+                )
             self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, (), text)
         self.look(now)
 
@@ -116,10 +118,11 @@ class Judge:
         """When to look again if nothing happens."""
         if self.verdict:
             return None
-        times = [until for _, until in self._gone.values()] + [symptom.until for symptom in self._symptoms]
         if self._question:
-            times.append(self._question[2])
-        return min(times, default=None)
+            return self._question[2]
+        if self._gone:
+            return min(until for _, until in self._gone.values())
+        return self._symptoms[0].until if self._symptoms else None
 
     def look(self, now: float) -> None:
         """Give the verdict if it is time."""
@@ -165,7 +168,7 @@ class Judge:
         )
 
     def _root(self) -> _Symptom:
-        """Follow "q lost r, r lost s" from the first symptom to a rank that was silent; in a circle the first counts."""
+        """Follow "q lost r, r lost s" from the first symptom to a silent rank; in a circle the first counts."""
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
         seen = {symptom.reporter}

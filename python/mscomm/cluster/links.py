@@ -147,7 +147,7 @@ class Door:
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._selector = selector
-        self._new_hello = lambda: Hello.acceptor(key, purpose, mine, ranks)
+        self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purpose, mine, ranks)
         self._enter = enter
         self._log = log or (lambda text: None)
         self._complaints: set[str] = set()  # each kind of nuisance is logged once

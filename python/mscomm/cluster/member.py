@@ -111,10 +111,12 @@ class Member:
     # -- failures
 
     def settle(self, symptom: Error, number: int) -> Error:
-        """Report an error of our call `number`; returns what to raise: the job's first failure, the symptom as its cause.
+        """Report an error of our call `number`; returns what to raise: the job's first failure, caused by this one.
 
         Waits at most 2 s. If the hub is gone or silent the symptom itself is the best that is known.
         """
+        if self._forked:
+            return symptom
         deadline = Deadline(SETTLE_S)
         if not self._settled:
             self._tell(type(symptom).__name__, str(symptom), symptom.ranks, number, deadline)

@@ -64,17 +64,19 @@ def read_key(path: str, origin: str = "") -> bytes:
             "name the file itself, not a symbolic link" if os.path.islink(path) else "it must be readable for this user"
         )
         raise refuse(f"cannot open it: {error.strerror}", advice) from error
-    with open(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise refuse("it is not a regular file", make)
         if status.st_uid != os.getuid():
             raise refuse(
-                f"it belongs to uid {status.st_uid}, this process runs as {os.getuid()}", "use a file of your own"
+                f"it belongs to uid {status.st_uid}, this process runs as {os.getuid()}", "use one of your own"
             )
         if status.st_mode & 0o077:
             raise refuse(f"its mode {stat.S_IMODE(status.st_mode):04o} lets others in", f"run: chmod 600 {path}")
-        content = file.read(_FILE_LIMIT_BYTES)
+        content = os.read(fd, _FILE_LIMIT_BYTES)
+    finally:
+        os.close(fd)
     text = content.strip()
     if len(text) == 2 * KEY_BYTES and all(byte in b"0123456789abcdefABCDEF" for byte in text):
         return bytes.fromhex(text.decode("ascii"))
@@ -87,7 +89,7 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
     """A key that everybody can compute, for those who said that they want none."""
     if not permit_plain:
         raise AuthenticationError(
-            f"{host}:{port} can be reached from other machines and this job has no key. Either give it one everywhere:\n"
+            f"{host}:{port} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
             "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
             "or allow anybody who can reach the port to join:\n"
             "    mscomm.set_ps_context(enable_ssl=False)   # before init()"
@@ -98,7 +100,8 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
         file=sys.stderr,
         flush=True,
     )
-    return hashlib.sha256(f"mscomm, open to all: {host}:{port}".encode()).digest()
+    # Not from the host: its name and its addresses may differ between the scheduler and the workers.
+    return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 
 
 # -- the key file of a scheduler on loopback

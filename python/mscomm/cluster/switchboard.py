@@ -82,6 +82,9 @@ class Switchboard(Generic[L]):
             received = line.sock.recv(64 << 10)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it ended before it had read everything
+            self.end(line, "")
+            return False
         except OSError as error:
             self.end(line, f"lost its control link ({error.strerror or error})")
             return False

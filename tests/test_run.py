@@ -1,0 +1,252 @@
+"""`mscomm run` with programs that know nothing of mscomm: output, exit status, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+MSCOMM = [sys.executable, "-m", "mscomm"]
+
+
+def run(*args, timeout_s=60, env=None, **more):
+    return subprocess.run(
+        [*MSCOMM, "run", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        check=False,
+        **more,
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script that knows its rank as `rank`."""
+
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(f"import os, signal, subprocess, sys, time\nrank = int(os.environ['MSCOMM_RANK'])\n{body}\n")
+        return path
+
+    return write
+
+
+def alive(pid: int) -> bool:
+    """Running, not ended and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def appears(path: Path, timeout_s=10.0) -> str:
+    """The text of a file that another process writes."""
+    end = time.monotonic() + timeout_s
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def test_lines_are_whole_prefixed_and_keep_their_stream(script):
+    done = run(
+        "-n", 3, script("for i in range(200): print('out', rank, i, 'x' * 50)\nprint('err', rank, file=sys.stderr)")
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 600
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert mine == [f"[{rank}] out {rank} {i} {'x' * 50}" for i in range(200)]
+    assert sorted(done.stderr.splitlines()) == [f"[{rank}] err {rank}" for rank in range(3)]
+
+
+def test_the_last_line_needs_no_end(script):
+    assert run("-n", 1, script("sys.stdout.write('a\\nb')")).stdout == "[0] a\n[0] b\n"
+
+
+def test_arguments_and_identity_reach_the_script(script):
+    names = "MSCOMM_RANK MSCOMM_WORLD_SIZE MSCOMM_LOCAL_RANK MSCOMM_LOCAL_WORLD_SIZE"
+    body = f"print(sys.argv[1:], [os.environ[name] for name in '{names}'.split()])"
+    done = run("-n", 2, script(body), "-n", "--flag", "a b")
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] ['-n', '--flag', 'a b'] ['0', '2', '0', '2']",
+        "[1] ['-n', '--flag', 'a b'] ['1', '2', '1', '2']",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["-n", "--nproc_per_node", "--nproc-per-node", "--worker_num", "--local-worker-num"])
+def test_the_flags_of_msrun_and_torchrun_work(script, flag):
+    assert run(flag, 2, script("print('x')")).stdout.count("x") == 2
+
+
+def test_modules_programs_and_pytest_are_started(tmp_path):
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    assert "[0] 2" in run("-n", 1, "-m", "timeit", "-n", "1", "-r", "1", "-s", "print(1+1)").stdout
+    assert run("-n", 2, "--", "sh", "-c", "echo $MSCOMM_RANK").stdout.count("\n") == 2
+    assert "1 passed" in run("-n", 1, "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_it.py").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["-n", "0", "x.py"], "Error: -n 0: a job needs at least 1 rank"),
+        (["x.py"], "Error: say how many ranks to start"),
+        (["-n", "2", "absent.py"], "Error: there is no script absent.py"),
+        (["-n", "2", "no-such-program"], "Error: no-such-program is neither"),
+        (["--worker_num", "4", "--local_worker_num", "2", "x.py"], "these must be equal"),
+    ],
+)
+def test_wrong_arguments_are_one_line(args, text):
+    done = run(*args)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_omp_threads_are_set_and_said_once_unless_given(script):
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    path = script("print(os.environ['OMP_NUM_THREADS'])")
+    command = [*MSCOMM, "run", "-n", "2", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stderr.count(f"OMP_NUM_THREADS={threads}") == 1
+    assert f"[1] {threads}\n" in done.stdout
+    assert run("-n", 2, path, env={"OMP_NUM_THREADS": "7"}).stderr == ""
+
+
+def test_the_status_is_that_of_the_first_failure(script):
+    done = run("-n", 3, script("sys.exit({0: 0, 1: 7, 2: 0}[rank])"))
+    assert done.returncode == 7
+    assert "rank 1 failed first: exit code 7" in done.stderr.splitlines()[-1]
+
+
+def test_a_killed_rank_gives_128_plus_the_signal(script):
+    done = run("-n", 2, script("rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed first: killed by SIGKILL" in done.stderr
+
+
+def test_the_traceback_of_the_first_failure_is_shown_and_its_log_is_named(script, tmp_path):
+    logs = tmp_path / "logs"
+    path = script("print('hello', rank, os.environ['MSCOMM_RECORD'])\nif rank == 1: raise ValueError('no data')")
+    done = run("-n", 2, "--log_dir", logs, path)
+    assert done.returncode == 1
+    assert "[1] ValueError: no data" in done.stderr
+    assert f"its log: {logs}/worker_1.log" in done.stderr
+    assert (logs / "worker_0.log").read_text() == f"hello 0 {logs}\n"
+    assert (logs / "worker_1.log").read_text().startswith(f"hello 1 {logs}\nTraceback")
+    assert (logs / "scheduler.log").exists()
+
+
+def test_the_others_may_report_before_they_are_ended(script):
+    done = run("-n", 2, script("if rank == 1: sys.exit(3)\ntime.sleep(1)\nprint('reported')"))
+    assert done.returncode == 3
+    assert "[0] reported" in done.stdout
+
+
+def test_a_rank_that_goes_on_after_a_failure_gets_sigterm_then_sigkill(script):
+    body = (
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked to end'))\n"
+        "if rank == 1: sys.exit(3)\nwhile True: time.sleep(1)"
+    )
+    started = time.monotonic()
+    done = run("-n", 2, script(body))
+    assert done.returncode == 3
+    assert "[0] asked to end" in done.stdout
+    assert 6 < time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
+    body = (
+        f"def stop(*_):\n    print('stopping', rank)\n    sys.exit(0)\nsignal.signal({int(number)}, stop)\n"
+        f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
+    )
+    process = subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stdout=subprocess.PIPE, text=True)
+    for rank in range(2):
+        appears(tmp_path / f"up{rank}")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert sorted(out.splitlines()) == ["[0] stopping 0", "[1] stopping 1"]
+    assert process.returncode == 0
+
+
+def test_the_third_signal_kills(script, tmp_path):
+    body = (
+        f"signal.signal(signal.SIGINT, lambda *_: open(f'{tmp_path}/seen', 'a').write('!'))\n"
+        f"open(f'{tmp_path}/up', 'w').write('up')\nwhile True: time.sleep(1)"
+    )
+    process = subprocess.Popen([*MSCOMM, "run", "-n", "1", script(body)], stderr=subprocess.DEVNULL)
+    appears(tmp_path / "up")
+    for count in (1, 2):
+        process.send_signal(signal.SIGINT)
+        while len(appears(tmp_path / "seen")) < count:
+            time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_what_a_rank_started_does_not_stay_behind(script, tmp_path, status):
+    body = (
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open(f'{tmp_path}/child{{rank}}', 'w').write(str(child.pid))\nsys.exit({status})"
+    )
+    started = time.monotonic()
+    done = run("-n", 2, script(body))
+    assert done.returncode == status
+    assert time.monotonic() - started < 10
+    for rank in range(2):
+        assert not alive(int((tmp_path / f"child{rank}").read_text()))
+
+
+def test_a_reader_that_goes_away_ends_the_job(script, tmp_path):
+    body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\nwhile True: print('y' * 1000)"
+    command = [*MSCOMM, "run", "-n", "2", script(body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(100)
+        appears(tmp_path / "pid0"), appears(tmp_path / "pid1")
+        process.stdout.close()
+        assert process.wait(timeout=20) == 128 + signal.SIGPIPE
+        assert b"Traceback" not in process.stderr.read()
+    for rank in range(2):
+        assert not alive(int((tmp_path / f"pid{rank}").read_text()))
+
+
+def test_ranks_see_the_end_of_the_control_link_when_the_launcher_dies(script, tmp_path):
+    body = (
+        "import socket\n"
+        f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\n"
+        "link = socket.socket(fileno=int(os.environ['MSCOMM_CONTROL_FD']))\n"
+        "link.recv(32)\nlink.settimeout(20)\n"
+        f"open(f'{tmp_path}/end{{rank}}', 'w').write(repr(link.recv(1)))"
+    )
+    process = subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stderr=subprocess.DEVNULL)
+    pids = [int(appears(tmp_path / f"pid{rank}")) for rank in range(2)]
+    process.kill()
+    process.wait()
+    try:
+        assert [appears(tmp_path / f"end{rank}") for rank in range(2)] == ["b''", "b''"]
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_cannot_be_executed_is_one_line(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF nonsense")
+    program.chmod(0o755)
+    done = run("-n", 2, program)
+    assert done.returncode == 1
+    assert "Error: cannot start" in done.stderr
+    assert "Traceback" not in done.stderr
