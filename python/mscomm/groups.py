@@ -73,10 +73,15 @@ class Group:
             raise
 
     def _fail(self, symptom: Error) -> NoReturn:
+        """Raise the job's first cause in place of what this rank saw of it."""
         failure = self.core.failure()
-        verdict = failure is not None and failure[4]
         cause = symptom
-        if self.member is not None and not verdict and not self.raised:
+        if failure is not None and failure[4]:  # the verdict has come, perhaps while the symptom was on its way here
+            kind, text, ranks, waiting_for, _ = failure
+            if text != str(symptom):
+                cause = make(kind, text, ranks, waiting_for)
+                cause.__cause__ = symptom
+        elif self.member is not None and not self.raised:
             cause = self.member.settle(symptom, self.core.where()[0])
         if not self.raised:
             self._write_record(str(cause))

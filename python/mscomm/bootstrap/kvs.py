@@ -27,6 +27,7 @@ _PUBLISHED = re.compile(
     r"|tcp,(?P<host>\d{1,3}(?:\.\d{1,3}){3}),(?P<port>\d{1,5}))",
     re.ASCII,
 )
+_FAILED = "mscomm1,failed"
 
 
 class Names(NamedTuple):
@@ -76,6 +77,8 @@ def join(
     if at.rank == 0:
         return _host(launcher, at, store, env, deadline, permit_plain)
     published = store.fetch(deadline)
+    if published == _FAILED:
+        raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
     fields = _PUBLISHED.fullmatch(published)
     if not fields:
         raise BackendUnavailable(
@@ -91,6 +94,24 @@ def _host(
     launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
     """Rank 0's part. The hub comes up while the others learn its address; the backlog holds those that are faster."""
+    try:
+        process, address, key, text = _open(launcher, at, env, deadline, permit_plain)
+    except Exception:
+        store.publish(_FAILED, deadline)  # the others need not wait for an address until the deadline
+        raise
+    try:
+        store.publish(text, deadline)
+        return _invitation(launcher, at, address, key, deadline, process)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _open(
+    launcher: str, at: Place, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
+    """A new hub, its address, the job's key, and what to publish."""
     with _listen(launcher, at) as listener:
         address: links.Address = listener.getsockname()
         if isinstance(address, tuple):
@@ -100,14 +121,7 @@ def _host(
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        process = hub.spawn(listener, at.size, key, deadline.left())
-    try:
-        store.publish(text, deadline)
-        return _invitation(launcher, at, address, key, deadline, process)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+        return hub.spawn(listener, at.size, key, deadline.left()), address, key, text
 
 
 def _listen(launcher: str, at: Place) -> socket.socket:

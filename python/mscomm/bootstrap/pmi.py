@@ -24,7 +24,7 @@ from mscomm.bootstrap import Invitation, kvs
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
-NAME = "PMI-1 (MPICH, Intel MPI)"
+NAME = "PMI"
 
 _NAMES = kvs.Names(
     rank=("PMI_RANK",),

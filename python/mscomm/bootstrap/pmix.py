@@ -17,7 +17,7 @@ from mscomm.bootstrap import Invitation, kvs
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 
-NAME = "PMIx (Open MPI)"
+NAME = "PMIx"
 
 _NAMES = kvs.Names(
     rank=("PMIX_RANK", "OMPI_COMM_WORLD_RANK"),

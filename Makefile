@@ -1,0 +1,76 @@
+# make demo   a virtual environment, the package, eight ranks under mpirun, a training on four
+# make test   everything that checks a change, in under 15 minutes on 2 cores
+PYTHON ?= python3
+VENV := .venv
+MPICH := .venv-mpich
+BIN := $(VENV)/bin
+WHEELS := build/wheels
+SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
+# mpirun of Open MPI refuses root, and more ranks than cores, unless told.
+MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
+
+.PHONY: help demo test test-core test-python lint format wheel bench clean
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+demo: $(VENV)/.installed
+	@echo "--- nccl_allgather.py on 8 ranks under mpirun"
+	$(MPIRUN) -n 8 $(BIN)/python examples/nccl_allgather.py
+	@echo "--- the quickstart training on 4 ranks"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mscomm run -n 4 examples/distributed_training_quickstart/net.py
+	@echo "--- make demo: done. Next: . $(BIN)/activate; mscomm doctor"
+
+test: lint test-core test-python
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check python tests bench examples
+	$(BIN)/ruff format --check python tests bench examples
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc src tests/core -name '*.cc' -o -name '*.h')
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix python tests bench examples
+	$(BIN)/ruff format python tests bench examples
+	$(BIN)/clang-format -i $$(find csrc src tests/core -name '*.cc' -o -name '*.h')
+
+# The core's own tests, under AddressSanitizer with UBSan and under ThreadSanitizer.
+test-core: $(VENV)/.dev
+	for sanitizer in address thread; do \
+	  $(BIN)/cmake -S . -B build/core-$$sanitizer -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
+	    -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$$sanitizer -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
+	  $(BIN)/ninja -C build/core-$$sanitizer --quiet && \
+	  $(BIN)/ctest --test-dir build/core-$$sanitizer --output-on-failure || exit 1; \
+	done
+
+test-python: $(VENV)/.dev $(MPICH)/.installed
+	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q
+
+wheel: $(WHEELS)/.built
+
+$(WHEELS)/.built: $(SOURCES) | $(VENV)/.made
+	rm -rf $(WHEELS)
+	$(BIN)/pip wheel -q --no-deps -w $(WHEELS) .
+	touch $@
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(WHEELS)/.built
+	$(BIN)/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
+	touch $@
+
+# MPICH's mpirun and Open MPI's have the same path in an environment, so each has its own.
+$(MPICH)/.installed: $(WHEELS)/.built
+	test -d $(MPICH) || $(PYTHON) -m venv $(MPICH)
+	$(MPICH)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(MPICH)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)" "mpich>=4.3" "mpi4py>=4.1"
+	touch $@
+
+clean:
+	rm -rf build $(VENV) $(MPICH)

