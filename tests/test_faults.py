@@ -99,9 +99,8 @@ def leftovers(mark: str) -> list[str]:
 @ranks(4, env=forced, expect={2: -signal.SIGKILL})
 def test_every_later_call_raises_the_same_error(rank, group, algo):
     x = np.ones(1 << 20, np.float32)
-    mscomm.barrier()
     if rank == 2:
-        later(0.02, signal.SIGKILL)
+        later(0.1, signal.SIGKILL)
     texts = set()
     for _ in range(3):
         with pytest.raises(mscomm.PeerLost, match="rank 2") as caught:
@@ -128,10 +127,11 @@ def test_a_rank_stopped_for_three_seconds_delays_the_call_and_breaks_nothing(ran
 @each_algorithm
 @ranks(4, env=forced, expect={3: 1})
 def test_an_uncaught_exception_is_quoted_on_the_others(rank, group, algo):
-    mscomm.barrier()
     if rank == 3:
+        mscomm.barrier()
         raise ValueError("no such column: price")
     with pytest.raises(mscomm.Aborted, match=r"rank 3: ValueError: no such column: price \(test_faults\.py:\d+\)") as caught:
+        mscomm.barrier()
         mscomm.all_reduce(np.ones(7, np.float32))
     assert caught.value.ranks == (3,)
 
@@ -172,12 +172,11 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
 @each_algorithm
 @ranks(3, env=forced)
 def test_abort_reaches_every_rank_with_its_reason(rank, group, algo):
-    mscomm.barrier()
-    if rank == 1:
-        mscomm.abort("the loss is NaN")
     with pytest.raises(mscomm.Aborted, match="rank 1 called abort: the loss is NaN"):
+        mscomm.barrier()  # the others may still be inside when rank 1 is not
+        if rank == 1:
+            mscomm.abort("the loss is NaN")
         mscomm.all_reduce(np.ones(7, np.float32))
-        mscomm.barrier()
 
 
 @each_algorithm
@@ -185,7 +184,7 @@ def test_abort_reaches_every_rank_with_its_reason(rank, group, algo):
 def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, group, algo):
     mscomm.barrier()
     if rank == 1:
-        later(0.3, signal.SIGINT)
+        later(0.5, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             mscomm.barrier()
         return

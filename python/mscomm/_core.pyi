@@ -1,7 +1,7 @@
 """The C++ core: what src/module.cc offers. Names of collectives, ops and dtypes stand at the place that is their number in the core."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, final
+from typing import Any, Literal, final
 
 import numpy as np
 
@@ -35,13 +35,6 @@ class Heap:
 
     def in_use(self) -> int:
         """Bytes that arrays refer to."""
-
-class _Call(TypedDict):
-    number: int
-    call: str
-    state: Literal["inside", "done", "failed"]
-    began: float
-    took: float
 
 @final
 class Group:
@@ -91,12 +84,12 @@ class Group:
     def failure(self) -> tuple[str, str, list[int], list[int], bool] | None:
         """(kind, text, ranks, waiting_for, whether it is the job's verdict) of a broken group."""
 
-    def calls(self) -> list[_Call]:
-        """The last calls, oldest first."""
+    def calls(self) -> list[dict[str, Any]]:
+        """The last calls, oldest first: number, call, state (inside, done, failed), began, took."""
 
     def close(self) -> None: ...
     def chosen(self) -> dict[str, str]:
         """Which algorithm runs each collective."""
 
     def lost_wakes(self) -> int:
-        """How often a sleeper at the gate was woken by its time limit though the gate was open."""
+        """Sleeps at the gate that only their time limit ended though the gate was open: always 0, and tested to be."""

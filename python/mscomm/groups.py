@@ -242,10 +242,10 @@ def abort(reason: str) -> None:
     """End the job's communication: every rank's current and later calls raise Aborted with this rank and the reason."""
     group = resolve(None)
     text = f"rank {group.rank} called abort: {reason}"
-    group.core.abort("Aborted", [group.rank], [], text)
     group.raised = True
     if group.member is not None:
         group.member.report("Aborted", text, [group.rank])
+    group.core.abort("Aborted", [group.rank], [], text)
 
 
 def get_rank(group: Group | str | None = None) -> int:
@@ -363,7 +363,7 @@ class _TellingHook:
             words = "".join(traceback.format_exception_only(kind, error)).strip()
             rank = world.group.rank
             text = f"rank {rank}: {words}{where}"
-            world.group.core.abort("Aborted", [rank], [], text)
             world.group.raised = True
             world.member.report("Aborted", text, [rank])
+            world.group.core.abort("Aborted", [rank], [], text)
         self._before(kind, error, trace)

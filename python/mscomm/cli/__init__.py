@@ -9,6 +9,7 @@ import click
 # name: module, one line of help
 COMMANDS = {
     "run": ("mscomm.cli.run", "Start and watch the ranks of a job on this host."),
+    "doctor": ("mscomm.cli.doctor", "Tell what is here, what is missing, and try two ranks."),
     "sched": ("mscomm.cli.sched", "Be the scheduler of a job with MS_* variables."),
 }
 

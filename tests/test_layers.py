@@ -1,0 +1,149 @@
+"""The house of docs/design: which layer may see which, in C++ by includes and in Python by imports; and what the core must not contain."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
+
+# Each layer sees itself and those before it.
+CORE_LAYERS = ("base", "net", "transport", "algo", "backend", "comm", "src")
+CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
+
+BELOW = {"errors", "_core"}
+PYTHON_SEES = {
+    "errors": set(),
+    "context": {"errors"},
+    "arrays": BELOW,
+    "cluster": BELOW,
+    "bootstrap": BELOW | {"cluster"},
+    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context"},
+    "collectives": BELOW | {"arrays", "groups"},
+}
+UPPER = BELOW | {"arrays", "groups", "collectives", "context"}  # what stands on the public functions, and on each other
+PYTHON_SEES |= {layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "ops", "communication")}
+
+CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
+HEADERS = [path for path in CORE_FILES if path.suffix == ".h"]
+PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def code(path: Path) -> str:
+    """A C++ file without its comments and strings."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.S)
+    return re.sub(r'(?<!#include )"(\\.|[^"\\\n])*"', '""', text)
+
+
+def core_layer(path: Path) -> str:
+    return "src" if path.is_relative_to(SRC) else path.relative_to(CSRC).parts[0]
+
+
+def python_layer(path: Path) -> str:
+    """errors, cluster, ...; the package's own __init__ is "mscomm", and `python -m mscomm` is the command line."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return {"__init__": "mscomm", "__main__": "cli"}.get(first, first)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, layer) of each import of the package; "mscomm" is the package itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "mscomm" else [node.module or ""]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "mscomm":
+                yield node.lineno, rest.partition(".")[0] or "mscomm"
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=named)
+def test_core_files_include_their_own_and_lower_layers(path):
+    wrong = [
+        f"{named(path)}:{number}: {line}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := re.match(r'\s*#\s*include\s*"([^/"]+)', line)) and found[1] not in CORE_SEES[core_layer(path)]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=named)
+def test_python_files_import_only_what_their_layer_may_see(path):
+    layer = python_layer(path)
+    if layer in ("cli", "mscomm"):  # the command line sees all; the package hands all on, but not the command line
+        allowed = None
+    else:
+        assert layer in PYTHON_SEES, f"{named(path)}: section 3 of the design has no layer {layer}"
+        allowed = PYTHON_SEES[layer] | {layer, "mscomm"}
+    found = list(imports(ast.parse(path.read_text())))
+    wrong = [f"{named(path)}:{line}: imports {other}" for line, other in found if allowed is not None and other not in allowed]
+    wrong += [f"{named(path)}:{line}: imports the command line" for line, other in found if other == "cli" and layer != "cli"]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON_FILES if python_layer(path) in PYTHON_SEES], ids=named)
+def test_python_files_take_nothing_but_the_version_from_the_package_itself(path):
+    # mscomm.anything would import any layer at its first use, unseen by the test above.
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mscomm"
+    }
+    assert used <= {"__version__"}
+
+
+@pytest.mark.parametrize("path", [path for path in CORE_FILES if core_layer(path) != "src"], ids=named)
+def test_the_core_knows_no_python(path):
+    assert not re.search(r'#\s*include\s*[<"](Python\.h|pybind11/)|\bPy[A-Z_]\w+\(', code(path))
+
+
+@pytest.mark.parametrize("path", [path for path in CORE_FILES if core_layer(path) != "tools"], ids=named)
+def test_the_core_never_listens(path):
+    assert not re.search(r"(?<![\w.>:])(::)?(listen|accept4?|bind)\s*\(", code(path))
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=named)
+def test_no_vendor_header_is_included(path):
+    ours = "src" if core_layer(path) == "src" else None
+    system = re.compile(r"[a-z_]+|(sys|linux|net|netinet|arpa|asm|bits)/[a-z_]+\.h|[a-z]+\.h|immintrin\.h|arm_\w+\.h")
+    vendor = re.compile(r"(cuda|nccl|hccl|acl|mpi|pmix|numa|openssl|infiniband|torch)\w*(/.*|\.h(pp)?)?", re.I)
+    headers = re.findall(r"#\s*include\s*<([^>]+)>", path.read_text())
+    assert [h for h in headers if vendor.fullmatch(h) or not (system.fullmatch(h) or (ours and h.startswith("pybind11/")))] == []
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """All headers at once, each on its own, as many at a time as there are CPUs."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+
+    def compile_alone(header: Path) -> subprocess.CompletedProcess[str]:
+        command = [compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-I", str(CSRC), "-include", str(header), "-x", "c++", "-"]
+        return subprocess.run(command, input="", capture_output=True, text=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {header: pool.submit(compile_alone, header) for header in HEADERS}
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=named)
+def test_every_header_compiles_alone(header, compilations):
+    result = compilations[header].result()
+    assert result.returncode == 0 and not result.stderr, result.stderr

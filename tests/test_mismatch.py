@@ -1,0 +1,145 @@
+"""Ranks that make different calls: Mismatch on every rank, naming the calls; never a hang, never wrong data."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mscomm
+from mscomm import _core
+from mscomm.cluster import hub, security
+
+PAIRS = 67  # a job each, for 2, 3 and 4 ranks: 201 in all
+Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, op, root
+
+
+def random_call(dice: random.Random, size: int) -> Made:
+    shape = dice.choice([(1,), (7,), (7, 1), (5000,), (70_000,), (300_000,)])
+    return (
+        dice.choice(_core.collectives),
+        dice.choice(["float32", "int32", "float64", "uint8"]),
+        shape,
+        dice.choice(["sum", "max", "prod"]),
+        dice.randrange(size),
+    )
+
+
+def meaning(made: Made) -> Any:
+    """What of a call the ranks must agree on."""
+    what, dtype, shape, op, root = made
+    return {
+        "barrier": (what,),
+        "all_reduce": (what, dtype, shape, op),
+        "all_gather": (what, dtype, shape),
+        "broadcast": (what, dtype, shape, root),
+    }[what]
+
+
+def perform(made: Made) -> None:
+    what, dtype, shape, op, root = made
+    x = np.ones(shape, dtype)
+    if what == "barrier":
+        mscomm.barrier()
+    elif what == "all_reduce":
+        mscomm.all_reduce(x, op)
+    elif what == "broadcast":
+        mscomm.broadcast(x, root)
+    else:
+        mscomm.all_gather(x)
+
+
+def words(made: Made) -> str:
+    """How the message must call it."""
+    what, dtype, shape, op, root = made
+    if what == "barrier":
+        return "barrier #2"
+    detail = {"all_reduce": f", {op}", "all_gather": "", "broadcast": f", root {root}"}[what]
+    return f"{what} #2 ({dtype}[{', '.join(map(str, shape))}]{detail})"
+
+
+def one_life(life: int) -> None:
+    """Join, agree once, differ, and check what comes of it."""
+    mscomm.init()
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+    dice = random.Random(f"{life} of {size}")
+    first = second = random_call(dice, size)
+    while meaning(second) == meaning(first):
+        second = random_call(dice, size)
+    odd = {r for r in range(size) if dice.random() < 0.5} or {0}
+    odd = odd if len(odd) < size else {size - 1}
+    calls = [second if r in odd else first for r in range(size)]
+
+    assert (mscomm.all_reduce(np.ones(3)) == size).all()
+    with pytest.raises(mscomm.Mismatch) as caught:
+        perform(calls[rank])
+        mscomm.barrier()
+    text = str(caught.value)
+    assert words(first) in text and words(second) in text, (calls, text)
+    with pytest.raises(mscomm.Mismatch):
+        mscomm.barrier()
+    mscomm.release()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("algo", ["arena", "direct", "ring", "tree"])
+def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Path) -> None:
+    lives = PAIRS if algo == "arena" else 20
+    hubs = [hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True) for _ in range(lives)]
+    links: list[list[socket.socket]] = [[] for _ in range(size)]
+    for one in hubs:
+        for rank in range(size):
+            ours, theirs = socket.socketpair()
+            one.adopt(ours, rank)
+            links[rank].append(theirs)
+    threads = [threading.Thread(target=one.serve, daemon=True) for one in hubs]
+    for thread in threads:
+        thread.start()
+    ranks = []
+    for rank in range(size):
+        variables = {
+            "MSCOMM_RANK": str(rank),
+            "MSCOMM_WORLD_SIZE": str(size),
+            "MSCOMM_LOCAL_RANK": str(rank),
+            "MSCOMM_LOCAL_WORLD_SIZE": str(size),
+            "MSCOMM_ALGO": algo,
+        }
+        fds = [sock.fileno() for sock in links[rank]]
+        with open(tmp_path / f"rank_{rank}.log", "wb") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, *map(str, fds)],
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **variables},
+                    pass_fds=fds,
+                )
+            )
+        for sock in links[rank]:
+            sock.close()
+    try:
+        codes = [process.wait(120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for one in hubs:
+            one.stop()
+        for thread in threads:
+            thread.join(10)
+    logs = "\n".join(f"--- rank {rank}\n" + (tmp_path / f"rank_{rank}.log").read_text()[-2000:] for rank in range(size))
+    assert codes == [0] * size, logs
+
+
+if __name__ == "__main__":
+    for life, fd in enumerate(sys.argv[1:]):
+        os.environ["MSCOMM_CONTROL_FD"] = fd
+        one_life(life)

@@ -1,0 +1,80 @@
+"""The types that users and their editors see are true: _core.pyi against the compiled module, and mypy --strict over the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mscomm import _core
+
+ROOT = Path(__file__).parent.parent
+STUB = ROOT / "python/mscomm/_core.pyi"
+
+# What pybind11 adds to every class, and a constructor that is not there: a Heap comes from make_heap.
+PYBIND11 = """
+mscomm\\._core\\.(Group|Heap)
+mscomm\\._core\\.Heap\\.__init__
+"""
+
+needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed (pip install mscomm[dev])")
+
+
+def functions() -> dict[str, ast.FunctionDef]:
+    """The functions and methods of the stub by their name in the module."""
+    tree = ast.parse(STUB.read_text())
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        found |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, ast.FunctionDef)}
+    return found
+
+
+def parameters(signature: str) -> tuple[int, list[str]]:
+    """How many positional parameters, and the names of those by keyword, in a signature as pybind11 documents it."""
+    inside = signature[signature.index("(") + 1 : signature.rindex(") ->")]
+    while re.search(r"\[[^\[\]]*\]", inside):
+        inside = re.sub(r"\[[^\[\]]*\]", "", inside)
+    names = [part.partition(":")[0].strip() for part in inside.split(",") if part.strip()]
+    star = names.index("*") if "*" in names else len(names)
+    return star, names[star + 1 :]
+
+
+@needs_mypy
+def test_the_stub_has_what_the_core_has_and_nothing_else(tmp_path):
+    package = tmp_path / "mscomm"
+    package.mkdir()
+    (package / "__init__.pyi").touch()  # alone, so that an error elsewhere in the package is not this test's
+    shutil.copy(STUB, package)
+    (tmp_path / "allowed").write_text(PYBIND11)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "mscomm._core", "--allowlist", "allowed"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("name", functions())
+def test_the_stub_has_the_parameters_of_the_core(name):
+    value = _core
+    for part in name.split("."):
+        value = getattr(value, part)
+    arguments = functions()[name].args
+    stub = len(arguments.posonlyargs + arguments.args), [argument.arg for argument in arguments.kwonlyargs]
+    # stubtest cannot ask a compiled function for its parameters; the first line of its docstring says them.
+    assert parameters(value.__doc__.splitlines()[0]) == stub
+
+
+@needs_mypy
+def test_the_package_passes_mypy_strict():
+    checked = subprocess.run([sys.executable, "-m", "mypy", "--strict"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
