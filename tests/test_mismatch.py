@@ -78,8 +78,9 @@ def one_life(life: int) -> None:
     odd = odd if len(odd) < size else {size - 1}
     calls = [second if r in odd else first for r in range(size)]
 
-    assert (mscomm.all_reduce(np.ones(3)) == size).all()
     with pytest.raises(mscomm.Mismatch) as caught:
+        # Over links a rank may still be inside this one when the others have gone on to differ.
+        assert (mscomm.all_reduce(np.ones(3)) == size).all()
         perform(calls[rank])
         mscomm.barrier()
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""The types that users and their editors see are true: _core.pyi against the compiled module, and mypy --strict over the package."""
+"""The types that editors see are true: _core.pyi against the compiled module, and mypy --strict over the package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ mscomm\\._core\\.(Group|Heap)
 mscomm\\._core\\.Heap\\.__init__
 """
 
-needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed (pip install mscomm[dev])")
+needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 
 
 def functions() -> dict[str, ast.FunctionDef]:

@@ -1,4 +1,7 @@
-"""The C++ core: what src/module.cc offers. Names of collectives, ops and dtypes stand at the place that is their number in the core."""
+"""The C++ core: what src/module.cc offers.
+
+The place of a name in collectives, ops and dtypes() is its number in the other functions.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
@@ -57,7 +60,10 @@ class Group:
         links: Sequence[int],
         notice: Callable[[str], object],
     ) -> None:
-        """By rank: hosts, names, pidfds and links (taken over), heap_fds. control_fd -1, no links: that carrier is not there."""
+        """hosts, names, pidfds, heap_fds and links are by rank; pidfds and links are taken over, -1 where there is none.
+
+        No arena with control_fd -1, no mesh with empty links.
+        """
 
     def run(
         self,

@@ -45,6 +45,7 @@ class Group:
         self.member = member
         self.timeout_s = timeout_s
         self.raised = False  # the user has seen the failure
+        self._cause: Error | None = None  # what every call raises from now on
         self.record_dir = os.environ.get("MSCOMM_RECORD")
         self._lines: deque[str] | None = deque(maxlen=_LINES_KEPT) if self.record_dir else None
 
@@ -73,20 +74,22 @@ class Group:
             raise
 
     def _fail(self, symptom: Error) -> NoReturn:
-        """Raise the job's first cause in place of what this rank saw of it."""
-        failure = self.core.failure()
-        cause = symptom
-        if failure is not None and failure[4]:  # the verdict has come, perhaps while the symptom was on its way here
-            kind, text, ranks, waiting_for, _ = failure
-            if text != str(symptom):
-                cause = make(kind, text, ranks, waiting_for)
-                cause.__cause__ = symptom
-        elif self.member is not None and not self.raised:
-            cause = self.member.settle(symptom, self.core.where()[0])
-        if not self.raised:
-            self._write_record(str(cause))
+        """Raise the job's first cause in place of what this rank saw of it; the same one each time."""
+        if self._cause is None:
+            self._cause = self._first_cause(symptom)
+            self._write_record(str(self._cause))
         self.raised = True
-        raise cause
+        cause = make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
+        if str(cause) != str(symptom):
+            raise cause from symptom
+        raise cause from None
+
+    def _first_cause(self, symptom: Error) -> Error:
+        failure = self.core.failure()
+        if failure is not None and failure[4]:  # the hub's verdict has come, perhaps while the symptom was on its way here
+            kind, text, ranks, waiting_for, _ = failure
+            return make(kind, text, ranks, waiting_for)
+        return self.member.settle(symptom, self.core.where()[0]) if self.member is not None else symptom
 
     def _write_record(self, cause: str) -> None:
         """The last calls with their Python lines, to MSCOMM_RECORD/rank_<rank>.json."""
