@@ -33,7 +33,9 @@ GRACE_S = 5.0  # for the others to report after the first failure
 class Job:
     """n rank processes under a hub in this process, as `mscomm run` would start them, with full control for the test."""
 
-    def __init__(self, size: int, command: list[str], folder: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, command: list[str], folder: Path, env: dict[str, str] | Callable[[int], dict[str, str]] | None = None
+    ) -> None:
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -56,7 +58,7 @@ class Job:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **own, **(env or {})},
+                    env={**os.environ, **own, **(env(rank) if callable(env) else env or {})},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
@@ -115,7 +117,8 @@ def _how(code: int) -> str:
 def ranks(n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = None, expect: dict[int, int] | None = None) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
-    n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a parameter.
+    n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a parameter,
+    of which a list of n gives each rank its own.
     expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}.
     """
 
@@ -125,7 +128,11 @@ def ranks(n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = N
         @functools.wraps(fn)
         def test(tmp_path: Path, **parameters: Any) -> None:
             size = parameters[n] if isinstance(n, str) else n
-            filled = {name: value.format(**parameters) for name, value in (env or {}).items()}
+
+            def filled(rank: int) -> dict[str, str]:
+                own = {k: v[rank] if isinstance(v, list) and len(v) == size else v for k, v in parameters.items()}
+                return {name: value.format(**own) for name, value in (env or {}).items()}
+
             where = json.dumps({"file": fn.__code__.co_filename, "name": fn.__name__, "parameters": {k: parameters[k] for k in wanted}})
             job = Job(size, [sys.executable, "-u", __file__, where], tmp_path, filled)
             codes = job.wait(timeout_s)

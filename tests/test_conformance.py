@@ -1,14 +1,17 @@
-"""Every algorithm of the registry gives the right bits: collective x algorithm x ranks, and in each job dtype x op x size x kind of memory.
+"""Every algorithm of the registry gives the right bits: a job for each collective, algorithm and number of ranks, and
+in it every dtype x op x size, with all kinds of memory.
 
-What exists is asked of mscomm._core. The expected value of a reduction is a left-to-right fold of the ranks' arrays with NumPy, in the
-accumulator type (float32 for float16 and bfloat16), rounded once; over more than one host, of each host's ranks first and then of the hosts.
-The `ring` all_reduce alone may add in another order: exact on whole numbers, else within the bound of `check_in_any_order`.
+What exists is asked of mscomm._core. The expected value of a reduction is a left-to-right fold of the ranks' arrays with
+NumPy in the accumulator type (float32 for float16 and bfloat16), rounded once; over more than one host, of each host's
+ranks first and then of the hosts. The `ring` all_reduce alone may take another order: see check_in_any_order.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
+import select
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,9 +30,8 @@ Array = np.ndarray[Any, Any]
 
 RANKS = (1, 2, 3, 4, 5, 8)
 LARGE_BYTES = (1 << 20) + 4
-DTYPES = [np.dtype(getattr(np, "bool_" if name == "bool" else name, None) or getattr(ml_dtypes, name)) for name in _core.dtypes()]
-ONE_OF_EACH_WIDTH = list({dtype.itemsize: dtype for dtype in DTYPES}.values())
-HAS_OWN_ORDER = {("all_reduce", "ring")}  # docs/design: bits that depend on the position in the message
+DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in _core.dtypes()]
+OWN_ORDER = {"ring"}  # the all_reduce whose order depends on the position in the message: section 4 of the design
 
 
 def ops_of(dtype: np.dtype[Any]) -> list[str]:
@@ -55,28 +57,27 @@ def each_algorithm(collective: str) -> Any:
 STRIDE = 61  # between the values of two ranks in a pool
 
 
-class Pool:
-    """Fixed values, the same on every rank: those of rank r for a size, without keeping n arrays of each."""
-
-    def __init__(self, values: Array) -> None:
-        self.values = values
-
-    def of(self, rank: int, size: int) -> Array:
-        return self.values[rank * STRIDE : rank * STRIDE + size]
+@functools.cache
+def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], n: int) -> Array:
+    values = make(dtype, max(sizes(dtype, n)) + STRIDE * n)
+    values.flags.writeable = False
+    return values
 
 
-def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], n: int) -> Pool:
-    return Pool(make(dtype, max(sizes(dtype, n)) + STRIDE * n))
+def inputs_of(make: Callable[[np.dtype[Any], int], Array], case: Case, n: int) -> list[Array]:
+    """Each rank's values for a case, the same wherever they are asked for."""
+    values = pool(make, case.dtype, n)
+    return [values[rank * STRIDE : rank * STRIDE + case.size] for rank in range(n)]
 
 
 def raw_bits(dtype: np.dtype[Any], count: int) -> Array:
     """Any bits at all, NaNs of every payload included: for what moves elements and does not look at them."""
     bits = np.random.default_rng(1).integers(0, 256, count * dtype.itemsize, np.uint8)
-    return bits % 2 == 1 if dtype == bool else bits.view(dtype)
+    return bits % 2 == 1 if dtype.kind == "b" else bits.view(dtype)
 
 
 def wild(dtype: np.dtype[Any], count: int) -> Array:
-    """All of the integers; floats of random exponents from 2^-20 to 2^20, with subnormals, both zeros, infinities and NaN."""
+    """Any integers; floats of exponents from 2^-20 to 2^20, with subnormals, both zeros, infinities and NaN."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -93,7 +94,7 @@ def wild(dtype: np.dtype[Any], count: int) -> Array:
 def whole(dtype: np.dtype[Any], count: int) -> Array:
     """1 and 2: sums and products of eight are exact in every type."""
     values = np.random.default_rng(3).integers(1, 3, count)
-    return values % 2 == 1 if dtype == bool else values.astype(dtype)
+    return values % 2 == 1 if dtype.kind == "b" else values.astype(dtype)
 
 
 def tame(dtype: np.dtype[Any], count: int) -> Array:
@@ -173,21 +174,23 @@ def parts_of(x: Array) -> Array:
 
 
 def check_in_any_order(op: str, got: Array, inputs: list[Array], case: object) -> None:
-    """got is the reduction in some order: exactly, or for sums and products of floats within the bound.
+    """got is the reduction in some order: to the bit where the order does not matter, else within a bound.
 
-    n-1 roundings in the accumulator type, each of at most half an epsilon of the magnitude that any order can reach, then one to the element type.
+    n-1 roundings in the accumulator type, each of at most half an epsilon of the largest magnitude on the way, and one
+    to the element type; twice that, because the expected value has them too.
     """
     dtype, n = got.dtype, len(inputs)
     expected = folded(op, inputs, [0] * n)
     if dtype.kind in "biu" or op in ("min", "max"):
         assert (bits(got) == bits(expected)).all(), f"{case}: differs"
         return
-    element = ml_dtypes.finfo(real(dtype))
-    accumulator = ml_dtypes.finfo(np.float32 if dtype.itemsize == 2 else real(dtype))
-    magnitude = functools.reduce(np.multiply if op == "prod" else np.add, [np.abs(x.astype(np.result_type(x, np.float32))) for x in inputs])
+    element, accumulator = ml_dtypes.finfo(real(dtype)), ml_dtypes.finfo(np.result_type(real(dtype), np.float32))
+    sizes_of = [np.abs(x.astype(np.result_type(x, np.float32))) for x in inputs]
+    magnitude = functools.reduce(np.multiply if op == "prod" else np.add, sizes_of)
     if dtype.kind == "c":
-        magnitude = np.repeat(2 * magnitude, 2)  # a part of a product has two terms
-    bound = magnitude * (2 * n * float(accumulator.eps) + 2 * float(element.eps) * (dtype.itemsize == 2)) + float(element.smallest_subnormal)
+        magnitude = np.repeat(2 * magnitude, 2)  # each part of a product has two terms
+    roundings = n * float(accumulator.eps) + (float(element.eps) if element.bits < accumulator.bits else 0)
+    bound = magnitude * roundings + float(element.smallest_subnormal)
     error = np.abs(parts_of(got).astype(np.float64) - parts_of(expected).astype(np.float64))
     assert (error <= bound).all(), f"{case}: off by up to {error.max()}, the bound there is {bound[error.argmax()]}"
 
@@ -208,7 +211,9 @@ def read_only(values: Array) -> Array:
 
 
 def in_rows(values: Array) -> Array:
-    return values.reshape(next((k for k in (7, 5, 3, 2) if values.size % k == 0), 1), -1) if values.size else values.reshape(3, 0)
+    if values.size == 0:
+        return values.reshape(3, 0)
+    return values.reshape(next(rows for rows in (7, 5, 3, 2, 1) if values.size % rows == 0), -1)
 
 
 def with_gaps(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -221,23 +226,25 @@ def strided(values: Array) -> Array:
     return array
 
 
-# How x lies in memory, and how out does; `rank % 2` makes it differ between the ranks.
+# How x lies in memory, and how out does. "mixed": not as on the next rank.
 X: dict[str, Callable[[Array, int], Array]] = {
     "private": lambda values, rank: values.copy(),
     "shared": lambda values, rank: shared(values),
     "mixed": lambda values, rank: shared(values) if rank % 2 else values.copy(),
     "read-only": lambda values, rank: read_only(values),
     "2-d": lambda values, rank: in_rows(values).copy(),
-    "Fortran": lambda values, rank: np.asfortranarray(in_rows(values)),
+    "Fortran": lambda values, rank: in_rows(values).copy(order="F"),
     "strided": lambda values, rank: strided(values),
     "backwards": lambda values, rank: values[::-1].copy()[::-1],
-    "0-d or shared 2-d": lambda values, rank: values.copy().reshape(()) if values.size == 1 else shared(in_rows(values)),
+    "0-d or shared 2-d": lambda values, rank: (
+        values.copy().reshape(()) if values.size == 1 else shared(in_rows(values))
+    ),
 }
 OUT: dict[str, Callable[[tuple[int, ...], Array, int], Array | None]] = {
     "new": lambda shape, x, rank: None,
     "private": lambda shape, x, rank: np.zeros(shape, x.dtype),
     "shared": lambda shape, x, rank: mscomm.zeros(shape, x.dtype),
-    "mixed": lambda shape, x, rank: mscomm.zeros(shape, x.dtype) if rank % 2 == 0 else np.zeros(shape, x.dtype),
+    "mixed": lambda shape, x, rank: (np if rank % 2 else mscomm).zeros(shape, x.dtype),
     "strided": lambda shape, x, rank: with_gaps(shape, x.dtype),
     "in place": lambda shape, x, rank: x,
 }
@@ -258,14 +265,16 @@ class Case(NamedTuple):
     dtype: np.dtype[Any]
     size: int
     kind: Kind
-    what: str  # op or root
+    what: Any  # op or root
 
     def __str__(self) -> str:
         return f"{self.what} of {self.size} x {self.dtype}, x {self.kind.x}, out {self.kind.out}"
 
 
-def called(function: Callable[..., Array], case: Case, values: Array, shape: Callable[[Array], tuple[int, ...]]) -> Array:
-    """The result of function(x, out=...) with x and out as the kind says, in C order; x, if it is not out, is as it was."""
+def called(
+    function: Callable[..., Array], case: Case, values: Array, shape: Callable[[Array], tuple[int, ...]]
+) -> Array:
+    """The result of function(x, out=...), in C order, with x and out as the kind says; nothing but out was written."""
     rank = mscomm.get_rank()
     x = X[case.kind.x](values, rank)
     out = OUT[case.kind.out](shape(x), x, rank)
@@ -305,11 +314,18 @@ class Ledger:
 
 
 def cases(n: int, kinds: list[Kind], whats: Callable[[np.dtype[Any]], list[Any]]) -> Iterator[Case]:
-    """Every dtype x what x size; the kinds of memory in turn."""
+    """Every dtype x what x size, with the kinds of memory in turn.
+
+    For three ranks also every kind of memory x size, with the dtypes in turn.
+    """
     turn = itertools.cycle(kinds)
     for dtype in DTYPES:
         for what, size in itertools.product(whats(dtype), sizes(dtype, n)):
             yield Case(dtype, size, next(turn), what)
+    if n == 3:
+        for kind, dtype in zip(kinds, itertools.cycle(DTYPES), strict=False):
+            for size in sizes(dtype, n):
+                yield Case(dtype, size, kind, whats(dtype)[0])
 
 
 # --- the matrix -----------------------------------------------------------------------------------------------------
@@ -318,12 +334,10 @@ def cases(n: int, kinds: list[Kind], whats: Callable[[np.dtype[Any]], list[Any]]
 @each_algorithm("all_reduce")
 @ranks("n", env={"MSCOMM_ALGO": "all_reduce={algorithm}"}, timeout_s=120)
 def test_all_reduce_is_the_fold_of_the_ranks_arrays(rank, group, n, algorithm):
-    own_order = ("all_reduce", algorithm) in HAS_OWN_ORDER
     ledger = Ledger()
-    for make in (whole, tame) if own_order else (wild,):
-        pool_of = functools.lru_cache(1)(functools.partial(pool, make, n=n))
+    for make in (whole, tame) if algorithm in OWN_ORDER else (wild,):
         for turn, case in enumerate(cases(n, KINDS, ops_of)):
-            inputs = [pool_of(case.dtype).of(r, case.size) for r in range(n)]
+            inputs = inputs_of(make, case, n)
             result = called(functools.partial(mscomm.all_reduce, op=case.what), case, inputs[rank], same_shape)
             ledger.add(case, result)
             if turn % n != rank:
@@ -338,11 +352,8 @@ def test_all_reduce_is_the_fold_of_the_ranks_arrays(rank, group, n, algorithm):
 @each_algorithm("all_gather")
 @ranks("n", env={"MSCOMM_ALGO": "all_gather={algorithm}"}, timeout_s=120)
 def test_all_gather_concatenates_in_rank_order(rank, group, n, algorithm):
-    kinds = KINDS if n == 1 else KINDS_NOT_IN_PLACE
-    for case in cases(n, kinds, lambda dtype: ["all_gather"]):
-        if case.size == 0:
-            values = pool(raw_bits, case.dtype, n)
-        inputs = [values.of(r, case.size) for r in range(n)]
+    for case in cases(n, KINDS_NOT_IN_PLACE, lambda dtype: ["all_gather"]):
+        inputs = inputs_of(raw_bits, case, n)
         result = called(mscomm.all_gather, case, inputs[rank], gathered_shape)
         assert (bits(result) == bits(np.concatenate(inputs))).all(), str(case)
 
@@ -352,10 +363,23 @@ def test_all_gather_concatenates_in_rank_order(rank, group, n, algorithm):
 def test_broadcast_gives_every_rank_the_bits_of_the_root(rank, group, n, algorithm):
     roots = list(range(n)) if n <= 4 else [n - 1]
     for case in cases(n, KINDS, lambda dtype: roots):
-        if case.size == 0 and case.what == roots[0]:
-            values = pool(raw_bits, case.dtype, n)
-        result = called(functools.partial(mscomm.broadcast, root=case.what), case, values.of(rank, case.size), same_shape)
-        assert (bits(result) == bits(values.of(case.what, case.size))).all(), f"root {case}"
+        inputs = inputs_of(raw_bits, case, n)
+        result = called(functools.partial(mscomm.broadcast, root=case.what), case, inputs[rank], same_shape)
+        assert (bits(result) == bits(inputs[case.what])).all(), f"root {case}"
+
+
+@pytest.mark.parametrize(
+    "algorithm", [name for what, name, by in _core.algorithms() if (what, by) == ("broadcast", "mesh")]
+)
+@ranks(2, env={"MSCOMM_ALGO": "broadcast={algorithm}"})
+def test_a_root_that_has_sent_everything_may_leave(rank, group, algorithm):
+    pids = mscomm.all_gather(np.array([os.getpid()]))
+    root = os.pidfd_open(int(pids[0])) if rank == 1 else -1
+    mscomm.barrier()
+    if rank == 1:
+        select.select([root], [], [])  # until it is gone
+    for value in range(5):
+        assert mscomm.broadcast(np.full(1000, value if rank == 0 else -1))[0] == value
 
 
 @each_algorithm("barrier")
@@ -371,14 +395,88 @@ def test_barrier_lets_nobody_leave_before_everybody_has_come(rank, group, n, alg
         assert everybody[:, 0].max() <= everybody[:, 1].min(), f"turn {turn}: came, left: {everybody.tolist()}"
 
 
-# --- every kind of memory with every size ---------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+LAYOUTS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1, 1]]  # the host of each rank
+
+
+@ranks("n", env={"MSCOMM_ALGO": "all_reduce={algorithm}", "MSCOMM_HOST_ID": "{hosts}"})
+def write_checksums(rank, group, n, algorithm, hosts, folder):
+    """To folder/algorithm: a line for each case with the checksum of its result, which is the fold for these hosts."""
+    lines = []
+    for turn, case in enumerate(cases(n, [Kind("private", "new")], ops_of)):
+        inputs = inputs_of(wild, case, n)
+        result = mscomm.all_reduce(inputs[rank], case.what)
+        if turn % n == rank:
+            check_bits(case.what, result, inputs, hosts, case)
+        lines.append(f"{case}: {zlib.crc32(bits(result).data):08x}")
+    Path(folder, f"{algorithm}.{rank}").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_all_reduce_has_the_same_bits_by_every_algorithm(tmp_path, hosts):
+    one_host = len(set(hosts)) == 1
+    for what, algorithm, carrier in _core.algorithms():
+        if what != "all_reduce" or algorithm in OWN_ORDER or (carrier == "arena" and not one_host):
+            continue
+        write_checksums(tmp_path=tmp_path, n=len(hosts), algorithm=algorithm, hosts=hosts, folder=str(tmp_path))
+    first, *others = sorted(tmp_path.glob("*.[0-9]"))
+    for other in others:
+        assert other.read_text().splitlines() == first.read_text().splitlines(), f"{other.name} and {first.name} differ"
 
 
 @pytest.mark.parametrize("algorithm", algorithms_of("all_reduce"))
+@ranks(4, env={"MSCOMM_ALGO": "all_reduce={algorithm}"})
+def test_all_reduce_has_the_same_bits_when_it_is_called_again(rank, group, algorithm):
+    for case in cases(4, [Kind("private", "new")], ops_of):
+        x = inputs_of(wild, case, 4)[rank]
+        once, again = mscomm.all_reduce(x, case.what), mscomm.all_reduce(x, case.what)
+        assert (bits(once) == bits(again)).all(), str(case)
+
+
+# --- all_reduce_many ------------------------------------------------------------------------------------------------
+
+
+def mixed_list(rank: int, op: str) -> list[Array]:
+    """Arrays of every dtype that has op, of several shapes and kinds of memory, empty and 0-d ones among them."""
+    arrays = []
+    for dtype in DTYPES:
+        if op not in ops_of(dtype):
+            continue
+        values = wild(dtype, 4000 + rank)[rank:]
+        shapes = (values[:3000], values[3000:3001].reshape(()), values[:0], strided(values[:77]))
+        arrays += [*shapes, np.asfortranarray(values[:210].reshape(14, 15)), shared(values[:500].reshape(2, 5, 50))]
+    return arrays
+
+
+@pytest.mark.parametrize("algorithm", [name for name in algorithms_of("all_reduce") if name not in OWN_ORDER])
 @ranks(3, env={"MSCOMM_ALGO": "all_reduce={algorithm}"})
-def test_all_reduce_takes_every_kind_of_memory(rank, group, algorithm):
-    turn = itertools.cycle(ONE_OF_EACH_WIDTH)
-    pool_of = functools.cache(functools.partial(pool, whole, n=3))
-    for kind, nth in itertools.product(KINDS, range(len(sizes(DTYPES[0], 3)))):
-        dtype = next(turn) if nth % 2 else DTYPES[0]
-        raise NotImplementedError
+def test_all_reduce_many_has_the_bits_of_one_all_reduce_after_the_other(rank, group, algorithm):
+    for op in _core.ops:
+        arrays = mixed_list(rank, op)
+        for x, y in zip(arrays, mscomm.all_reduce_many(arrays, op), strict=True):
+            assert y.shape == x.shape and y.dtype == x.dtype
+            assert (bits(y) == bits(mscomm.all_reduce(x, op))).all(), f"{op} of {x.dtype}{x.shape}"
+
+
+@ranks(3)
+def test_all_reduce_many_writes_to_out(rank, group):
+    arrays = mixed_list(rank, "sum")
+    out = [with_gaps(x.shape, x.dtype) for x in arrays]
+    expected = [mscomm.all_reduce(x) for x in arrays]
+    result = mscomm.all_reduce_many(arrays, out=out)
+    assert all(y is given for y, given in zip(result, out, strict=True))
+    assert all((bits(y) == bits(z)).all() for y, z in zip(out, expected, strict=True))
+
+
+@ranks(3)
+def test_all_reduce_many_works_in_place(rank, group):
+    arrays = [x.copy(order="K") for x in mixed_list(rank, "sum")]
+    expected = [mscomm.all_reduce(x) for x in arrays]
+    mscomm.all_reduce_many(arrays, out=arrays)
+    assert all((bits(y) == bits(z)).all() for y, z in zip(arrays, expected, strict=True))
+
+
+@ranks(2)
+def test_all_reduce_many_of_nothing_is_nothing(rank, group):
+    assert mscomm.all_reduce_many([]) == []

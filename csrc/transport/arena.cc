@@ -16,10 +16,9 @@ namespace mscomm {
 
 namespace {
 
-// How long a waiter stays on the CPU before it sleeps: spinning where every rank has a CPU, offering its CPU to the others where
-// not. A sleep and its wake cost a few microseconds each; see docs/performance.md.
-constexpr double spin_s = 50e-6;
-constexpr double yield_s = 100e-6;
+// How long a waiter stays awake before it sleeps; a sleep and its wake cost a few microseconds each. See docs/performance.md.
+constexpr double awake_s = 100e-6;
+constexpr int polls_a_turn = 64;  // about a microsecond: most partners of a small call arrive within it
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -73,20 +72,17 @@ void Arena::round(const Wait& wait) {
     if (gate().sleepers.fetch_add(0) > 0) futex(gate().round, FUTEX_WAKE, INT_MAX);
     return;
   }
-  if (spin_) {
-    const auto start = Clock::now();
-    do {
-      for (int i = 0; i < 64; i++) {
-        if (open(target)) return;
-        pause_briefly();
-      }
-    } while (seconds_since(start) < spin_s && !wait.watch.broken());
-  }
+  // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks on
+  // the same, and moves them apart only after milliseconds.
+  const int polls = spin_ ? polls_a_turn : 1;
   const auto start = Clock::now();
   do {
-    if (open(target)) return;
+    for (int i = 0; i < polls; i++) {
+      if (open(target)) return;
+      pause_briefly();
+    }
     sched_yield();
-  } while (seconds_since(start) < yield_s && !wait.watch.broken());
+  } while (seconds_since(start) < awake_s && !wait.watch.broken());
   sleep(target, wait);
 }
 

@@ -60,7 +60,7 @@ class Group:
         links: Sequence[int],
         notice: Callable[[str], object],
     ) -> None:
-        """hosts, names, pidfds, heap_fds and links are by rank; pidfds and links are taken over, -1 where there is none.
+        """hosts, names, pidfds, heap_fds and links are by rank; pidfds and links are taken over; -1: there is none.
 
         No arena with control_fd -1, no mesh with empty links.
         """
