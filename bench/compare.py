@@ -2,8 +2,9 @@
 
     mscomm run -n 4 bench/compare.py [--json FILE] [--rounds 5] [--max 64M]
 
-Each cell is the median over interleaved rounds of the slowest rank's time for one call, in microseconds. "arena": arrays of mscomm.empty; "private":
-ordinary NumPy arrays. gloo runs over loopback with one thread a rank, on the same private arrays. Results are checked in every cell.
+Each cell is the median over interleaved rounds of the slowest rank's time for one call, in microseconds. "arena":
+arrays of mscomm.empty; "private": ordinary NumPy arrays. gloo runs over loopback with one thread a rank, on the same
+private arrays. Results are checked in every cell.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ def time_of(call: Callable[[], None], calls: int) -> float:
 def cases(size: int) -> dict[str, dict[str, tuple[Callable[[], None], Callable[[], bool]]]]:
     """For each collective and each contender: the call, and whether its result is right."""
     n, rank, count = mscomm.get_group_size(), mscomm.get_rank(), size // 4
-    table: dict[str, dict[str, tuple[Callable[[], None], Callable[[], bool]]]] = {"all_reduce": {}, "all_gather": {}, "broadcast": {}}
+    table: dict[str, dict[str, tuple[Callable[[], None], Callable[[], bool]]]] = {
+        "all_reduce": {},
+        "all_gather": {},
+        "broadcast": {},
+    }
     for memory, make in (("arena", mscomm.empty), ("private", np.empty)):
-        # all_reduce and broadcast in place, as torch has them. Repeated sums of zeros stay finite; the check sums something else.
-        x, y, z, many = make(count, np.float32), make(count, np.float32), make(count, np.float32), make(n * count, np.float32)
+        # all_reduce and broadcast in place, as torch has them. Repeated sums of zeros stay finite; the check sums
+        # something else.
+        x, y, z, many = (
+            make(count, np.float32),
+            make(count, np.float32),
+            make(count, np.float32),
+            make(n * count, np.float32),
+        )
         x[...], y[...], z[...], many[...] = 0, rank, rank, 0
 
         def reduce_(x=x):
@@ -63,9 +74,17 @@ def cases(size: int) -> dict[str, dict[str, tuple[Callable[[], None], Callable[[
             mscomm.broadcast_(y, root=n - 1)
 
         table["all_reduce"][memory] = reduce_, lambda z=z: bool((mscomm.all_reduce(z) == n * (n - 1) / 2).all())
-        table["all_gather"][memory] = gather, lambda many=many: bool((many.reshape(n, -1) == np.arange(n)[:, None]).all())
+        table["all_gather"][memory] = (
+            gather,
+            lambda many=many: bool((many.reshape(n, -1) == np.arange(n)[:, None]).all()),
+        )
         table["broadcast"][memory] = send, lambda y=y: bool((y == n - 1).all())
-    zeros, full, block, wide = (torch.zeros(count), torch.full((count,), float(rank)), torch.full((count,), float(rank)), torch.zeros(n * count))
+    zeros, full, block, wide = (
+        torch.zeros(count),
+        torch.full((count,), float(rank)),
+        torch.full((count,), float(rank)),
+        torch.zeros(n * count),
+    )
     table["all_reduce"]["gloo"] = (lambda: dist.all_reduce(zeros)), lambda: bool((zeros == 0).all())
     table["all_gather"]["gloo"] = (
         (lambda: dist.all_gather_into_tensor(wide, block)),
@@ -92,12 +111,17 @@ def main() -> None:
         folder[: len(path)] = list(path)
     path = bytes(mscomm.broadcast(folder)).rstrip(b"\0").decode()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=n, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=n, timeout=timedelta(seconds=300)
+    )
 
     cells = []
     if rank == 0:
         print(f"n = {n}, {os.cpu_count()} CPUs, {platform.machine()}, torch {torch.__version__}; microseconds a call")
-        print(f"{'collective':<11} {'bytes':>9} {'arena':>10} {'private':>10} {'gloo':>10} {'gloo/arena':>11} {'gloo/private':>13}")
+        print(
+            f"{'collective':<11} {'bytes':>9} {'arena':>10} {'private':>10} {'gloo':>10}"
+            f" {'gloo/arena':>11} {'gloo/private':>13}"
+        )
     for size in SIZES:
         if size > options.max:
             continue

@@ -1,4 +1,5 @@
-"""How long init() takes: from the first rank's entry to the last rank's return, imports done, all ranks entering at one moment.
+"""How long init() takes: from the first rank's entry to the last rank's return, imports done, all ranks entering at
+one moment.
 
     mscomm run -n 8 bench/init_time.py
     mpirun -n 8 python bench/init_time.py
@@ -19,7 +20,9 @@ import mscomm
 IMPORTED_AFTER_S = 3  # by then every rank has imported what it needs, also on two cores
 
 init = mscomm.init
-time.sleep(max(0.0, psutil.Process(os.getppid()).create_time() + IMPORTED_AFTER_S - time.time()))  # one parent, one moment
+time.sleep(
+    max(0.0, psutil.Process(os.getppid()).create_time() + IMPORTED_AFTER_S - time.time())
+)  # one parent, one moment
 entered = time.time()
 init()
 returned = time.time()

@@ -20,7 +20,8 @@ void raise(const Error& error) {
   if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
   if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
   if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
-  const py::object made = py::module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for);
+  const py::object made =
+      py::module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
@@ -83,7 +84,8 @@ struct Group {
         return record ? std::optional(record->signature) : std::nullopt;
       });
     }
-    auto backend = std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh), std::move(heap));
+    auto backend =
+        std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh), std::move(heap));
     host = backend.get();
     communicator = std::make_unique<Communicator>(
         name, rank, Communicator::Peers{std::move(names), std::move(pidfds)}, std::move(backend), recorder,
@@ -93,7 +95,8 @@ struct Group {
                             }});
   }
 
-  void run(int what, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out, double timeout_s) {
+  void run(int what, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
+           double timeout_s) {
     Signature signature;
     signature.what = static_cast<Collective>(what);
     signature.dtype = static_cast<Dtype>(dtype);
@@ -161,7 +164,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("algorithms", [] {
     std::vector<py::tuple> rows;
     for (const Algorithm& row : algorithms())
-      rows.push_back(py::make_tuple(std::string(name(row.what)), std::string(row.name), row.carrier == Carrier::arena ? "arena" : "mesh"));
+      rows.push_back(
+          py::make_tuple(std::string(name(row.what)), std::string(row.name), row.carrier == Carrier::arena ? "arena" : "mesh"));
     return rows;
   });
   module.def("select", [](int what, std::vector<int> hosts, const std::vector<std::string>& forced) {
@@ -174,20 +178,19 @@ PYBIND11_MODULE(_core, module) {
   module.def("make_control", [](int size) { return make_memory("mscomm-control", Arena::control_bytes(size)); });
   module.def("make_heap", &make_heap);
 
-  py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap")
-      .def("allocate", &allocate)
-      .def("in_use", &Heap::in_use);
+  py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap").def("allocate", &allocate).def("in_use", &Heap::in_use);
 
   py::class_<Group>(module, "Group")
-      .def(py::init<const std::string&, int, std::vector<int>, unsigned, std::vector<std::string>, const std::vector<std::string>&,
-                    std::vector<int>, std::shared_ptr<Heap>, int, const std::vector<int>&, bool, const std::vector<int>&,
-                    py::function>(),
-           py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("hosts"), py::arg("epoch"), py::arg("names"), py::arg("forced"),
-           py::arg("pidfds"), py::arg("heap"), py::arg("control_fd"), py::arg("heap_fds"), py::arg("spin"), py::arg("links"),
-           py::arg("notice"))
+      .def(py::init<const std::string&, int, std::vector<int>, unsigned, std::vector<std::string>,
+                    const std::vector<std::string>&, std::vector<int>, std::shared_ptr<Heap>, int, const std::vector<int>&, bool,
+                    const std::vector<int>&, py::function>(),
+           py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("hosts"), py::arg("epoch"), py::arg("names"),
+           py::arg("forced"), py::arg("pidfds"), py::arg("heap"), py::arg("control_fd"), py::arg("heap_fds"), py::arg("spin"),
+           py::arg("links"), py::arg("notice"))
       .def("run", &Group::run)
       .def("abort",
-           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for, const std::string& text) {
+           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
+              const std::string& text) {
              const py::gil_scoped_release unlocked;
              group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), true});
            })
@@ -207,8 +210,10 @@ PYBIND11_MODULE(_core, module) {
       .def("chosen",
            [](const Group& group) {
              py::dict names;
-             for (const auto& [what, algorithm] : group.host->chosen()) names[py::str(std::string(what))] = std::string(algorithm);
+             for (const auto& [what, algorithm] : group.host->chosen())
+               names[py::str(std::string(what))] = std::string(algorithm);
              return names;
            })
-      .def("lost_wakes", [](const Group& group) { return group.host->arena() ? group.host->arena()->lost_wakes() : uint64_t{0}; });
+      .def("lost_wakes",
+           [](const Group& group) { return group.host->arena() ? group.host->arena()->lost_wakes() : uint64_t{0}; });
 }

@@ -4,12 +4,14 @@
     def test_sum(rank, group):
         assert mscomm.all_reduce(np.float32([rank]))[0] == 3
 
-Each process writes a log; when one fails the others get a moment to report and are then killed, and the test shows the logs. `how` picks what starts
-the job; `expect` says how a rank is allowed to end other than with 0. Parameters of the test (pytest.mark.parametrize) must be JSON.
+Each process writes a log; when one fails the others get a moment to report and are then killed, and the test shows
+the logs. `expect` says how a rank is allowed to end other than with 0. Parameters
+of the test (pytest.mark.parametrize) must be JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -31,10 +33,14 @@ GRACE_S = 5.0  # for the others to report after the first failure
 
 
 class Job:
-    """n rank processes under a hub in this process, as `mscomm run` would start them, with full control for the test."""
+    """n rank processes under a hub in this process, as `mscomm run` would start them, with control for the test."""
 
     def __init__(
-        self, size: int, command: list[str], folder: Path, env: dict[str, str] | Callable[[int], dict[str, str]] | None = None
+        self,
+        size: int,
+        command: list[str],
+        folder: Path,
+        env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
     ) -> None:
         self.size = size
         self.folder = folder
@@ -77,7 +83,7 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """The exit code of each rank; None for one that did not end in time or within the grace after the first failure."""
+        """The exit code of each rank; None for one that did not end in time, or in the grace after the first failure."""
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
         while time.monotonic() < until:
@@ -98,10 +104,8 @@ class Job:
     def kill(self) -> None:
         """End everything that this job started, children of the ranks included."""
         for process in self.processes:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         self.hub.stop()
         self._thread.join(10)
@@ -114,11 +118,13 @@ def _how(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def ranks(n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = None, expect: dict[int, int] | None = None) -> Any:
+def ranks(
+    n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = None, expect: dict[int, int] | None = None
+) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
-    n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a parameter,
-    of which a list of n gives each rank its own.
+    n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a
+    parameter, of which a list of n gives each rank its own.
     expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}.
     """
 
@@ -133,7 +139,9 @@ def ranks(n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = N
                 own = {k: v[rank] if isinstance(v, list) and len(v) == size else v for k, v in parameters.items()}
                 return {name: value.format(**own) for name, value in (env or {}).items()}
 
-            where = json.dumps({"file": fn.__code__.co_filename, "name": fn.__name__, "parameters": {k: parameters[k] for k in wanted}})
+            where = json.dumps(
+                {"file": fn.__code__.co_filename, "name": fn.__name__, "parameters": {k: parameters[k] for k in wanted}}
+            )
             job = Job(size, [sys.executable, "-u", __file__, where], tmp_path, filled)
             codes = job.wait(timeout_s)
             allowed = [(expect or {}).get(rank, 0) for rank in range(size)]

@@ -1,9 +1,9 @@
 """Every algorithm of the registry gives the right bits: a job for each collective, algorithm and number of ranks, and
 in it every dtype x op x size, with all kinds of memory.
 
-What exists is asked of mscomm._core. The expected value of a reduction is a left-to-right fold of the ranks' arrays with
-NumPy in the accumulator type (float32 for float16 and bfloat16), rounded once; over more than one host, of each host's
-ranks first and then of the hosts. The `ring` all_reduce alone may take another order: see check_in_any_order.
+What exists is asked of mscomm._core. The expected value of a reduction is a left-to-right fold of the ranks' arrays
+with NumPy in the accumulator type (float32 for float16 and bfloat16), rounded once; over more than one host, of each
+host's ranks first and then of the hosts. The `ring` all_reduce alone may take another order: see check_in_any_order.
 """
 
 from __future__ import annotations
@@ -337,6 +337,8 @@ def test_all_reduce_is_the_fold_of_the_ranks_arrays(rank, group, n, algorithm):
     ledger = Ledger()
     for make in (whole, tame) if algorithm in OWN_ORDER else (wild,):
         for turn, case in enumerate(cases(n, KINDS, ops_of)):
+            if make is tame and case.dtype.kind in "biu":
+                continue  # was exact with whole
             inputs = inputs_of(make, case, n)
             result = called(functools.partial(mscomm.all_reduce, op=case.what), case, inputs[rank], same_shape)
             ledger.add(case, result)

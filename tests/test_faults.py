@@ -84,7 +84,7 @@ def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_
 
 
 def leftovers(mark: str) -> list[str]:
-    """Processes that carry the mark in their environment, and abstract sockets of mscomm that some process still listens on."""
+    """Processes that carry the mark in their environment: they would also hold sockets and memory."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -116,7 +116,13 @@ def test_a_rank_stopped_for_three_seconds_delays_the_call_and_breaks_nothing(ran
     x = np.full(1 << 20, rank, np.float32)
     mscomm.barrier()
     if rank == 1:
-        subprocess.Popen([sys.executable, "-c", f"import os, time; os.kill({os.getpid()}, 19); time.sleep(3); os.kill({os.getpid()}, 18)"])
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"import os, time; os.kill({os.getpid()}, 19); time.sleep(3); os.kill({os.getpid()}, 18)",
+            ]
+        )
     until = time.monotonic() + 4
     going = np.ones(1)
     while going[0]:
@@ -130,7 +136,9 @@ def test_an_uncaught_exception_is_quoted_on_the_others(rank, group, algo):
     if rank == 3:
         mscomm.barrier()
         raise ValueError("no such column: price")
-    with pytest.raises(mscomm.Aborted, match=r"rank 3: ValueError: no such column: price \(test_faults\.py:\d+\)") as caught:
+    with pytest.raises(
+        mscomm.Aborted, match=r"rank 3: ValueError: no such column: price \(test_faults\.py:\d+\)"
+    ) as caught:
         mscomm.barrier()
         mscomm.all_reduce(np.ones(7, np.float32))
     assert caught.value.ranks == (3,)
@@ -142,7 +150,7 @@ def test_a_rank_that_left_is_lost_only_to_those_that_wait_for_it(rank, group, al
     assert mscomm.all_reduce(np.ones(3))[0] == 4
     if rank == 3:
         return
-    with pytest.raises(mscomm.PeerLost, match="rank 3.*has left the job"):
+    with pytest.raises(mscomm.PeerLost, match=r"rank 3.*has left the job"):
         mscomm.all_reduce(np.ones(7, np.float32))
 
 
@@ -190,7 +198,7 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         return
     if rank == 2:
         time.sleep(1)  # not inside a call when it happens
-    with pytest.raises(mscomm.Aborted, match="rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
+    with pytest.raises(mscomm.Aborted, match=r"rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
         mscomm.barrier()
 
 
@@ -244,7 +252,11 @@ def open_pidfd(pid: int):
 @ranks(2)
 def test_after_init_no_memory_descriptor_and_no_listener_stay_open(rank, group):
     mscomm.barrier()
-    targets = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    targets = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
     assert not [target for target in targets if "memfd" in target]
     assert len([target for target in targets if target.startswith("socket:")]) == 1  # the control link
 
@@ -263,6 +275,11 @@ def test_the_last_calls_are_recorded_with_their_lines(tmp_path: Path) -> None:
         _fails_with_a_record(tmp_path, folder=str(tmp_path / "record"))
     record = json.loads((tmp_path / "record" / "rank_0.json").read_text())
     assert "RuntimeError: boom" in record["cause"]
-    assert [call["call"].split(" (")[0] for call in record["calls"]] == ["all_reduce #1", "all_reduce #2", "all_reduce #3", "barrier #4"]
+    assert [call["call"].split(" (")[0] for call in record["calls"]] == [
+        "all_reduce #1",
+        "all_reduce #2",
+        "all_reduce #3",
+        "barrier #4",
+    ]
     assert record["calls"][-1]["state"] == "failed"
     assert re.search(r"test_faults\.py:\d+$", record["calls"][0]["line"])

@@ -1,4 +1,4 @@
-"""The same script under every launcher: real mpirun of Open MPI and of MPICH, a real scheduler with workers, and mscomm run."""
+"""The same script under every launcher: mpirun of Open MPI and of MPICH, scheduler and workers, mscomm run; all real."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Environment:
         self.mpirun = folder / "bin" / "mpirun"
         self.flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"] if flavour == "Open MPI" else []
 
-    def start(self, ranks: int, script: Path, *args: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    def start(
+        self, ranks: int, script: Path, *args: str, timeout_s: float = 60, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [self.mpirun, *self.flags, "-n", str(ranks), self.python, script, *args],
             capture_output=True,
@@ -110,7 +112,12 @@ def start(port: int) -> Iterator[Start]:
     processes: list[subprocess.Popen[str]] = []
 
     def begin(role: str, script: Path = ALLGATHER, workers: int = 2, **env: str) -> subprocess.Popen[str]:
-        variables = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ROLE": role}
+        variables = {
+            "MS_WORKER_NUM": str(workers),
+            "MS_SCHED_HOST": "127.0.0.1",
+            "MS_SCHED_PORT": str(port),
+            "MS_ROLE": role,
+        }
         process = subprocess.Popen(
             [sys.executable, script],
             stdout=subprocess.PIPE,
@@ -260,7 +267,9 @@ def losses(text: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The losses of one process on the whole batch."""
-    done = subprocess.run([sys.executable, QUICKSTART / "net.py"], capture_output=True, text=True, timeout=60, env=clean_environment())
+    done = subprocess.run(
+        [sys.executable, QUICKSTART / "net.py"], capture_output=True, text=True, timeout=60, env=clean_environment()
+    )
     values = losses(done.stdout)
     assert len(values) == 20 and values == sorted(values, reverse=True), done.stderr
     return values

@@ -94,7 +94,9 @@ def one_life(life: int) -> None:
 @pytest.mark.parametrize("algo", ["arena", "direct", "ring", "tree"])
 def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Path) -> None:
     lives = PAIRS if algo == "arena" else 20
-    hubs = [hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True) for _ in range(lives)]
+    hubs = [
+        hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True) for _ in range(lives)
+    ]
     links: list[list[socket.socket]] = [[] for _ in range(size)]
     for one in hubs:
         for rank in range(size):

@@ -51,8 +51,8 @@ std::span<const Algorithm> algorithms();
 // The algorithm named by MSCOMM_ALGO for each collective; empty: choose.
 using Forced = std::array<std::string, collectives.size()>;
 
-// Pure: the same on all ranks for the same layout and forced names. Throws Error("ValueError") for a name that is none, or that the layout
-// does not allow.
+// Pure: the same on all ranks for the same layout and forced names. Throws Error("ValueError") for a name that is none, or that
+// the layout does not allow.
 const Algorithm& select(Collective what, const Layout& layout, const Forced& forced);
 
 // --- shared by the algorithms ---
@@ -68,8 +68,8 @@ Range part(size_t bytes, int parts, int index);
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
-// Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts by lowest rank, partial results
-// in the accumulator type. out may be one of the in.
+// Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts by lowest rank, partial
+// results in the accumulator type. out may be one of the in.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
 
 // After the first round of an arena call: throws Differs unless all ranks posted the same signature.
@@ -86,8 +86,8 @@ struct Tree {
   int relative_of(int rank) const { return (rank - root + size) % size; }
 };
 
-// Broadcast of the root's message along any tree: from parent (-1: this is the root) to children, window by window, so that a rank
-// passes one on while the next is on its way.
+// Broadcast of the root's message along any tree: from parent (-1: this is the root) to children, window by window, so that a
+// rank passes one on while the next is on its way.
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait);
 
 }  // namespace mscomm

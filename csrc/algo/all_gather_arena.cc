@@ -1,5 +1,5 @@
-// All-gather in shared memory. Where every out lies in a heap, each rank writes its x into all of them; otherwise x passes through
-// staging in chunks, and each rank copies all ranks' chunks out.
+// All-gather in shared memory. Where every out lies in a heap, each rank writes its x into all of them; otherwise x passes
+// through staging in chunks, and each rank copies all ranks' chunks out.
 #include <algorithm>
 #include <cstring>
 

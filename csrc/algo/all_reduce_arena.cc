@@ -1,8 +1,8 @@
 // All-reduce in shared memory. Each rank reduces its part of everybody's message.
 //
 // Heap memory: rank r reads part r of every x and writes the result into part r of every out: two rounds, nothing is copied.
-// Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1 out, chunk k
-// is reduced and chunk k+1 copied in. Tiny messages: everybody reads everybody's slot, one round.
+// Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1 out, chunk
+// k is reduced and chunk k+1 copied in. Tiny messages: everybody reads everybody's slot, one round.
 #include <algorithm>
 #include <cstring>
 

@@ -1,5 +1,6 @@
-// All-reduce over the mesh in two latencies: every rank gets its part of the message from all others, reduces it in the canonical order,
-// and sends the result to all. 2 (n-1)/n of the message leave each rank, as in a ring (Thakur, Rabenseifner, Gropp 2005, "pairwise").
+// All-reduce over the mesh in two latencies: every rank gets its part of the message from all others, reduces it in the canonical
+// order, and sends the result to all. 2 (n-1)/n of the message leave each rank, as in a ring (Thakur, Rabenseifner, Gropp 2005,
+// "pairwise").
 #include <algorithm>
 #include <cstring>
 

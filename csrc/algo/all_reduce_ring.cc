@@ -1,7 +1,8 @@
-// All-reduce around a ring: reduce-scatter in n-1 steps, then all-gather in n-1 steps (Patarasuk, Yuan 2009). Only neighbours talk.
+// All-reduce around a ring: reduce-scatter in n-1 steps, then all-gather in n-1 steps (Patarasuk, Yuan 2009). Only neighbours
+// talk.
 //
-// The sum of an element starts at the rank that its position gives, so the bits differ from the other algorithms'. Partial results travel
-// in the accumulator type and are rounded once.
+// The sum of an element starts at the rank that its position gives, so the bits differ from the other algorithms'. Partial
+// results travel in the accumulator type and are rounded once.
 #include <algorithm>
 #include <cstring>
 

@@ -58,7 +58,8 @@ Carrier carrier_of(const Layout& layout, const Forced& forced) {
     const auto what = static_cast<Collective>(i);
     const Algorithm* row = find(what, forced[i]);
     if (!row)
-      throw Error("ValueError", "MSCOMM_ALGO: " + std::string(name(what)) + " has no algorithm \"" + forced[i] + "\"; it has " + names_of(what));
+      throw Error("ValueError", "MSCOMM_ALGO: " + std::string(name(what)) + " has no algorithm \"" + forced[i] + "\"; it has " +
+                                    names_of(what));
     (row->carrier == Carrier::arena ? arena : mesh) = true;
   }
   if (arena && mesh)

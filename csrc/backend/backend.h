@@ -15,7 +15,8 @@ class Backend {
   virtual void run(const Call& call, const Wait& wait) = 0;
   // From any thread: makes every waiter on this and the peers' side look around; nothing will be sent any more.
   virtual void shut_down() = 0;
-  // The group is broken: takes the memory that the failed call had given to the peers out of their reach. By the thread that ran it.
+  // The group is broken: takes the memory that the failed call had given to the peers out of their reach. By the thread that ran
+  // it.
   virtual void withdraw(const Call& call) = 0;
   // Whether every waiter of a call sees all ranks that it waits for, or only its neighbours.
   virtual bool waiters_see_all() const = 0;

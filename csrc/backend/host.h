@@ -11,8 +11,7 @@ namespace mscomm {
 
 class HostBackend final : public Backend {
  public:
-  HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh,
-              std::shared_ptr<Heap> heap);
+  HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh, std::shared_ptr<Heap> heap);
 
   void run(const Call& call, const Wait& wait) override;
   void shut_down() override;

@@ -19,14 +19,12 @@ struct Signature {
   Dtype dtype = Dtype::uint8;
   Op op = Op::sum;
   uint8_t dims = 0;
-  int32_t root = -1;  // -1: the collective has none
+  int32_t root = -1;   // -1: the collective has none
   uint64_t count = 0;  // elements of x
   uint64_t shape[max_dims] = {};
 
   bool operator==(const Signature&) const = default;
-  bool valid() const {
-    return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims;
-  }
+  bool valid() const { return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims; }
   // "all_reduce #17 (float32[1024, 3], sum)"
   std::string text() const;
 };

@@ -17,13 +17,14 @@ struct Reduction {
   // out = round((in[0] op in[1] op ... op in[n-1]) / divisor); divisor counts for avg alone. out may be any of the in.
   void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
   // The same in steps, for partial results that travel: accumulators never alias inputs.
-  void (*widen)(const void* in, void* accumulator, size_t count);              // accumulator = in
-  void (*fold)(void* accumulator, const void* in, size_t count);               // accumulator = accumulator op in
-  void (*merge)(void* accumulator, const void* other, size_t count);           // accumulator = accumulator op other accumulator
+  void (*widen)(const void* in, void* accumulator, size_t count);     // accumulator = in
+  void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
+  void (*merge)(void* accumulator, const void* other, size_t count);  // accumulator = accumulator op other accumulator
   void (*finish)(const void* accumulator, int divisor, void* out, size_t count);
 };
 
-// Whether op is defined on dtype: avg not on bool and integers, min and max not on complex, bit operations only on bool and integers.
+// Whether op is defined on dtype: avg not on bool and integers, min and max not on complex, bit operations only on bool and
+// integers.
 bool supports(Dtype dtype, Op op);
 
 // The row for dtype and op, for the best instruction set of this CPU. Precondition: supports(dtype, op).

@@ -9,8 +9,21 @@
 namespace mscomm {
 
 enum class Dtype : uint8_t {
-  boolean, int8, int16, int32, int64, uint8, uint16, uint32, uint64,
-  float16, bfloat16, float32, float64, complex64, complex128,
+  boolean,
+  int8,
+  int16,
+  int32,
+  int64,
+  uint8,
+  uint16,
+  uint32,
+  uint64,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  complex64,
+  complex128,
 };
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
@@ -24,10 +37,21 @@ struct DtypeRow {
 
 // Indexed by the enums; the order here is the order there. The numbers are part of the wire.
 inline constexpr std::array<DtypeRow, 15> dtypes{{
-    {"bool", 1}, {"int8", 1}, {"int16", 2}, {"int32", 4}, {"int64", 8},
-    {"uint8", 1}, {"uint16", 2}, {"uint32", 4}, {"uint64", 8},
-    {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
-    {"complex64", 8}, {"complex128", 16},
+    {"bool", 1},
+    {"int8", 1},
+    {"int16", 2},
+    {"int32", 4},
+    {"int64", 8},
+    {"uint8", 1},
+    {"uint16", 2},
+    {"uint32", 4},
+    {"uint64", 8},
+    {"float16", 2},
+    {"bfloat16", 2},
+    {"float32", 4},
+    {"float64", 8},
+    {"complex64", 8},
+    {"complex128", 16},
 }};
 inline constexpr std::array<std::string_view, 8> ops{"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"};
 inline constexpr std::array<std::string_view, 4> collectives{"all_reduce", "all_gather", "broadcast", "barrier"};

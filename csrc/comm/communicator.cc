@@ -143,7 +143,8 @@ Where Communicator::where() const {
   const auto last = recorder_.last();
   if (!last) return {0, false, "has made no call yet"};
   static constexpr const char* words[] = {"is in ", "has ended ", "gave up in "};
-  return {last->signature.number, last->state != Record::State::done, words[static_cast<int>(last->state)] + last->signature.text()};
+  return {last->signature.number, last->state != Record::State::done,
+          words[static_cast<int>(last->state)] + last->signature.text()};
 }
 
 std::optional<Failure> Communicator::failure() const {
@@ -166,7 +167,8 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
   const std::vector<int> ranks = missing();
   if (deadline.passed())
     throw Error("CollectiveTimeout",
-                current() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(ranks), {}, ranks);
+                current() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(ranks), {},
+                ranks);
   look_for_the_dead(ranks);
   if (hooks_.interrupt) hooks_.interrupt();
   const double waited_s = seconds_since(deadline.start());
@@ -180,7 +182,8 @@ void Communicator::look_for_the_dead(const std::vector<int>& missing) const {
   {
     const std::lock_guard lock(state_mutex_);
     for (int rank : missing)
-      if (left_[static_cast<size_t>(rank)]) throw peer_lost(rank, peer(rank) + " has left the job, but " + current() + " waits for it");
+      if (left_[static_cast<size_t>(rank)])
+        throw peer_lost(rank, peer(rank) + " has left the job, but " + current() + " waits for it");
   }
   std::vector<pollfd> lives;
   for (int rank : missing) lives.push_back({peers_.pidfds[static_cast<size_t>(rank)], POLLIN, 0});
@@ -218,7 +221,8 @@ Error Communicator::differing(const Differs& differs) const {
     text += " called " + kinds[i].first.text();
     if (i) others.insert(others.end(), ranks.begin(), ranks.end());
   }
-  return {"Mismatch", text + ". Every rank must make the same calls in the same order, with the same shapes, types and options", others};
+  return {"Mismatch", text + ". Every rank must make the same calls in the same order, with the same shapes, types and options",
+          others};
 }
 
 std::string Communicator::current() const {
@@ -233,8 +237,7 @@ std::string Communicator::current() const {
 std::string Communicator::named(const std::vector<int>& ranks) const {
   if (ranks.empty()) return "an earlier call of this rank";
   std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 16; i++)
-    text += (i ? ", " : "") + peers_.names[static_cast<size_t>(ranks[i])];
+  for (size_t i = 0; i < ranks.size() && i < 16; i++) text += (i ? ", " : "") + peers_.names[static_cast<size_t>(ranks[i])];
   return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;
 }
 

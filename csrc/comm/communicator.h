@@ -18,7 +18,8 @@
 
 namespace mscomm {
 
-// Why a group is broken. verdict: the hub has said so, so that it is the first cause of the whole job; else this rank's own symptom.
+// Why a group is broken. verdict: the hub has said so, so that it is the first cause of the whole job; else this rank's own
+// symptom.
 struct Failure {
   Error error;
   bool verdict;
@@ -48,7 +49,8 @@ class Communicator final : public Watch {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.names.size()); }
 
-  // One collective call, start to end. shape: of x. Throws Error, and what the interrupt hook throws; after that the group is broken.
+  // One collective call, start to end. shape: of x. Throws Error, and what the interrupt hook throws; after that the group is
+  // broken.
   void run(Signature signature, std::span<const uint64_t> shape, const void* x, void* out, double timeout_s);
 
   // From any thread, at any time, without waiting. The first failure stays, but a verdict replaces a symptom.

@@ -9,8 +9,8 @@ void Recorder::begin(const Signature& signature) {
   using std::chrono::system_clock;
   const std::lock_guard lock(mutex_);
   const size_t at = signature.number % kept;
-  ring_[at] = {signature, Record::State::inside,
-               std::chrono::duration<double>(system_clock::now().time_since_epoch()).count(), 0};
+  ring_[at] = {signature, Record::State::inside, std::chrono::duration<double>(system_clock::now().time_since_epoch()).count(),
+               0};
   started_[at] = Clock::now();
   newest_ = std::max(newest_, signature.number);
 }

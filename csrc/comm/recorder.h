@@ -1,4 +1,5 @@
-// The last calls of a group: what was called, when, and how it ended. Read by error messages, by the hub's "where are you", and by Python.
+// The last calls of a group: what was called, when, and how it ended. Read by error messages, by the hub's "where are you", and
+// by Python.
 #pragma once
 
 #include <array>

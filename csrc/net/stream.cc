@@ -1,7 +1,7 @@
 #include "net/stream.h"
 
-#include <sys/socket.h>
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>

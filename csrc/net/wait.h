@@ -13,7 +13,8 @@ inline constexpr int longest_sleep_ms = 50;
 // Ranks that the waiter still needs; asked for only when somebody has to be named.
 using Missing = std::function<std::vector<int>()>;
 
-// What there is to look at while waiting: the communicator's abort flag, its peers' lives, Python's signals. Throws to end the wait.
+// What there is to look at while waiting: the communicator's abort flag, its peers' lives, Python's signals. Throws to end the
+// wait.
 class Watch {
  public:
   virtual ~Watch() = default;

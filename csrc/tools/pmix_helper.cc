@@ -1,10 +1,11 @@
 // Puts or gets one string in the launcher's PMIx store, as the rank that the environment names, and ends.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   the value is read from stdin (it holds the job's key: not for argv, which all users read)
-//     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value and writes it to stdout
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   the value is read from stdin (it holds the job's key: not for argv, which all
+//     users read) pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value and writes it to stdout
 //
-// A process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init there. No fence: a get
-// waits in the server until rank 0 has committed, so nobody waits for a rank that nobody needs. The ABI below is that of PMIx 3 to 6.
+// A process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init there. No
+// fence: a get waits in the server until rank 0 has committed, so nobody waits for a rank that nobody needs. The ABI below is
+// that of PMIx 3 to 6.
 //
 // Exit status: 0; 1 with a line on stderr; TIMED_OUT when rank 0 put nothing in time.
 

@@ -72,8 +72,8 @@ void Arena::round(const Wait& wait) {
     if (gate().sleepers.fetch_add(0) > 0) futex(gate().round, FUTEX_WAKE, INT_MAX);
     return;
   }
-  // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks on
-  // the same, and moves them apart only after milliseconds.
+  // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks
+  // on the same, and moves them apart only after milliseconds.
   const int polls = spin_ ? polls_a_turn : 1;
   const auto start = Clock::now();
   do {
@@ -86,9 +86,7 @@ void Arena::round(const Wait& wait) {
   sleep(target, wait);
 }
 
-bool Arena::open(uint32_t round) const {
-  return static_cast<int32_t>(gate().round.load(std::memory_order_acquire) - round) >= 0;
-}
+bool Arena::open(uint32_t round) const { return static_cast<int32_t>(gate().round.load(std::memory_order_acquire) - round) >= 0; }
 
 void Arena::sleep(uint32_t round, const Wait& wait) {
   constexpr timespec longest{0, longest_sleep_ms * 1'000'000};

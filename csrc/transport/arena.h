@@ -72,8 +72,8 @@ class Arena {
 
  private:
   struct alignas(64) Gate {
-    std::atomic<uint64_t> arrivals;             // of all ranks, since the group was made
-    alignas(64) std::atomic<uint32_t> round;    // the last round that everybody reached; the futex word
+    std::atomic<uint64_t> arrivals;           // of all ranks, since the group was made
+    alignas(64) std::atomic<uint32_t> round;  // the last round that everybody reached; the futex word
     alignas(64) std::atomic<uint32_t> sleepers;
   };
   struct alignas(64) Slot {

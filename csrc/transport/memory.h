@@ -21,8 +21,7 @@ class Mapping {
   Mapping() = default;
   Mapping(int fd, size_t bytes);
   ~Mapping();
-  Mapping(Mapping&& other) noexcept
-      : begin_(std::exchange(other.begin_, nullptr)), bytes_(other.bytes_), owned_(other.owned_) {}
+  Mapping(Mapping&& other) noexcept : begin_(std::exchange(other.begin_, nullptr)), bytes_(other.bytes_), owned_(other.owned_) {}
   Mapping& operator=(Mapping&&) = delete;
   // The same memory at the same address, still owned by this one: for tests in which the ranks are threads.
   Mapping borrow() const { return Mapping(begin_, bytes_); }

@@ -35,8 +35,8 @@ class Mesh {
 
   // Starts a call; takes in what peers already said, without waiting.
   void begin(const Signature& mine);
-  // Sends and receives all pieces, in any order, full duplex. At most one piece a peer and direction. Waiting for data from a peer
-  // tells it first which call we are in.
+  // Sends and receives all pieces, in any order, full duplex. At most one piece a peer and direction. Waiting for data from a
+  // peer tells it first which call we are in.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
   // Pieces still to come, for "who is missing".
   std::vector<int> missing() const;

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "errors": ("Error", "PeerLost", "CollectiveTimeout", "Mismatch", "BackendUnavailable", "AuthenticationError", "Aborted"),
+    "errors": (
+        "Error",
+        "PeerLost",
+        "CollectiveTimeout",
+        "Mismatch",
+        "BackendUnavailable",
+        "AuthenticationError",
+        "Aborted",
+    ),
     "groups": (
         "Group",
         "abort",

@@ -1,10 +1,12 @@
 """The collective operations: every rank of the group calls the same one, in the same order.
 
-`root` is a rank in the group (torch.distributed counts it in the world). `group` is None for all ranks, or a Group. `timeout` is in seconds or a
-timedelta; None takes init's. `out` receives the result; `out=x` works in place. Strided input is read in C order.
+`root` is a rank in the group (torch.distributed counts it in the world). `group` is None for all ranks, or a Group.
+`timeout` is in seconds or a timedelta; None takes init's. `out` receives the result; `out=x` works in place. Strided
+input is read in C order.
 
-All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout, Mismatch or Aborted (see
-mscomm.errors) if the call fails; then the group is broken and the contents of out are undefined.
+All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
+Mismatch or Aborted (see mscomm.errors) if the call fails; then the group is broken and the contents of out are
+undefined.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = (
 )
 
 
-def all_reduce(x: Any, op: str = "sum", *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None) -> Any:
+def all_reduce(
+    x: Any, op: str = "sum", *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None
+) -> Any:
     """Combine x elementwise over the ranks; every rank gets the same bits.
 
-    op: sum, prod, min, max, avg (not on integers), band, bor, bxor (integers and bool). float16 and bfloat16 are combined in float32 and rounded
-    once; integers wrap; min and max propagate NaN as np.minimum does; on bool, sum is or and prod is and.
+    op: sum, prod, min, max, avg (not on integers), band, bor, bxor (integers and bool). float16 and bfloat16 are
+    combined in float32 and rounded once; integers wrap; min and max propagate NaN as np.minimum does; on bool, sum
+    is or and prod is and.
 
     Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks.
 
@@ -61,8 +66,8 @@ def all_reduce_(x: Any, op: str = "sum", *, group: Group | str | None = None, ti
 def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None) -> Any:
     """Concatenate every rank's x along axis 0, in rank order.
 
-    x of shape (a, ...) gives (n * a, ...) on n ranks; a scalar (shape ()) gives (n,). Shape and dtype must be the same on all ranks.
-    Returns out, or a new array of x's type.
+    x of shape (a, ...) gives (n * a, ...) on n ranks; a scalar (shape ()) gives (n,). Shape and dtype must be the
+    same on all ranks. Returns out, or a new array of x's type.
 
     >>> mscomm.all_gather(np.array([[mscomm.get_rank()]], np.float32))     # on 2 ranks
     array([[0.],
@@ -81,8 +86,11 @@ def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, tim
     return out
 
 
-def broadcast(x: Any, root: int = 0, *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None) -> Any:
-    """Give every rank the root's x. Each rank's x says shape and dtype, which must be the same; its contents count at the root alone.
+def broadcast(
+    x: Any, root: int = 0, *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None
+) -> Any:
+    """Give every rank the root's x. Each rank's x says shape and dtype, which must be the same; its contents count
+    at the root alone.
 
     Returns out, or a new array like x; on the root a copy of x.
     """
@@ -118,8 +126,8 @@ def all_reduce_many(
 ) -> list[Any]:
     """all_reduce of a list of arrays, fused: one exchange for each dtype in the list instead of one for each array.
 
-    The result is that of `[all_reduce(x, op) for x in arrays]`, to the bit. out: a list of arrays; it may be `arrays` itself.
-    The list must have the same length, shapes and dtypes on all ranks.
+    The result is that of `[all_reduce(x, op) for x in arrays]`, to the bit. out: a list of arrays; it may be
+    `arrays` itself. The list must have the same length, shapes and dtypes on all ranks.
     """
     group = resolve(group)
     libraries = [library(x, f"arrays[{i}]", "all_reduce_many") for i, x in enumerate(arrays)]
@@ -155,9 +163,9 @@ def all_reduce_many(
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     """A new, uninitialised array in memory that the ranks of this host share: collectives on it copy nothing.
 
-    Any array whose memory lies in it counts (slices, views, torch.from_numpy); the memory lives as long as an array refers to it. Before
-    init(), in a job of one, or when ranks do not share a host, it is private memory. In a forked child it stays shared with the parent.
-    MemoryError if the host has not that much memory.
+    Any array whose memory lies in it counts (slices, views, torch.from_numpy); the memory lives as long as an array
+    refers to it. Before init(), in a job of one, or when ranks do not share a host, it is private memory. In a
+    forked child it stays shared with the parent. MemoryError if the host has not that much memory.
     """
     kind = np.dtype(dtype)
     dtype_code(kind)
@@ -186,7 +194,9 @@ def _op_code(function: str, op: str, dtype: np.dtype[Any]) -> int:
 def _checked_root(function: str, root: int, group: Group) -> int:
     root = operator.index(root)
     if not 0 <= root < group.size:
-        raise ValueError(f"{function}: root {root} is no rank of group {group.name}, which has the ranks 0 to {group.size - 1}")
+        raise ValueError(
+            f"{function}: root {root} is no rank of group {group.name}, which has the ranks 0 to {group.size - 1}"
+        )
     return root
 
 
@@ -202,7 +212,11 @@ def _checked_out(function: str, x: Any, out: Any, shape: tuple[int, ...], *, in_
     if out is x and in_place:
         return out
     if np.may_share_memory(x, out) and np.shares_memory(x, out):
-        same = in_place and out.__array_interface__["data"][0] == x.__array_interface__["data"][0] and out.strides == x.strides
+        same = (
+            in_place
+            and out.__array_interface__["data"][0] == x.__array_interface__["data"][0]
+            and out.strides == x.strides
+        )
         if not same:
             raise ValueError(f"{function}: x and out overlap in part; give out memory of its own, or out=x")
     return out

@@ -1,4 +1,7 @@
-"""MindSpore's context functions, so that scripts port by changing imports. Only what has a meaning on the CPU core does something."""
+"""MindSpore's context functions, so that scripts port by changing imports.
+
+Only what has a meaning on the CPU core does something.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,19 @@ GRAPH_MODE = 0
 PYNATIVE_MODE = 1
 
 _KNOWN = ("mode", "device_target", "device_id", "save_graphs", "save_graphs_path")
-_context: dict[str, Any] = {"mode": GRAPH_MODE, "device_target": "CPU", "device_id": 0, "save_graphs": False, "save_graphs_path": "."}
+_context: dict[str, Any] = {
+    "mode": GRAPH_MODE,
+    "device_target": "CPU",
+    "device_id": 0,
+    "save_graphs": False,
+    "save_graphs_path": ".",
+}
 _plain_links = False
 
 
 def set_context(**options: Any) -> None:
-    """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them. mode has no effect.
+    """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them.
+    mode has no effect.
 
     device_target other than "CPU" raises BackendUnavailable in this release; an unknown option ValueError.
     """
@@ -35,7 +45,8 @@ def get_context(name: str) -> Any:
 
 
 def set_ps_context(*, enable_ssl: bool = False, **options: Any) -> None:
-    """How a scheduler and its workers protect their links. An explicit enable_ssl=False permits links off loopback without a job key.
+    """How a scheduler and its workers protect their links. An explicit enable_ssl=False permits links off loopback
+    without a job key.
 
     enable_ssl=True needs TLS, which is not in this release: NotImplementedError.
     """
@@ -43,7 +54,9 @@ def set_ps_context(*, enable_ssl: bool = False, **options: Any) -> None:
     if options.keys() - {"config_file_path", "client_password", "server_password"}:
         raise ValueError(f"set_ps_context: unknown option {sorted(options)[0]!r}")
     if enable_ssl:
-        raise NotImplementedError("set_ps_context(enable_ssl=True): TLS is not in this release; use MSCOMM_JOB_KEY_FILE")
+        raise NotImplementedError(
+            "set_ps_context(enable_ssl=True): TLS is not in this release; use MSCOMM_JOB_KEY_FILE"
+        )
     _plain_links = True
 
 

@@ -1,8 +1,8 @@
 """What can go wrong in a collective call, by name.
 
-Every error says which rank and host, which operation and call number, what was expected and what to do. After any of them the group is
-broken on all its members: each later call on it raises the same error again. Wrong arguments are TypeError or ValueError; they send
-nothing and break nothing.
+Every error says which rank and host, which operation and call number, what was expected and what to do. After any of
+them the group is broken on all its members: each later call on it raises the same error again. Wrong arguments are
+TypeError or ValueError; they send nothing and break nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class CollectiveTimeout(Error, TimeoutError):
 
 
 class Mismatch(Error, ValueError):
-    """Ranks made different calls under one call number; the text names both. `.ranks`: the ranks that differ from rank 0."""
+    """Ranks made different calls under one call number; the text names both.
+
+    `.ranks`: the ranks that differ from rank 0.
+    """
 
 
 class BackendUnavailable(Error):

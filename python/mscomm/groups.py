@@ -34,7 +34,15 @@ _LINES_KEPT = 1024
 class Group:
     """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world)."""
 
-    def __init__(self, name: str, ranks: list[int], rank: int, assembled: assemble.Assembled, member: Member | None, timeout_s: float):
+    def __init__(
+        self,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        assembled: assemble.Assembled,
+        member: Member | None,
+        timeout_s: float,
+    ):
         self.name = name
         self.rank = rank
         self.size = len(ranks)
@@ -53,7 +61,14 @@ class Group:
         return f"<mscomm.Group {self.name}: rank {self.rank} of {self.size}>"
 
     def run(
-        self, what: int, dtype: int, op: int, root: int, x: np.ndarray[Any, Any] | None, out: np.ndarray[Any, Any] | None, timeout: Any
+        self,
+        what: int,
+        dtype: int,
+        op: int,
+        root: int,
+        x: np.ndarray[Any, Any] | None,
+        out: np.ndarray[Any, Any] | None,
+        timeout: Any,
     ) -> None:
         """One collective call on checked arguments; every failure becomes the job's first cause here."""
         if self._lines is not None:
@@ -86,7 +101,9 @@ class Group:
 
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
-        if failure is not None and failure[4]:  # the hub's verdict has come, perhaps while the symptom was on its way here
+        if (
+            failure is not None and failure[4]
+        ):  # the hub's verdict has come, perhaps while the symptom was on its way here
             kind, text, ranks, waiting_for, _ = failure
             return make(kind, text, ranks, waiting_for)
         return self.member.settle(symptom, self.core.where()[0]) if self.member is not None else symptom
@@ -103,7 +120,9 @@ class Group:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({"rank": self.rank, "size": self.size, "cause": cause, "calls": calls}, indent=1))
+            partial.write_text(
+                json.dumps({"rank": self.rank, "size": self.size, "cause": cause, "calls": calls}, indent=1)
+            )
             partial.replace(path)
         except OSError as error:
             print(f"mscomm: rank {self.rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
@@ -137,12 +156,13 @@ def init(
 ) -> None:
     """Join the job that the environment describes; return when all its ranks have.
 
-    backend_name: "gloo", "mccl" or "cpu" for the CPU core; None decides for all ranks (in this release: cpu). "nccl" and "hccl" are
-    not in this release: BackendUnavailable. timeout: the default of the collective calls, in seconds (MSCOMM_TIMEOUT, else 1800).
-    Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
+    backend_name: "gloo", "mccl" or "cpu" for the CPU core; None decides for all ranks (in this release: cpu). "nccl"
+    and "hccl" are not in this release: BackendUnavailable. timeout: the default of the collective calls, in seconds
+    (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
 
-    Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), mpirun of Open MPI and of MPICH. Without one: a job of one.
-    In the process whose MS_ROLE is MS_SCHED, init() serves the job and ends the process with it.
+    Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), mpirun of Open MPI and of MPICH.
+    Without one: a job of one. In the process whose MS_ROLE is MS_SCHED, init() serves the job and ends the process
+    with it.
 
     Calling it again with the same backend does nothing; with another it raises RuntimeError.
 
@@ -155,12 +175,20 @@ def init(
     backend = _backend(backend_name)
     if _world is not None and _world.pid == os.getpid():
         if backend != _world.backend:
-            raise RuntimeError(f'init("{backend_name}"): this process already joined with backend {_world.backend}; call release() first')
+            raise RuntimeError(
+                f'init("{backend_name}"): this process has joined with backend {_world.backend}; call release() first'
+            )
         return
     if init_method is not None or rank is not None or world_size is not None:
-        raise NotImplementedError("init: init_method, rank and world_size are not in this release; start with mscomm run, mpirun or MS_*")
+        raise NotImplementedError(
+            "init: init_method, rank and world_size are not in this release; start with mscomm run, mpirun or MS_*"
+        )
     del device  # an index of an accelerator; the CPU has none
-    timeout_s = seconds_of(os.environ.get("MSCOMM_TIMEOUT") or _CALL_S, "MSCOMM_TIMEOUT") if timeout is None else seconds_of(timeout)
+    timeout_s = (
+        seconds_of(os.environ.get("MSCOMM_TIMEOUT") or _CALL_S, "MSCOMM_TIMEOUT")
+        if timeout is None
+        else seconds_of(timeout)
+    )
     algo = os.environ.get("MSCOMM_ALGO", "")
     forced = assemble.forced_algorithms(algo)
     deadline = Deadline(seconds_of(os.environ.get("MS_TOPO_TIMEOUT") or _JOIN_S, "MS_TOPO_TIMEOUT"))
@@ -170,7 +198,9 @@ def init(
         group = Group("world", [0], 0, assemble.alone("world"), None, timeout_s)
         _world = _World(group, backend, "none", 0, None, None)
     else:
-        _world = _join(launcher.accept(os.environ, deadline, plain_links_permitted()), backend, algo, forced, timeout_s, deadline)
+        _world = _join(
+            launcher.accept(os.environ, deadline, plain_links_permitted()), backend, algo, forced, timeout_s, deadline
+        )
     _watch_exit()
 
 
@@ -189,7 +219,11 @@ def _join(
         for listener in listening:
             closing.callback(listener.close)
         member = Member(
-            Frames(sock, FROM_HUB_BYTES), key=invitation.key, rank=rank, node_id=invitation.node_id, hub=invitation.where
+            Frames(sock, FROM_HUB_BYTES),
+            key=invitation.key,
+            rank=rank,
+            node_id=invitation.node_id,
+            hub=invitation.where,
         )
         welcome = member.join(assemble.facts(backend, invitation.size, algo, listening), deadline)
         rank = welcome.rank
@@ -212,7 +246,9 @@ def _backend(name: str | None) -> str:
     if name is None or name in CPU_NAMES:
         return "cpu"
     if name in ("nccl", "hccl"):
-        raise BackendUnavailable(f'init("{name}"): the {name} backend is not in this release of mscomm; use init("gloo"), the CPU core')
+        raise BackendUnavailable(
+            f'init("{name}"): the {name} backend is not in this release of mscomm; use init("gloo"), the CPU core'
+        )
     raise ValueError(f"init: backend {name!r} is none of {', '.join(CPU_NAMES)}, nccl, hccl")
 
 
@@ -227,7 +263,8 @@ def release() -> None:
         return
     group = world.group
     failure = group.core.failure()
-    # First the word, then the end of the links: who still waits for this rank then knows that it left, and was not lost.
+    # First the word, then the end of the links: who still waits for this rank then knows that it left, and was not
+    # lost.
     if world.member is not None:
         world.member.leave(group.core.where()[0])
     group.core.close()
@@ -296,7 +333,10 @@ def resolve(group: Group | str | None) -> Group:
     if _world is None:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
     if _world.pid != os.getpid():
-        raise RuntimeError(f"mscomm: this process was forked from a rank (pid {_world.pid}) and is no rank itself; call mscomm in the parent")
+        raise RuntimeError(
+            f"mscomm: this process was forked from a rank (pid {_world.pid}) and is no rank itself;"
+            " call mscomm in the parent"
+        )
     if group is None or group is _world.group or group in WORLD_NAMES or group == "world":
         return _world.group
     if isinstance(group, str):

@@ -10,10 +10,12 @@ using namespace mscomm;
 namespace {
 
 // Sizes on both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
-constexpr size_t counts[] = {0, 1, 7, 1000, tiny_bytes / 4, tiny_bytes / 4 + 1, chunk_bytes / 4, chunk_bytes / 4 + 3, 3 * chunk_bytes / 4 + 5};
+constexpr size_t counts[] = {
+    0, 1, 7, 1000, tiny_bytes / 4, tiny_bytes / 4 + 1, chunk_bytes / 4, chunk_bytes / 4 + 3, 3 * chunk_bytes / 4 + 5};
 
 void calls_in_every_memory(const ThreadRank& me, int size) {
-  std::mt19937 random(static_cast<unsigned>(me.rank));  // of its own on each rank: who is late, and whose memory is private, varies
+  std::mt19937 random(
+      static_cast<unsigned>(me.rank));  // of its own on each rank: who is late, and whose memory is private, varies
   const auto n = static_cast<size_t>(size);
   for (int repeat = 0; repeat < 3; repeat++)
     for (size_t count : counts) {
@@ -149,7 +151,8 @@ int main() {
   heap_gives_each_byte_once();
   late_writer_is_harmless();
   for (int size : {2, 3, 4, 8})
-    for (bool spin : {false, true}) on_threads(size, "arena", spin, [size](const ThreadRank& me) { calls_in_every_memory(me, size); });
+    for (bool spin : {false, true})
+      on_threads(size, "arena", spin, [size](const ThreadRank& me) { calls_in_every_memory(me, size); });
   on_threads(3, "arena", false, mismatch_is_seen_by_all);
   on_threads(4, "arena", false, abort_wakes_the_waiters);
   on_threads(4, "arena", false, deadline_names_the_missing);

@@ -1,7 +1,8 @@
 """Array libraries: one module each, found by the name of the module that an array's type comes from.
 
-A library module has `view(x)` -> a C-contiguous numpy.ndarray over x's memory (a copy only if x is strided), `into(out)` -> the array to
-write to and a function to call afterwards, and `like(x, shape)` -> a new array of x's type, dtype and device.
+A library module has `view(x)` -> a C-contiguous numpy.ndarray over x's memory (a copy only if x is strided),
+`into(out)` -> the array to write to and a function to call afterwards, and `like(x, shape)` -> a new array of x's
+type, dtype and device.
 """
 
 from __future__ import annotations
@@ -28,5 +29,6 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
             if module.is_array(x):
                 return _found.setdefault(type(x), module)
     raise TypeError(
-        f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument}) (known: {', '.join(LIBRARIES)})"
+        f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"
+        f" (known libraries: {', '.join(LIBRARIES)})"
     )

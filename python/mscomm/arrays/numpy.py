@@ -20,7 +20,10 @@ def is_array(x: Any) -> bool:
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """The core's number for dtype; TypeError if mscomm does not move such elements. bfloat16 is known by its name (ml_dtypes)."""
+    """The core's number for dtype; TypeError if mscomm does not move such elements.
+
+    bfloat16 is known by its name (ml_dtypes).
+    """
     try:
         return _codes[dtype]
     except KeyError:

@@ -1,4 +1,5 @@
-"""From a welcome to a working group: gathers facts about this rank, exchanges memory and links with the others, and builds the core's group.
+"""From a welcome to a working group: gathers facts about this rank, exchanges memory and links with the others, and
+builds the core's group.
 
 The listeners of a rank live from `Facts` to the end of `assemble`; afterwards no socket listens and no memfd is open.
 """
@@ -70,7 +71,7 @@ def facts(backend: str, size: int, algo: str, at: Listeners) -> dict[str, Any]:
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory: MSCOMM_HOST_ID, or the boot and the namespaces that this process lives in."""
+    """Equal for processes that can share memory: MSCOMM_HOST_ID, or the boot and the namespaces of this process."""
     if said := os.environ.get("MSCOMM_HOST_ID"):
         return f"MSCOMM_HOST_ID={said}"
     try:
@@ -99,11 +100,14 @@ def cpu_quota() -> float:
 def can_spin(members: list[dict[str, Any]]) -> bool:
     """Whether the host has a CPU for each of these ranks: the union of their masks, within the smallest quota."""
     cpus = {cpu for member in members for cpu in member["cpus"]}
-    return len(members) <= min(len(cpus), *(member["quota"] for member in members))
+    return bool(len(members) <= min(len(cpus), *(member["quota"] for member in members)))
 
 
 def forced_algorithms(algo: str) -> list[str]:
-    """MSCOMM_ALGO="all_reduce=ring,broadcast=tree", or one name for all that have it, by collective; ValueError for what it is not."""
+    """The algorithm named for each collective, "" for none: of "all_reduce=ring,broadcast=tree", or one name for all.
+
+    ValueError for what names no algorithm.
+    """
     known = {(what, name) for what, name, _ in _core.algorithms()}
     names = {name for _, name in known}
     forced = dict.fromkeys(_core.collectives, "")
@@ -119,13 +123,16 @@ def forced_algorithms(algo: str) -> list[str]:
                 for collective in forced
             )
             raise ValueError(
-                f"MSCOMM_ALGO={algo!r}: {item!r} is no algorithm. Give collective=name, separated by commas, of: {choices}"
+                f"MSCOMM_ALGO={algo!r}: {item!r} is no algorithm. Give collective=name, separated by commas: {choices}"
             )
     return list(forced.values())
 
 
 def heap_bytes(ranks: int) -> int:
-    """The size of a rank's heap: all of the host's memory, as far as the address space has room. It is sparse: unused pages do not exist."""
+    """The size of a rank's heap: all of the host's memory, as far as the address space has room.
+
+    It is sparse: unused pages do not exist.
+    """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     room = _ADDRESS_SPACE if limit == resource.RLIM_INFINITY else limit // 4
@@ -145,7 +152,8 @@ def assemble(
     names = [f"rank {r} (pid {fact['pid']} on host {fact['hostname']})" for r, fact in enumerate(everyone)]
 
     with contextlib.ExitStack() as closing:
-        heap, control_fd, heap_fds = None, -1, []
+        heap, control_fd = None, -1
+        heap_fds: list[int] = []
         if "arena" in carriers:
             heap, heap_fd = _core.make_heap(heap_bytes(size))
             closing.callback(os.close, heap_fd)
