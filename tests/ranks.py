@@ -83,7 +83,7 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """The exit code of each rank; None for one that did not end in time, or in the grace after the first failure."""
+        """The exit code of each rank; None for one that did not end in time, or in the grace after a failure."""
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
         while time.monotonic() < until:

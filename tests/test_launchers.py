@@ -1,4 +1,4 @@
-"""The same script under every launcher: mpirun of Open MPI and of MPICH, scheduler and workers, mscomm run; all real."""
+"""The same script under every launcher: mpirun of Open MPI and of MPICH, scheduler and workers, mscomm run, real."""
 
 from __future__ import annotations
 
