@@ -9,7 +9,7 @@ SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.t
 # mpirun of Open MPI refuses root, and more ranks than cores, unless told.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-core test-python lint format wheel bench clean
+.PHONY: help demo test test-core test-python lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 

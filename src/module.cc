@@ -96,8 +96,9 @@ struct Group {
   }
 
   void run(int what, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
-           double timeout_s) {
+           double timeout_s, uint64_t fused) {
     Signature signature;
+    signature.fused = fused;
     signature.what = static_cast<Collective>(what);
     signature.dtype = static_cast<Dtype>(dtype);
     signature.op = static_cast<Op>(op);
@@ -202,6 +203,7 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("failure", &failure)
       .def("calls", &calls)
+      .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("close",
            [](Group& group) {
              const py::gil_scoped_release unlocked;

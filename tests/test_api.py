@@ -565,7 +565,9 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
         assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this process was forked from")
     core = groups.resolve(None).core
     barrier = _core.collectives.index("barrier")
-    assert in_a_forked_child(lambda: core.run(barrier, 0, 0, -1, None, None, 1.0)).startswith("RuntimeError: mscomm:")
+    assert in_a_forked_child(lambda: core.run(barrier, 0, 0, -1, None, None, 1.0, 0)).startswith(
+        "RuntimeError: mscomm:"
+    )
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 

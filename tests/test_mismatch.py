@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import ranks
 
 import mscomm
 from mscomm import _core
@@ -140,6 +141,13 @@ def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Pa
             thread.join(10)
     logs = "\n".join(f"--- rank {rank}\n" + (tmp_path / f"rank_{rank}.log").read_text()[-2000:] for rank in range(size))
     assert codes == [0] * size, logs
+
+
+@ranks(2)
+def test_fused_lists_of_one_total_size_but_other_shapes_are_a_mismatch(rank, group):
+    mine = [np.ones(3), np.ones(4)] if rank else [np.ones(4), np.ones(3)]
+    with pytest.raises(mscomm.Mismatch, match="fused"):
+        mscomm.all_reduce_many(mine)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,15 @@ void HostBackend::shut_down() {
 }
 
 void HostBackend::withdraw(const Call& call) {
-  if (arena_) heap_->withdraw(call.out, arena_->out_bytes(call));
+  if (!arena_) return;
+  // A peer that is late in this call may still read x and write out; tiny messages lie in slots, where nobody else looks.
+  const bool tiny = call.bytes() <= tiny_bytes;
+  heap_->withdraw(call.out, tiny ? 0 : arena_->out_bytes(call), false);
+  if (call.x != call.out) heap_->withdraw(call.x, tiny ? 0 : call.bytes(), true);
+}
+
+void HostBackend::last_look() {
+  if (mesh_) mesh_->last_look();
 }
 
 void HostBackend::close() {

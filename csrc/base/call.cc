@@ -13,6 +13,11 @@ std::string Signature::text() const {
   text += "]";
   if (what == Collective::all_reduce) text += ", " + std::string(name(op));
   if (root >= 0) text += ", root " + std::to_string(root);
+  if (fused) {
+    char digest[32];
+    std::snprintf(digest, sizeof digest, ", fused %08x", static_cast<unsigned>(fused >> 32 ^ fused));
+    text += digest;
+  }
   return text + ")";
 }
 

@@ -22,13 +22,14 @@ struct Signature {
   int32_t root = -1;   // -1: the collective has none
   uint64_t count = 0;  // elements of x
   uint64_t shape[max_dims] = {};
+  uint64_t fused = 0;  // of a fused call: a digest of the arrays' shapes and types; 0: one array
 
   bool operator==(const Signature&) const = default;
   bool valid() const { return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims; }
   // "all_reduce #17 (float32[1024, 3], sum)"
   std::string text() const;
 };
-static_assert(sizeof(Signature) == 120);
+static_assert(sizeof(Signature) == 128);
 
 struct Call {
   Signature signature;

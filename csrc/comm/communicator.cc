@@ -26,6 +26,27 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
+// Counts a thread in and out of run(), for close().
+class Communicator::Caller {
+ public:
+  explicit Caller(Communicator& group) : group_(group) {
+    const std::lock_guard lock(group_.turn_mutex_);
+    group_.callers_++;
+  }
+  ~Caller() {
+    {
+      const std::lock_guard lock(group_.turn_mutex_);
+      group_.callers_--;
+    }
+    group_.turn_.notify_all();
+  }
+  Caller(const Caller&) = delete;
+  Caller& operator=(const Caller&) = delete;
+
+ private:
+  Communicator& group_;
+};
+
 Communicator::Communicator(std::string group, int rank, Peers peers, std::unique_ptr<Backend> backend, Recorder& recorder,
                            Hooks hooks)
     : group_(std::move(group)),
@@ -55,6 +76,7 @@ void Communicator::run(Signature signature, std::span<const uint64_t> shape, con
     throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(rank_) +
                                     " and is no rank itself; call mscomm in the parent");
   const Deadline deadline(timeout_s);
+  const Caller inside(*this);
   {
     const std::lock_guard lock(turn_mutex_);
     if (broken()) throw_failure();
@@ -76,6 +98,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
     recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
     backend_->run(call, {*this, deadline});
+    // Whoever was stopped in here may have been given up meanwhile: what it read can have changed.
+    if (broken()) throw_failure();
   } catch (const Differs& differs) {
     fail(call, differing(differs));
   } catch (const Error& error) {
@@ -123,6 +147,7 @@ void Communicator::fail(const Call& call, const Error& error) {
 
 void Communicator::throw_failure() const {
   const std::lock_guard lock(state_mutex_);
+  if (!failure_) throw Error("RuntimeError", "group " + group_ + " was released");
   throw failure_->error;
 }
 
@@ -152,14 +177,36 @@ std::optional<Failure> Communicator::failure() const {
   return failure_;
 }
 
+void Communicator::last_look() {
+  if (forked_ || broken()) return;
+  try {
+    backend_->last_look();
+  } catch (const Differs& differs) {
+    abort({differing(differs), false});
+    throw_failure();
+  }
+}
+
 void Communicator::close() {
   if (forked_) return;
+  std::unique_lock turn(turn_mutex_);
+  if (callers_ > 0) {
+    turn.unlock();
+    abort({Error("Aborted", "rank " + std::to_string(rank_) + " released the group while " + current() + " was running", {rank_}),
+           false});
+    turn.lock();
+    // They leave at their next bounded wake; one that does not is this thread itself, in a signal handler.
+    if (!turn_.wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
+      throw Error("RuntimeError", "release: a call is still running on this group");
+  }
+  const bool whole = !broken();
   {
     const std::lock_guard lock(state_mutex_);
     if (closed_) return;
     closed_ = true;
+    broken_ = true;  // later calls find it released
   }
-  if (!broken()) backend_->close();
+  if (whole) backend_->close();
 }
 
 void Communicator::look(const Deadline& deadline, const Missing& missing) {
@@ -169,27 +216,32 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
     throw Error("CollectiveTimeout",
                 current() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(ranks), {},
                 ranks);
-  look_for_the_dead(ranks);
+  look_for_the_dead(ranks, missing);
   if (hooks_.interrupt) hooks_.interrupt();
   const double waited_s = seconds_since(deadline.start());
   if (waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
 }
 
-void Communicator::look_for_the_dead(const std::vector<int>& missing) const {
+void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
   // On a link the end of the data tells, and not before all of it was read: a rank may have sent its part and gone.
-  if (!backend_->waiters_see_all()) return;
-  const auto peer = [&](int rank) { return peers_.names[static_cast<size_t>(rank)]; };
+  if (ranks.empty() || !backend_->waiters_see_all()) return;
+  std::vector<std::pair<int, const char*>> gone;
   {
     const std::lock_guard lock(state_mutex_);
-    for (int rank : missing)
-      if (left_[static_cast<size_t>(rank)])
-        throw peer_lost(rank, peer(rank) + " has left the job, but " + current() + " waits for it");
+    for (int rank : ranks)
+      if (left_[static_cast<size_t>(rank)]) gone.emplace_back(rank, " has left the job, but ");
   }
   std::vector<pollfd> lives;
-  for (int rank : missing) lives.push_back({peers_.pidfds[static_cast<size_t>(rank)], POLLIN, 0});
+  for (int rank : ranks) lives.push_back({peers_.pidfds[static_cast<size_t>(rank)], POLLIN, 0});
   const int ended = poll(lives.data(), lives.size(), 0);
   for (size_t i = 0; ended > 0 && i < lives.size(); i++)
-    if (lives[i].revents & POLLIN) throw peer_lost(missing[i], peer(missing[i]) + " ended while " + current() + " waited for it");
+    if (lives[i].revents & POLLIN) gone.emplace_back(ranks[i], " ended, but ");
+  if (gone.empty()) return;
+  // It may have arrived after `ranks` was made, and gone then.
+  const std::vector<int> still = missing();
+  for (const auto& [rank, how] : gone)
+    if (std::find(still.begin(), still.end(), rank) != still.end())
+      throw peer_lost(rank, peers_.names[static_cast<size_t>(rank)] + how + current() + " waits for it");
 }
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing) {

@@ -59,7 +59,9 @@ class Communicator final : public Watch {
   void left(int rank);
   Where where() const;
   std::optional<Failure> failure() const;
-  // Ends this rank's part; no call is running.
+  // Compares what the peers said last with this rank's own calls; throws as run() does when they differ.
+  void last_look();
+  // Ends this rank's part. A call that another thread is in fails first.
   void close();
 
   // Watch
@@ -67,6 +69,8 @@ class Communicator final : public Watch {
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
+  class Caller;
+
   void execute(const Call& call, const Deadline& deadline);
   void queue_for(uint64_t number, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
@@ -74,7 +78,7 @@ class Communicator final : public Watch {
   Error differing(const Differs& differs) const;
   std::string current() const;
   std::string named(const std::vector<int>& ranks) const;
-  void look_for_the_dead(const std::vector<int>& missing) const;
+  void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;
   void say_waiting(double waited_s, const std::vector<int>& missing);
 
   static void before_fork();
@@ -88,10 +92,11 @@ class Communicator final : public Watch {
   Recorder& recorder_;
   Hooks hooks_;
 
-  std::mutex turn_mutex_;  // protects the order of calls: next_, running_
+  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_
   std::condition_variable turn_;
   uint64_t next_ = 1;
   uint64_t running_ = 1;  // the number whose turn it is
+  int callers_ = 0;       // threads inside run()
 
   mutable std::mutex state_mutex_;  // protects failure_ and left_; never held while waiting
   std::optional<Failure> failure_;
@@ -99,7 +104,7 @@ class Communicator final : public Watch {
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // with state_mutex_
 
-  double next_notice_s_ = 0;  // of the running call
+  std::atomic<double> next_notice_s_{0};  // of the running call
   std::atomic<bool> forked_{false};
 };
 

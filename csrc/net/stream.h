@@ -1,5 +1,5 @@
-// Bytes over one connected, authenticated, non-blocking socket. TLS will be a second kind of Stream: move() is all that the mesh
-// knows of it.
+// Bytes over one connected, authenticated, non-blocking socket. TLS will be a second kind of Stream: send and receive are all
+// that the mesh knows of it.
 #pragma once
 
 #include <cstddef>

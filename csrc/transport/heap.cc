@@ -13,14 +13,19 @@ namespace mscomm {
 namespace {
 constexpr uint64_t line = 64;
 constexpr uint64_t huge_page = 2u << 20;
+const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 constexpr uint64_t give_back_from = 1u << 20;  // smaller pieces keep their pages for the next array
 
 constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 }  // namespace
 
+Heap::Heap(Mapping mapping) : owner_(getpid()), mapping_(std::move(mapping)) { free_[0] = mapping_.bytes(); }
+
 void* Heap::allocate(size_t bytes) {
-  const uint64_t need = round_up(bytes ? bytes : 1, line);
-  const uint64_t alignment = need >= huge_page ? huge_page : line;
+  // Who is as large as a page shares none: withdraw() may then exchange its pages while other threads write beside it.
+  const uint64_t unit = bytes >= page ? page : line;
+  const uint64_t need = round_up(bytes ? bytes : 1, unit);
+  const uint64_t alignment = need >= huge_page ? huge_page : unit;
   const std::lock_guard lock(mutex_);
   if (!shared_ || bytes > mapping_.bytes()) return nullptr;
   for (auto [offset, room] : free_) {
@@ -37,6 +42,7 @@ void* Heap::allocate(size_t bytes) {
 }
 
 void Heap::release(void* memory) {
+  if (getpid() != owner_) return;
   const std::lock_guard lock(mutex_);
   auto offset = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin());
   const auto found = used_.find(offset);
@@ -44,7 +50,6 @@ void Heap::release(void* memory) {
   uint64_t bytes = found->second;
   used_.erase(found);
   if (bytes >= give_back_from) {
-    const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     const uint64_t first = round_up(offset, page), last = (offset + bytes) / page * page;
     if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)  // a range that was withdrawn is private
       madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
@@ -71,20 +76,23 @@ std::optional<uint64_t> Heap::find(const void* memory, size_t bytes) const {
   return offset;
 }
 
-void Heap::withdraw(void* memory, size_t bytes) {
-  const bool given = find(memory, bytes).has_value() && bytes > 0;
+void Heap::withdraw(const void* memory, size_t bytes, bool keep) {
   const std::lock_guard lock(mutex_);
+  const auto* const at = static_cast<const char*>(memory);
+  const bool given = bytes > 0 && at >= mapping_.begin() && at + bytes <= mapping_.begin() + mapping_.bytes();
   shared_ = false;
   if (!given) return;
-  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin()), end = begin + bytes;
+  const auto begin = static_cast<uint64_t>(at - mapping_.begin()), end = begin + bytes;
   const uint64_t first = begin / page * page, last = round_up(end, page);
   void* fresh = mmap(nullptr, last - first, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) throw system_error("mmap of private memory for the heap", errno);
-  // Other arrays may share the first and the last page.
   char* const to = static_cast<char*>(fresh);
-  std::memcpy(to, mapping_.begin() + first, begin - first);
-  std::memcpy(to + (end - first), mapping_.begin() + end, last - end);
+  if (keep) {
+    std::memcpy(to, mapping_.begin() + first, last - first);
+  } else {  // only what the same array has beside it
+    std::memcpy(to, mapping_.begin() + first, begin - first);
+    std::memcpy(to + (end - first), mapping_.begin() + end, last - end);
+  }
   if (mremap(fresh, last - first, last - first, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.begin() + first) == MAP_FAILED)
     throw system_error("mremap of the heap", errno);
 }

@@ -14,24 +14,26 @@ namespace mscomm {
 class Heap {
  public:
   // Takes the mapping, not the descriptor.
-  explicit Heap(Mapping mapping) : mapping_(std::move(mapping)) { free_[0] = mapping_.bytes(); }
+  explicit Heap(Mapping mapping);
 
-  // At least bytes of memory, aligned to 64 bytes (2 MiB from 2 MiB on), its pages present. nullptr when the heap is full or
-  // private.
+  // At least bytes of memory, its pages present: aligned to 64 bytes, from a page on in pages of its own, from 2 MiB on aligned
+  // to that. nullptr when the heap is full or no longer shared.
   void* allocate(size_t bytes);
+  // In a forked child it does nothing: the memory is the parent's, who may still use it.
   void release(void* memory);
 
   // The offset of [memory, memory + bytes) in the heap, if it lies in one allocation of it.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // A call failed that had given [memory, memory + bytes) to the peers to write to: from now on they do not see these addresses,
-  // nor will any call use the heap as shared memory. The contents of the range are lost (out is undefined after an error), those
-  // beside it stay. See "late writers" in docs/design/0001-call.md.
-  void withdraw(void* memory, size_t bytes);
+  // A call failed that had given [memory, memory + bytes) to the peers: from now on they do not see these addresses, whatever
+  // this process writes there, nor what they write, and no later call uses the heap as shared memory. keep: the contents stay;
+  // otherwise they are lost. See "late writers" in docs/design/0001-call.md.
+  void withdraw(const void* memory, size_t bytes, bool keep);
 
   size_t in_use() const;
 
  private:
+  const int owner_;           // process id
   mutable std::mutex mutex_;  // protects everything below
   Mapping mapping_;
   bool shared_ = true;

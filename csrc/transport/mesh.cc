@@ -19,12 +19,16 @@ Mesh::Mesh(int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, R
 
 void Mesh::begin(const Signature& mine) {
   mine_ = mine;
+  for (Link& link : links_) link.greeted = link.announced = link.due = link.receiving = false;
+  last_look();
+}
+
+void Mesh::last_look() {
   for (int peer = 0; peer < size(); peer++) {
     Link& link = links_[static_cast<size_t>(peer)];
-    link.greeted = link.announced = link.due = link.receiving = false;
     if (!link.stream) continue;
     if (link.inbox_got == sizeof(Header)) compare_inbox(peer);
-    while (receive_some(peer)) {
+    while (!link.due && receive_some(peer)) {
     }
   }
 }
@@ -38,7 +42,6 @@ void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const
   }
   for (const Piece& piece : in) {
     Link& link = links_[static_cast<size_t>(piece.peer)];
-    if (!link.greeted) greet(link, false);
     link.receiving = true;
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
@@ -80,7 +83,10 @@ bool Mesh::move_some() {
     try {
       moved |= send_some(link);
     } catch (const Stream::Broken& broken) {
-      throw lost(peer, broken);
+      // A bare greeting may find that the peer has sent all that we wait for and gone: what it sent is still there to read.
+      if (link.announced) throw lost(peer, broken);
+      link.outbox.clear();
+      link.outbox_sent = 0;
     }
   }
   return moved;
@@ -153,6 +159,10 @@ void Mesh::poll_links(const Wait& wait, Clock::time_point& looked) {
     peers.push_back(peer);
   }
   const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
+  // Nothing came: tell those that we wait for which call we are in. Not earlier: a peer may have sent its part and gone, and what
+  // is sent to it then makes its kernel throw away what we have not read.
+  for (Link& link : links_)
+    if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0 || seconds_since(looked) > longest_sleep_ms * 1e-3 || wait.watch.broken()) {
     wait.look([this] { return missing(); });
     looked = Clock::now();

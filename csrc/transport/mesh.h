@@ -38,6 +38,8 @@ class Mesh {
   // Sends and receives all pieces, in any order, full duplex. At most one piece a peer and direction. Waiting for data from a
   // peer tells it first which call we are in.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
+  // Takes in what peers said since, without waiting.
+  void last_look();
   // Pieces still to come, for "who is missing".
   std::vector<int> missing() const;
 

@@ -74,6 +74,7 @@ class Group:
         x: np.ndarray[Any, Any] | None,
         out: np.ndarray[Any, Any] | None,
         timeout_s: float,
+        fused: int,
         /,
     ) -> None:
         """One collective call on C-contiguous arrays, which the caller has checked."""
@@ -92,6 +93,9 @@ class Group:
 
     def calls(self) -> list[dict[str, Any]]:
         """The last calls, oldest first: number, call, state (inside, done, failed), began, took."""
+
+    def last_look(self) -> None:
+        """Compare what the peers said last with this rank's own calls; raises Mismatch."""
 
     def close(self) -> None: ...
     def chosen(self) -> dict[str, str]:

@@ -11,10 +11,10 @@ undefined.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def all_reduce(
     source = arrays.view(x)
     code, op_code = dtype_code(source.dtype), _op_code("all_reduce", op, source.dtype)
     out = arrays.like(x, x.shape) if out is None else _checked_out("all_reduce", x, out, x.shape, in_place=True)
-    target, finish = _into(arrays, out)
+    target, finish = arrays.into(out)
     group.run(_ALL_REDUCE, code, op_code, -1, source, target, timeout)
     if finish:
         finish()
@@ -79,7 +79,7 @@ def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, tim
     code = dtype_code(source.dtype)
     shape = (x.shape[0] * group.size, *x.shape[1:]) if x.shape else (group.size,)
     out = arrays.like(x, shape) if out is None else _checked_out("all_gather", x, out, shape, in_place=group.size == 1)
-    target, finish = _into(arrays, out)
+    target, finish = arrays.into(out)
     group.run(_ALL_GATHER, code, 0, -1, source, target, timeout)
     if finish:
         finish()
@@ -89,17 +89,17 @@ def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, tim
 def broadcast(
     x: Any, root: int = 0, *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None
 ) -> Any:
-    """Give every rank the root's x. Each rank's x says shape and dtype, which must be the same; its contents count
-    at the root alone.
+    """Give every rank the root's x.
 
-    Returns out, or a new array like x; on the root a copy of x.
+    Each rank's x says shape and dtype, which must be the same; its contents count at the root alone. Returns out, or
+    a new array like x; on the root a copy of x.
     """
     group = resolve(group)
     arrays = library(x, "x", "broadcast")
     source = arrays.view(x)
     code, root = dtype_code(source.dtype), _checked_root("broadcast", root, group)
     out = arrays.like(x, x.shape) if out is None else _checked_out("broadcast", x, out, x.shape, in_place=True)
-    target, finish = _into(arrays, out)
+    target, finish = arrays.into(out)
     group.run(_BROADCAST, code, 0, root, source, target, timeout)
     if finish:
         finish()
@@ -130,6 +130,7 @@ def all_reduce_many(
     `arrays` itself. The list must have the same length, shapes and dtypes on all ranks.
     """
     group = resolve(group)
+    _known_op("all_reduce_many", op)
     libraries = [library(x, f"arrays[{i}]", "all_reduce_many") for i, x in enumerate(arrays)]
     sources = [lib.view(x) for lib, x in zip(libraries, arrays, strict=True)]
     op_codes = [_op_code("all_reduce_many", op, source.dtype) for source in sources]
@@ -140,8 +141,11 @@ def all_reduce_many(
     else:
         for x, y in zip(arrays, out, strict=True):
             _checked_out("all_reduce_many", x, y, x.shape, in_place=True)
-    targets = [_into(lib, y) for lib, y in zip(libraries, out, strict=True)]
+    targets = [lib.into(y) for lib, y in zip(libraries, out, strict=True)]
 
+    # Lists that differ may still fill buckets of one size: the digest is compared with the rest of the call.
+    kinds = repr([(source.shape, source.dtype.name) for source in sources]).encode()
+    fused = int.from_bytes(hashlib.blake2b(kinds, digest_size=8).digest(), "little") | 1
     by_code: dict[int, list[int]] = {}
     for i, source in enumerate(sources):
         by_code.setdefault(dtype_code(source.dtype), []).append(i)
@@ -151,7 +155,7 @@ def all_reduce_many(
         ends = np.cumsum(sizes)
         for i, size, end in zip(members, sizes, ends, strict=True):
             bucket[end - size : end] = sources[i].reshape(-1)
-        group.run(_ALL_REDUCE, code, op_codes[members[0]], -1, bucket, bucket, timeout)
+        group.run(_ALL_REDUCE, code, op_codes[members[0]], -1, bucket, bucket, timeout, fused)
         for i, size, end in zip(members, sizes, ends, strict=True):
             target, finish = targets[i]
             target.reshape(-1)[...] = bucket[end - size : end]
@@ -161,8 +165,10 @@ def all_reduce_many(
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-    """A new, uninitialised array in memory that the ranks of this host share: collectives on it copy nothing.
+    """A new, uninitialised array in memory that the ranks of this host share.
 
+    Where every rank's x and out lie in such memory, a collective of more than 16 KiB works on them in place and copies
+    nothing through buffers of its own.
     Any array whose memory lies in it counts (slices, views, torch.from_numpy); the memory lives as long as an array
     refers to it. Before init(), in a job of one, or when ranks do not share a host, it is private memory. In a
     forked child it stays shared with the parent. MemoryError if the host has not that much memory.
@@ -183,16 +189,24 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
 
 def _op_code(function: str, op: str, dtype: np.dtype[Any]) -> int:
-    code = OPS.get(op) if isinstance(op, str) else None
-    if code is None:
-        raise ValueError(f"{function}: op {op!r} is none of {', '.join(OPS)}")
+    code = _known_op(function, op)
     if not _core.supports(dtype_code(dtype), code):
         raise TypeError(f"{function}: {op} is not defined on {dtype} arrays")
     return code
 
 
+def _known_op(function: str, op: str) -> int:
+    code = OPS.get(op) if isinstance(op, str) else None
+    if code is None:
+        raise ValueError(f"{function}: op {op!r} is none of {', '.join(OPS)}")
+    return code
+
+
 def _checked_root(function: str, root: int, group: Group) -> int:
-    root = operator.index(root)
+    try:
+        root = operator.index(root)
+    except TypeError:
+        raise TypeError(f"{function}: root {root!r} is not an integer") from None
     if not 0 <= root < group.size:
         raise ValueError(
             f"{function}: root {root} is no rank of group {group.name}, which has the ranks 0 to {group.size - 1}"
@@ -220,7 +234,3 @@ def _checked_out(function: str, x: Any, out: Any, shape: tuple[int, ...], *, in_
         if not same:
             raise ValueError(f"{function}: x and out overlap in part; give out memory of its own, or out=x")
     return out
-
-
-def _into(arrays: ModuleType, out: Any) -> Any:
-    return arrays.into(out)

@@ -45,14 +45,15 @@ def get_context(name: str) -> Any:
 
 
 def set_ps_context(*, enable_ssl: bool = False, **options: Any) -> None:
-    """How a scheduler and its workers protect their links. An explicit enable_ssl=False permits links off loopback
-    without a job key.
+    """How a scheduler and its workers protect their links.
 
-    enable_ssl=True needs TLS, which is not in this release: NotImplementedError.
+    An explicit enable_ssl=False permits links off loopback without a job key. enable_ssl=True needs TLS, which is not in
+    this release: NotImplementedError.
     """
     global _plain_links
-    if options.keys() - {"config_file_path", "client_password", "server_password"}:
-        raise ValueError(f"set_ps_context: unknown option {sorted(options)[0]!r}")
+    unknown = options.keys() - {"config_file_path", "client_password", "server_password"}
+    if unknown:
+        raise ValueError(f"set_ps_context: unknown option {sorted(unknown)[0]!r}")
     if enable_ssl:
         raise NotImplementedError(
             "set_ps_context(enable_ssl=True): TLS is not in this release; use MSCOMM_JOB_KEY_FILE"

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import traceback
-from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +28,7 @@ CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 _JOIN_S, _CALL_S = 600.0, 1800.0
 _LINES_KEPT = 1024
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class Group:
@@ -55,7 +55,7 @@ class Group:
         self.raised = False  # the user has seen the failure
         self._cause: Error | None = None  # what every call raises from now on
         self.record_dir = os.environ.get("MSCOMM_RECORD")
-        self._lines: deque[str] | None = deque(maxlen=_LINES_KEPT) if self.record_dir else None
+        self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
 
     def __repr__(self) -> str:
         return f"<mscomm.Group {self.name}: rank {self.rank} of {self.size}>"
@@ -69,16 +69,19 @@ class Group:
         x: np.ndarray[Any, Any] | None,
         out: np.ndarray[Any, Any] | None,
         timeout: Any,
+        fused: int = 0,
     ) -> None:
         """One collective call on checked arguments; every failure becomes the job's first cause here."""
-        if self._lines is not None:
-            self._lines.append(_caller())
         seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+        if self._lines is not None:
+            number = self.core.where()[0] + 1
+            self._lines[number] = _caller()
+            self._lines.pop(number - _LINES_KEPT, None)
         try:
-            self.core.run(what, dtype, op, root, x, out, seconds)
+            self.core.run(what, dtype, op, root, x, out, seconds, fused)
         except Error as symptom:
             self._fail(symptom)
-        except (KeyboardInterrupt, Exception) as error:
+        except BaseException as error:
             # Not ours: a signal handler's exception. The group is broken, the others learn why, the exception passes.
             failure = self.core.failure()
             if failure is not None and self.member is not None:
@@ -90,14 +93,18 @@ class Group:
 
     def _fail(self, symptom: Error) -> NoReturn:
         """Raise the job's first cause in place of what this rank saw of it; the same one each time."""
-        if self._cause is None:
-            self._cause = self._first_cause(symptom)
-            self._write_record(str(self._cause))
+        cause = self.settle(symptom)
         self.raised = True
-        cause = make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
         if str(cause) != str(symptom):
             raise cause from symptom
         raise cause from None
+
+    def settle(self, symptom: Error) -> Error:
+        """The job's first cause, as a new exception; the others learn of the symptom."""
+        if self._cause is None:
+            self._cause = self._first_cause(symptom)
+            self._write_record(str(self._cause))
+        return make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
 
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
@@ -113,9 +120,8 @@ class Group:
         if self.record_dir is None or self._lines is None:
             return
         calls = self.core.calls()
-        lines = list(self._lines)[-len(calls) :] if calls else []
-        for call, line in zip(calls[-len(lines) :], lines, strict=True):
-            call["line"] = line
+        for call in calls:
+            call["line"] = self._lines.get(call["number"], "")
         path = Path(self.record_dir, f"rank_{self.rank}.json")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,20 +231,27 @@ def _join(
             node_id=invitation.node_id,
             hub=invitation.where,
         )
+        failing.callback(member.close)
         welcome = member.join(assemble.facts(backend, invitation.size, algo, listening), deadline)
         rank = welcome.rank
         try:
             assembled = assemble.assemble("world", member, welcome, listening, forced, deadline)
-        except Exception as error:
+        except Error as symptom:
+            raise member.settle(symptom, 0) from symptom
+        except BaseException as error:
             # The others must not wait for a rank that could not set itself up.
-            member.report(type(error).__name__, f"rank {rank}: init: {error}", [])
+            member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
             raise
         member.attach(assembled.core)
         member.ready(deadline)
         failing.pop_all()
     group = Group("world", list(range(welcome.size)), rank, assembled, member, timeout_s)
     local = [r for r, host in enumerate(assembled.hosts) if host == assembled.hosts[rank]]
-    local_rank = invitation.local_rank if invitation.local_rank is not None else local.index(rank)
+    local_rank = invitation.local_rank
+    if local_rank is None or local_rank >= len(
+        local
+    ):  # unknown, or MSCOMM_HOST_ID divides what the launcher calls one host
+        local_rank = local.index(rank)
     return _World(group, backend, invitation.launcher, local_rank, member, invitation.hub)
 
 
@@ -262,15 +275,22 @@ def release() -> None:
     if world is None or world.pid != os.getpid():
         return
     group = world.group
-    failure = group.core.failure()
-    # First the word, then the end of the links: who still waits for this rank then knows that it left, and was not
-    # lost.
+    unseen: Error | None = None
+    try:
+        group.core.last_look()
+    except Error as symptom:
+        # A mismatch that no call of this rank has met: the others learn of it before this rank says bye.
+        unseen = group.settle(symptom)
+    # First the word, then the end of the links: who still waits for this rank then knows that it left.
     if world.member is not None:
         world.member.leave(group.core.where()[0])
     group.core.close()
-    if failure is not None and not group.raised:
+    failure = group.core.failure()
+    if unseen is None and failure is not None:
         kind, text, ranks, waiting_for, _ = failure
-        raise make(kind, text, ranks, waiting_for)
+        unseen = make(kind, text, ranks, waiting_for)
+    if unseen is not None and not group.raised:
+        raise unseen
 
 
 def is_initialized() -> bool:
@@ -281,7 +301,7 @@ def is_initialized() -> bool:
 def abort(reason: str) -> None:
     """End the job's communication: every rank's current and later calls raise Aborted with this rank and the reason."""
     group = resolve(None)
-    text = f"rank {group.rank} called abort: {reason}"
+    text = _printable(f"rank {group.rank} called abort: {reason}")
     group.raised = True
     if group.member is not None:
         group.member.report("Aborted", text, [group.rank])
@@ -322,7 +342,7 @@ def get_backend(group: Group | str | None = None) -> str:
 
 
 def get_launcher() -> str:
-    """What started this job: "mscomm run", "MS_ROLE", "PMIx", "PMI", or "none" for a job of one."""
+    """What started this job: "mscomm run", "MS_* cluster", "PMIx", "PMI", or "none" for a job of one."""
     resolve(None)
     assert _world is not None
     return _world.launcher
@@ -337,9 +357,11 @@ def resolve(group: Group | str | None) -> Group:
             f"mscomm: this process was forked from a rank (pid {_world.pid}) and is no rank itself;"
             " call mscomm in the parent"
         )
-    if group is None or group is _world.group or group in WORLD_NAMES or group == "world":
+    if group is None or group is _world.group:
         return _world.group
     if isinstance(group, str):
+        if group == "world" or group in WORLD_NAMES:
+            return _world.group
         raise ValueError(f"no group is named {group!r}; there is {_world.group.name}")
     raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
@@ -356,10 +378,8 @@ def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
     """A time-out in seconds: a number or a timedelta, more than 0; inf for none."""
-    if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
     try:
-        seconds = float(timeout)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: {timeout!r} is neither a number of seconds nor a timedelta") from None
     if not seconds > 0:
@@ -369,11 +389,15 @@ def seconds_of(timeout: Any, name: str = "timeout") -> float:
 
 def _caller() -> str:
     """File and line of the first frame outside mscomm."""
-    here = os.path.dirname(__file__)
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _printable(text: str) -> str:
+    """text as the wire can carry it: what is no UTF-8 (file names with stray bytes) in escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _watch_exit() -> None:
@@ -401,11 +425,11 @@ class _TellingHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = _world
         if world is not None and world.pid == os.getpid() and world.member is not None and not world.group.raised:
-            frames = traceback.extract_tb(trace)
+            frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_PACKAGE)]
             where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
             words = "".join(traceback.format_exception_only(kind, error)).strip()
             rank = world.group.rank
-            text = f"rank {rank}: {words}{where}"
+            text = _printable(f"rank {rank}: {words}{where}")
             world.group.raised = True
             world.member.report("Aborted", text, [rank])
             world.group.core.abort("Aborted", [rank], [], text)

@@ -107,11 +107,17 @@ void late_writer_is_harmless() {
   std::fill(after, after + 100, 'a');
   const uint64_t offset = *heap.find(out, 20000);
   CHECK(theirs.begin()[offset] == 'o');
-  heap.withdraw(out, 20000);
+  const uint64_t x_offset = *heap.find(after, 100);
+  heap.withdraw(out, 20000, false);
   std::fill(theirs.begin() + offset, theirs.begin() + offset + 20000, 'X');
   CHECK(std::count(out, out + 20000, 'X') == 0);
   CHECK(std::count(before, before + 100, 'b') == 100);
   CHECK(std::count(after, after + 100, 'a') == 100);
+  auto* x = after;  // read by others in the same call: they must not see what its owner writes afterwards
+  heap.withdraw(x, 100, true);
+  CHECK(std::count(x, x + 100, 'a') == 100);
+  std::fill(x, x + 100, 'n');
+  CHECK(theirs.begin()[x_offset] == 'a');
   CHECK(!heap.find(before, 100));
   CHECK(heap.allocate(8) == nullptr);
   heap.release(out);

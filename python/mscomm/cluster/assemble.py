@@ -21,7 +21,7 @@ from mscomm.cluster import links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, MEMORY, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.errors import PeerLost
+from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
 _ADDRESS_SPACE = 1 << 46  # of the 2^47 bytes of a process, what the heaps of a host may map together
@@ -160,9 +160,10 @@ def assemble(
             control_fd, heap_fds = _exchange_memory(
                 rank, everyone, at.memory, heap_fd, welcome.key, mine, deadline, member, closing
             )
-        link_fds: list[int] = []
+        pidfds, link_fds = _pidfds(rank, hosts, everyone, names), []
         if "mesh" in carriers:
-            link_fds = _connect_mesh(rank, everyone, at.data, welcome.key, mine, deadline, member)
+            with _closing_unless_done(pidfds):
+                link_fds = _connect_mesh(rank, everyone, at.data, welcome.key, mine, deadline, member)
         core = _core.Group(
             name=name,
             rank=rank,
@@ -170,7 +171,7 @@ def assemble(
             epoch=welcome.epoch,
             names=names,
             forced=forced,
-            pidfds=_pidfds(rank, hosts, everyone, names),
+            pidfds=pidfds,
             heap=heap,
             control_fd=control_fd,
             heap_fds=heap_fds,
@@ -222,12 +223,14 @@ def _exchange_memory(
         for sock in came.values():
             closing.callback(sock.close)
         for peer in range(1, size):
-            heap_fds += links.recv_fds(came[peer], 1, deadline)
+            with _reaching(peer):
+                heap_fds += links.recv_fds(came[peer], 1, deadline)
             closing.callback(os.close, heap_fds[-1])
-        for sock in came.values():
-            links.send_fds(sock, [control_fd, *heap_fds], deadline)
+        for peer, sock in came.items():
+            with _reaching(peer):
+                links.send_fds(sock, [control_fd, *heap_fds], deadline)
         return control_fd, heap_fds
-    with links.connect(everyone[0]["memory"], deadline) as sock:
+    with _reaching(0), links.connect(everyone[0]["memory"], deadline) as sock:
         links.greet(sock, key, MEMORY, mine, deadline)
         links.send_fds(sock, [heap_fd], deadline)
         control_fd, *heap_fds = links.recv_fds(sock, 1 + size, deadline)
@@ -250,12 +253,10 @@ def _connect_mesh(
     with _closing_unless_done(fds):
         for peer in range(rank):
             host, port = everyone[peer]["data"]
-            sock = links.connect((host, port), deadline)
-            try:
+            with _reaching(peer), contextlib.ExitStack() as failing:
+                sock = failing.enter_context(links.connect((host, port), deadline))
                 links.greet(sock, key, DATA, mine, deadline)
-            except BaseException:
-                sock.close()
-                raise
+                failing.pop_all()
             fds[peer] = sock.detach()
         for peer, sock in links.accept_all(
             listener, range(rank + 1, len(everyone)), key, DATA, mine, deadline, check=member.check
@@ -278,6 +279,15 @@ def _pidfds(rank: int, hosts: list[int], everyone: list[dict[str, Any]], names: 
             except OSError:  # not in this kernel, or forbidden: the hub tells
                 return fds
     return fds
+
+
+@contextlib.contextmanager
+def _reaching(peer: int) -> Iterator[None]:
+    """Whatever goes wrong on the way to a peer is a symptom of that peer; the hub knows what is behind it."""
+    try:
+        yield
+    except (OSError, Error) as error:
+        raise PeerLost(f"cannot reach rank {peer} during init: {error}", [peer]) from error
 
 
 @contextlib.contextmanager

@@ -163,9 +163,10 @@ class Member:
         except OSError as error:
             self._end(f"it was lost at the end: {error}")
         finally:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the link without a word: to the hub this rank is lost, unless it said bye before."""
         with contextlib.suppress(OSError):  # the other end closed first
             self._frames.sock.shutdown(
                 socket.SHUT_RDWR

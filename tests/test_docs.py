@@ -1,0 +1,104 @@
+"""The documents are true: links lead somewhere, variables and messages are those of the code, and the examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README, GUIDE, ERRORS = ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/errors.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = [(ROOT / "python/mscomm", "*.py"), (ROOT / "csrc", "*.cc"), (ROOT / "src", "*.cc")]
+CODE = "\n".join(path.read_text() for folder, pattern in SOURCES for path in sorted(folder.rglob(pattern)))
+VARIABLE = r"\b(?:MSCOMM|MS|OMPI|PMIX|PMI|MPI|SLURM|JSM|OMP)_[A-Z_]+\b"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as GitHub links them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@each_page
+def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:csrc|src|python|tests|bench|docs|examples)/[\w./-]+)`", prose(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def documented_variables() -> set[str]:
+    """What stands in the first two columns of the guide's tables of variables."""
+    section = re.split(r"^## ", GUIDE.read_text().partition("## Environment variables")[2], maxsplit=1, flags=re.M)[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    return {name for row in rows for cell in row[1:3] for name in re.findall(VARIABLE, cell)}
+
+
+def test_every_documented_variable_occurs_in_the_code() -> None:
+    assert {name for name in documented_variables() if name not in CODE} == set()
+
+
+def test_every_variable_of_ours_in_the_code_is_documented() -> None:
+    not_variables = {"MSCOMM_VERSION", "MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # a macro; values of MS_ROLE
+    ours = set(re.findall(r"\b(?:MSCOMM|MS)_[A-Z_]*[A-Z]\b", CODE)) - not_variables
+    assert ours - documented_variables() == set()
+
+
+def test_every_message_of_the_errors_page_is_in_the_code() -> None:
+    """Headings quote fixed words in backticks; … stands for what changes."""
+    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # literals that go on in the next line
+    headings = "\n".join(re.findall(r"^### (.*)$", ERRORS.read_text(), flags=re.M))
+    quoted = re.findall(r"`(.*?)`", headings)
+    fragments = {part.strip(" ;:,)(") for text in quoted for part in text.split("…")}
+    assert len(quoted) > 80
+    assert {part for part in fragments if part not in joined} == set()
+
+
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_", k)}
+
+
+def test_the_guides_interactive_examples_print_what_it_shows(tmp_path: Path) -> None:
+    session = tmp_path / "session.txt"
+    session.write_text("\n".join(blocks(GUIDE, "pycon")))
+    command = [sys.executable, "-m", "doctest", "-o", "NORMALIZE_WHITESPACE", session]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)
+def test_the_first_program_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text(blocks(page, "python")[0])
+    shown = next(block for block in blocks(page, "console") if "run -n 4 hello.py" in block)
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "4", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(line for line in shown.splitlines() if line.startswith("["))
