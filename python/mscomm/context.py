@@ -47,8 +47,8 @@ def get_context(name: str) -> Any:
 def set_ps_context(*, enable_ssl: bool = False, **options: Any) -> None:
     """How a scheduler and its workers protect their links.
 
-    An explicit enable_ssl=False permits links off loopback without a job key. enable_ssl=True needs TLS, which is not in
-    this release: NotImplementedError.
+    An explicit enable_ssl=False permits links off loopback without a job key. enable_ssl=True needs TLS, which is
+    not in this release: NotImplementedError.
     """
     global _plain_links
     unknown = options.keys() - {"config_file_path", "client_password", "server_password"}
