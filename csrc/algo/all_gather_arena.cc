@@ -24,13 +24,13 @@ void into_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
 void in_chunks(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  const size_t bytes = call.bytes(), count = pieces(bytes, chunk_bytes);
+  const size_t bytes = call.bytes(), count = pieces(bytes, arena.chunk_bytes());
   const uint64_t first = arena.steps();
   bool any_direct = false;
   for (int rank = 0; rank < n; rank++) any_direct |= arena.x_in_heap(rank);
 
   for (size_t k = 0; k < count; k++) {
-    const Range now = piece(bytes, chunk_bytes, k), next = piece(bytes, chunk_bytes, k + 1);
+    const Range now = piece(bytes, arena.chunk_bytes(), k), next = piece(bytes, arena.chunk_bytes(), k + 1);
     if (!arena.x_in_heap(me)) std::memcpy(arena.chunk(me, first + k + 1), call.in() + next.begin, next.bytes());
     for (int i = 0; i < n; i++) {
       const int rank = (me + i) % n;
@@ -59,7 +59,7 @@ void all_gather_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
       std::memcpy(call.result() + static_cast<size_t>(rank) * bytes, arena.tiny(rank), bytes);
     return;
   }
-  if (!arena.x_in_heap(me)) std::memcpy(arena.chunk(me, arena.steps()), call.x, std::min(bytes, chunk_bytes));
+  if (!arena.x_in_heap(me)) std::memcpy(arena.chunk(me, arena.steps()), call.x, std::min(bytes, arena.chunk_bytes()));
   arena.round(wait);
   compare_posts(arena);
   bool outs_in_heap = true;

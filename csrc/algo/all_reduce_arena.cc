@@ -40,14 +40,14 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
 void in_chunks(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  const size_t bytes = call.bytes(), count = pieces(bytes, chunk_bytes);
+  const size_t bytes = call.bytes(), count = pieces(bytes, arena.chunk_bytes());
   const uint64_t first = arena.steps();
   std::vector<const char*> x(static_cast<size_t>(n));  // where it can be read without staging
   std::vector<const void*> in(static_cast<size_t>(n));
   for (int rank = 0; rank < n; rank++) x[static_cast<size_t>(rank)] = arena.at(rank, arena.posted(rank).x_offset, bytes);
 
   for (size_t k = 0; k < count; k++) {
-    const Range chunk = piece(bytes, chunk_bytes, k);
+    const Range chunk = piece(bytes, arena.chunk_bytes(), k);
     const Range mine = part(chunk.bytes(), n, me);
     for (int rank = 0; rank < n; rank++) {
       const char* direct = x[static_cast<size_t>(rank)];
@@ -55,7 +55,7 @@ void in_chunks(const Call& call, const Ranks& ranks, const Wait& wait) {
     }
     reduce_in_order(call.signature, ranks.layout, in.data(), arena.chunk(me, first + k) + mine.begin, mine.bytes());
     if (k + 1 < count && !arena.x_in_heap(me)) {
-      const Range next = piece(bytes, chunk_bytes, k + 1);
+      const Range next = piece(bytes, arena.chunk_bytes(), k + 1);
       std::memcpy(arena.chunk(me, first + k + 1), call.in() + next.begin, next.bytes());
     }
     arena.round(wait);
@@ -83,7 +83,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
     return;
   }
-  if (!arena.x_in_heap(arena.rank())) std::memcpy(arena.chunk(arena.rank(), arena.steps()), call.x, std::min(bytes, chunk_bytes));
+  if (!arena.x_in_heap(arena.rank()))
+    std::memcpy(arena.chunk(arena.rank(), arena.steps()), call.x, std::min(bytes, arena.chunk_bytes()));
   arena.round(wait);
   compare_posts(arena);
   bool all_in_heap = true;

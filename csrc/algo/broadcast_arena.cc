@@ -23,7 +23,7 @@ void broadcast_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.post(call);
   if (sender && bytes && bytes <= tiny_bytes) std::memcpy(arena.tiny(root), call.x, bytes);
   if (sender && bytes > tiny_bytes && !arena.x_in_heap(root))
-    std::memcpy(arena.chunk(root, first), call.x, std::min(bytes, chunk_bytes));
+    std::memcpy(arena.chunk(root, first), call.x, std::min(bytes, arena.chunk_bytes()));
   arena.round(wait);
   compare_posts(arena);
   if (bytes <= tiny_bytes) {
@@ -37,9 +37,9 @@ void broadcast_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     arena.round(wait);  // the root may change x after it returns
     return;
   }
-  const size_t count = pieces(bytes, chunk_bytes);
+  const size_t count = pieces(bytes, arena.chunk_bytes());
   for (size_t k = 0; k < count; k++) {
-    const Range now = piece(bytes, chunk_bytes, k), next = piece(bytes, chunk_bytes, k + 1);
+    const Range now = piece(bytes, arena.chunk_bytes(), k), next = piece(bytes, arena.chunk_bytes(), k + 1);
     if (sender) std::memcpy(arena.chunk(root, first + k + 1), call.in() + next.begin, next.bytes());
     else std::memcpy(call.result() + now.begin, arena.chunk(root, first + k), now.bytes());
     if (k + 1 < count) arena.round(wait);

@@ -17,8 +17,11 @@
 namespace mscomm {
 
 inline constexpr uint64_t not_in_heap = ~uint64_t{0};
-inline constexpr size_t tiny_bytes = 16 << 10;    // up to here a message lies whole in the slot: one round a call
-inline constexpr size_t chunk_bytes = 256 << 10;  // larger ones from foreign memory pass through staging in pieces of this size
+inline constexpr size_t tiny_bytes = 16 << 10;  // up to here a message lies whole in the slot: one round a call
+// Larger ones from foreign memory pass through staging in chunks. Each costs a round: a chunk fits the cache where a round is two
+// cache-line transfers, and is large where a round is a turn of the scheduler.
+inline constexpr size_t chunk_in_cache_bytes = 256 << 10;
+inline constexpr size_t largest_chunk_bytes = 1 << 20;
 inline constexpr int chunks = 3;
 
 // What a rank says about its call before the first round.
@@ -55,10 +58,11 @@ class Arena {
   // Wakes every sleeper of the host, so that it looks around.
   void ring() const;
 
+  size_t chunk_bytes() const { return spin_ ? chunk_in_cache_bytes : largest_chunk_bytes; }
   // Where rank's message of the current call lies when it is tiny.
   char* tiny(int rank) const { return staging(rank) + parity_ * tiny_bytes; }
   // The staging chunk of rank that is number `step` since the group was made; in use until step + chunks.
-  char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
+  char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * largest_chunk_bytes; }
   // Chunk steps taken so far; a call that used n of them adds n, on all ranks alike.
   uint64_t& steps() { return steps_; }
 
@@ -82,7 +86,7 @@ class Arena {
   };
   static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-  static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * chunk_bytes;
+  static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * largest_chunk_bytes;
 
   Gate& gate() const { return *reinterpret_cast<Gate*>(control_.begin()); }
   Slot& slot(int rank) const { return reinterpret_cast<Slot*>(control_.begin() + sizeof(Gate))[rank]; }

@@ -10,8 +10,16 @@ using namespace mscomm;
 namespace {
 
 // Sizes on both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
-constexpr size_t counts[] = {
-    0, 1, 7, 1000, tiny_bytes / 4, tiny_bytes / 4 + 1, chunk_bytes / 4, chunk_bytes / 4 + 3, 3 * chunk_bytes / 4 + 5};
+constexpr size_t counts[] = {0,
+                             1,
+                             7,
+                             1000,
+                             tiny_bytes / 4,
+                             tiny_bytes / 4 + 1,
+                             chunk_in_cache_bytes / 4,
+                             chunk_in_cache_bytes / 4 + 3,
+                             3 * chunk_in_cache_bytes / 4 + 5,
+                             3 * largest_chunk_bytes / 4 + 5};
 
 void calls_in_every_memory(const ThreadRank& me, int size) {
   std::mt19937 random(
