@@ -488,7 +488,7 @@ def test_the_launcher_has_100_ms_to_say_how_a_process_ended():
     court = judge(watched=True)
     court.gone(1, "ended without release", now=0)
     assert court.verdict is None
-    court.process_ended(1, "killed by SIGKILL", now=0.05)
+    court.process_ended(1, "killed by SIGKILL", badly=True, now=0.05)
     assert court.verdict.text == "rank 1 ended without release: killed by SIGKILL"
     court = judge(watched=True)
     court.gone(1, "ended without release", now=0)
@@ -550,7 +550,7 @@ class Job:
         self.thread.join(5)
         assert not self.thread.is_alive()
         for member in self.members:
-            member._close()
+            member.close()
         for end in self.ends.values():
             end.close()
         if self.listener:
@@ -717,7 +717,7 @@ def test_a_member_lost_before_all_had_joined_is_told_to_the_others():
 def test_the_end_of_a_control_link_is_a_lost_rank_with_the_launchers_reason():
     with Job(3, watched=True) as job:
         members = job.joined()
-        members[1][0]._close()
+        members[1][0].close()
         job.hub.process_ended(1, "killed by SIGKILL")
         eventually(lambda: members[0][1].aborts and members[2][1].aborts)
         kind, ranks, waiting_for, text = members[0][1].aborts[0]
@@ -732,6 +732,28 @@ def test_a_process_that_ended_is_lost_though_a_child_of_its_holds_the_link():
         job.hub.process_ended(1, "exit code 3")
         eventually(lambda: members[0][1].aborts)
         assert "exit code 3" in members[0][1].aborts[0][3]
+
+
+def test_a_process_that_ends_badly_after_bye_is_the_first_cause():
+    with Job(3, watched=True) as job:
+        members = job.joined()
+        members[1][0].leave(4)
+        threading.Timer(0.05, job.hub.process_ended, (1, "exit code 3"), {"badly": True}).start()
+        error = members[0][0].settle(errors.PeerLost("rank 1 has left the job", [1]), 5)
+        assert type(error) is errors.PeerLost
+        assert str(error).startswith("rank 1 (pid ")
+        assert str(error).endswith("left the job: exit code 3")
+        eventually(lambda: members[2][1].aborts)
+
+
+def test_needing_a_rank_whose_process_ended_well_is_still_an_error():
+    with Job(2, watched=True) as job:
+        members = job.joined()
+        members[1][0].leave(4)
+        job.hub.process_ended(1, "exit code 0")
+        error = members[0][0].settle(errors.PeerLost("rank 1 has left the job", [1]), 5)
+        assert "exit code" not in str(error)
+        assert error.ranks == (1,)
 
 
 def test_settle_returns_the_first_cause_with_the_symptom_behind_it():
@@ -862,6 +884,63 @@ def test_a_spawned_hub_serves_and_ends_by_itself():
         process.wait()
 
 
+def greeted(address, rank=-1):
+    """A control link that has proved itself and not joined."""
+    sock = links.connect(address, soon())
+    links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
+    return sock
+
+
+def test_a_rank_lost_between_hello_and_join_is_told_to_the_others():
+    with Job(2, tcp=True) as job:
+        greeted(job.listener.getsockname(), rank=1).close()
+        with pytest.raises(errors.PeerLost, match="rank 1 ended before it joined"):
+            job.member(0).join({}, soon())
+
+
+def test_who_never_joins_does_not_keep_the_hub():
+    with Job(2, tcp=True) as job, greeted(job.listener.getsockname()) as lurker:
+        for member, _ in job.joined():
+            member.leave(0)
+        assert job.settled().ok
+        assert "the job is over" in Frames(lurker).receive(soon())["why"]
+
+
+STARTER = """
+import os, socket, sys
+from mscomm.cluster import hub
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    process = hub.spawn(listener, 2, bytes(range(32)), 600.0)
+    print(process.pid, listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("streams", ["open", "closed"])
+def test_a_spawned_hub_ends_when_rank_0_does_and_says_so(streams):
+    code = STARTER if streams == "open" else f"import os\nos.close(2)\n{STARTER}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as starter:
+        pid, port = map(int, starter.stdout.readline().split())
+        member = Member(Frames(greeted(("127.0.0.1", port), rank=1)), key=KEY, rank=1)
+        threading.Timer(0.1, starter.stdin.close).start()
+        with pytest.raises(errors.PeerLost, match="rank 0 ended before it joined"):
+            member.join({}, soon())
+        member.close()
+        eventually(
+            lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        )
+
+
+def test_the_next_spawn_reaps_the_last_hub():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = hub_module.spawn(listener, 1, KEY, 0.01)
+        os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+        second = hub_module.spawn(listener, 1, KEY, 0.01)
+        assert first.returncode is not None
+        second.wait(5)
+
+
 def test_the_hub_does_not_import_numpy():
     code = "import sys, mscomm.cluster.hub; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -962,7 +1041,8 @@ def test_without_a_launcher_it_is_a_job_of_one():
     assert find({"PATH": "/bin"}) is None
 
 
-def test_the_own_launchers_link_is_taken_over():
+def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
+    monkeypatch.setattr(launcher, "_joined", False)
     ours, theirs = socket.socketpair()
     with ours:
         ours.send(KEY)
@@ -972,6 +1052,8 @@ def test_the_own_launchers_link_is_taken_over():
         with invitation.sock as sock:
             assert (invitation.rank, invitation.size, invitation.local_rank, invitation.key) == (1, 4, 1, KEY)
             assert sock.get_inheritable() is False
+        with pytest.raises(errors.BackendUnavailable, match="can join its job once"):
+            launcher.accept(env, soon(), False)
 
 
 @pytest.mark.parametrize(
@@ -1030,6 +1112,29 @@ def test_a_taken_port_is_named_with_what_to_do(tmpdir_env):
             ms_cluster.serve(env)
 
 
+def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, monkeypatch):
+    with listening() as taken:
+        env = {**MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(taken.getsockname()[1])}
+
+    class Served(Exception):
+        pass
+
+    def second(*args):
+        """The first one has bound the port, written its key, and does not listen yet."""
+        monkeypatch.undo()
+        monkeypatch.setattr("tempfile.tempdir", str(tmpdir_env))
+        answer = write_key(*args)
+        with pytest.raises(errors.BackendUnavailable, match="the port is taken"):
+            ms_cluster.serve(env)
+        assert Path(answer[1].path).exists()
+        raise Served
+
+    write_key = security.scheduler_key
+    monkeypatch.setattr(security, "scheduler_key", second)
+    with pytest.raises(Served):
+        ms_cluster.serve(env)
+
+
 WORKER = """
 import os, time
 from mscomm.bootstrap import ms_cluster
@@ -1068,6 +1173,23 @@ def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end
     assert scheduler.returncode == 0, scheduler.stderr
     assert "all 2 workers have left" in scheduler.stdout
     assert not list(tmpdir_env.glob("mscomm-*/*"))
+
+
+@pytest.mark.parametrize("closed", ["closed", "unread"])
+def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed):
+    with listening() as taken:
+        port = str(taken.getsockname()[1])
+    env = {**os.environ, **MS, "MS_WORKER_NUM": "1", "MS_SCHED_PORT": port}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["sh", "-c", 'exec "$0" "$@" >&-'] if closed == "closed" else []
+    scheduler = subprocess.Popen(
+        [*command, sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer
+    )
+    os.close(writer)
+    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "0 1\n", done.stderr
+    assert scheduler.wait(10) == 0
 
 
 def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env):

@@ -165,7 +165,7 @@ def test_a_rank_that_goes_on_after_a_failure_gets_sigterm_then_sigkill(script):
     assert 6 < time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
     body = (
         f"def stop(*_):\n    print('stopping', rank)\n    sys.exit(0)\nsignal.signal({int(number)}, stop)\n"
@@ -195,6 +195,46 @@ def test_the_third_signal_kills(script, tmp_path):
     assert process.wait(timeout=20) == 128 + signal.SIGKILL
 
 
+def test_ranks_that_do_not_follow_a_signal_are_ended(script, tmp_path):
+    body = (
+        "signal.signal(signal.SIGTERM, lambda *_: print('not yet'))\n"
+        f"open(f'{tmp_path}/up', 'w').write('up')\nwhile True: time.sleep(1)"
+    )
+    process = subprocess.Popen([*MSCOMM, "run", "-n", "1", script(body)], stdout=subprocess.PIPE, text=True)
+    appears(tmp_path / "up")
+    process.terminate()
+    out, _ = process.communicate(timeout=20)
+    assert out == "[0] not yet\n" * 2
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(script, tmp_path):
+    body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    process = subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stderr=subprocess.DEVNULL)
+    pids = [int(appears(tmp_path / f"pid{rank}")) for rank in range(2)]
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 5
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_rank_that_raised_is_named_and_not_those_that_lost_it(script):
+    body = "import mscomm\nmscomm.init()\nif rank == 1: raise ValueError('no data')\nmscomm.barrier()"
+    for _ in range(3):
+        done = run("-n", 3, script(body))
+        assert done.returncode == 1
+        assert "rank 1 failed first: exit code 1" in done.stderr
+
+
+def test_a_rank_that_exits_with_a_status_is_lost_to_the_others(script):
+    done = run("-n", 2, script("import mscomm\nmscomm.init()\nif rank == 1: sys.exit(3)\nmscomm.barrier()"))
+    assert done.returncode == 3
+    assert "left the job: exit code 3" in done.stderr
+    assert "rank 1 failed first: exit code 3" in done.stderr
+
+
 @pytest.mark.parametrize("status", [0, 5])
 def test_what_a_rank_started_does_not_stay_behind(script, tmp_path, status):
     body = (
@@ -222,9 +262,41 @@ def test_a_reader_that_goes_away_ends_the_job(script, tmp_path):
         assert not alive(int((tmp_path / f"pid{rank}").read_text()))
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocking):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, blocking)
+    body = (
+        f"if rank == 1: sys.exit(3)\nfor i in range(3000): print('y' * 1000)\nopen('{tmp_path}/done', 'w').write('!')"
+    )
+    with subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(writer)
+        time.sleep(2)  # the pipes are full
+        assert not (tmp_path / "done").exists()
+        with open(reader, "rb") as pipe:
+            assert pipe.read() == (b"[0] " + b"y" * 1000 + b"\n") * 3000
+        assert process.wait(20) == 3
+
+
+def test_a_failure_ends_the_job_though_nobody_reads(script):
+    body = "if rank == 1: sys.exit(3)\nwhile True: print('y' * 1000)"
+    command = [*MSCOMM, "run", "-n", "2", script(body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert b"rank 1 failed first" in process.stderr.read()
+        assert process.wait(30) == 3
+
+
+def test_closed_streams_are_no_trouble(script, tmp_path):
+    body = f"print('x')\nopen('{tmp_path}/done', 'w').write('!')"
+    subprocess.run(
+        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *MSCOMM, "run", "-n", "2", script(body)], timeout=60, check=True
+    )
+    assert (tmp_path / "done").exists()
+
+
 def test_ranks_see_the_end_of_the_control_link_when_the_launcher_dies(script, tmp_path):
     body = (
-        "import socket\n"
+        "import socket\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\n"
         "link = socket.socket(fileno=int(os.environ['MSCOMM_CONTROL_FD']))\n"
         "link.recv(32)\nlink.settimeout(20)\n"

@@ -6,6 +6,7 @@ The process with MS_ROLE=MS_SCHED serves (`serve`); workers connect to it, in wh
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
 from mscomm.bootstrap import Invitation
@@ -155,11 +157,19 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     What stops it from starting (a wrong variable, a port that is taken) is raised.
     """
     settings = read(env)
-    listener = _bind(settings)
-    file = None
-    try:
+    with ExitStack() as stack:
+        claim = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener = stack.enter_context(_bind(settings))
         host, port = listener.getsockname()[:2]
+        try:
+            # Several can bind a port before one listens, and each would write its key file. A name can be bound once:
+            # it has the port's scope, the network namespace, and goes away with the process.
+            claim.bind(f"\0mscomm-sched-{host}-{port}")
+        except OSError as error:
+            raise _cannot_listen(settings, error) from error
         key, file = security.scheduler_key(env, host, port, permit_plain)
+        if file:
+            stack.callback(file.remove)
         try:
             listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
         except OSError as error:
@@ -169,10 +179,6 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         _stop_on_sigterm(hub.stop)
         _log(f"waiting at {host}:{port} for {settings.size} workers")
         outcome = hub.serve()
-    finally:
-        listener.close()
-        if file:
-            file.remove()
     _leave(0 if outcome.ok else 1)
 
 
@@ -209,7 +215,8 @@ def _where(settings: Settings) -> str:
 
 
 def _log(text: str) -> None:
-    print(f"mscomm scheduler: {text}", flush=True)
+    with contextlib.suppress(OSError, ValueError):  # a reader that has gone is no reason to end the job
+        print(f"mscomm scheduler: {text}", flush=True)
 
 
 def _stop_on_sigterm(stop: Callable[[], None]) -> None:
@@ -221,6 +228,7 @@ def _stop_on_sigterm(stop: Callable[[], None]) -> None:
 def _leave(status: int) -> NoReturn:
     """End the process as sys.exit does, but also under pytest, which takes SystemExit for a failed test."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads
+            stream.flush()
     os._exit(status)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,16 +16,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from mscomm.cli.output import Stream, Streams
+from mscomm.cli.output import Output, Stream, Streams
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.security import new_key
 
 REPORT_S = 5.0  # after the first failure the others may report this long, before SIGTERM
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 DRAIN_S = 1.0  # for output that is still in the pipes when all have ended
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+STALLED_S = 10.0  # at the end, a reader that takes nothing for this long gets no more
+FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # the status when nobody reads our output any more
 KILL_AT_SIGNAL = 3  # somebody who presses Ctrl-C three times wants out
+
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl  # looked up here: between fork and exec there is little that is safe to do
 
 
 class CannotStart(Exception):
@@ -66,26 +72,25 @@ class Launch:
         *,
         topo_timeout_s: float,
         log_dir: Path | None = None,
-        stdout: BinaryIO | None = None,
-        stderr: BinaryIO | None = None,
     ) -> None:
         self._command = list(command)
         self._size = size
         self._env = env
         self._topo_timeout_s = topo_timeout_s
         self._log_dir = log_dir
-        self._stdout = stdout or sys.stdout.buffer
-        self._stderr = stderr or sys.stderr.buffer
         self._started = time.monotonic()
         self._processes: list[
             subprocess.Popen[bytes]
         ] = []  # by rank; never reaped before the end, so that their ids stay ours
         self._ends: dict[int, End] = {}
-        self._first: End | None = None
         self._signals = 0
+        self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # what to send to those that still run, and when
+        self._sent_s = float("inf")  # when we first sent a signal: ends from then on may be our work
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
+        self._stdout = Output(1, self._streams.wake)
+        self._stderr = Output(2, self._streams.wake)
 
     def run(self) -> int:
         with ExitStack() as stack:
@@ -98,7 +103,7 @@ class Launch:
                 self._watch(hub)
             except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
                 return PIPE_CLOSED
-        return self._summary()
+        return self._summary(hub.verdict.ranks[:1] if hub.verdict else ())
 
     # -- start
 
@@ -111,6 +116,8 @@ class Launch:
         old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, old_fd)
         for number in (signal.SIGCHLD, *FORWARDED):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
 
@@ -118,7 +125,9 @@ class Launch:
         log = self._open_log("scheduler.log", stack)
 
         def note(text: str) -> None:
-            if log:
+            if not log:
+                return
+            with contextlib.suppress(OSError):  # a full disk is no reason to end the job
                 log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
                 log.flush()
 
@@ -151,6 +160,13 @@ class Launch:
         stack.callback(hub.stop)
 
     def _start_rank(self, rank: int, control_fd: int) -> subprocess.Popen[bytes]:
+        launcher = os.getpid()
+
+        def end_with_launcher() -> None:
+            _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+            if os.getppid() != launcher:  # it ended before the kernel knew
+                os.kill(os.getpid(), signal.SIGKILL)
+
         try:
             return subprocess.Popen(
                 self._command,
@@ -161,6 +177,7 @@ class Launch:
                 bufsize=0,
                 pass_fds=(control_fd,),
                 start_new_session=True,  # a group of its own, which is ended as a whole
+                preexec_fn=end_with_launcher,  # no other thread runs yet
             )
         except OSError as error:
             raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
@@ -183,6 +200,7 @@ class Launch:
             while self._steps and self._steps[0][0] <= time.monotonic():
                 self._send(self._steps.pop(0)[1])
         self._kill_groups()
+        self._streams.take_all()
         until = time.monotonic() + DRAIN_S
         while self._streams and time.monotonic() < until:
             self._turn(max(0.0, until - time.monotonic()))
@@ -193,33 +211,35 @@ class Launch:
 
     def _look_for_ends(self, hub: Hub) -> None:
         """Note who has ended, and leave them unreaped: their process ids cannot be given to others yet."""
-        new = []
+        now = time.monotonic() - self._started
         for rank, process in enumerate(self._processes):
             if rank in self._ends:
                 continue
             info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                self._ends[rank] = end = End(rank, code, time.monotonic() - self._started)
-                new.append(end)
-                hub.process_ended(rank, end.how)
-        failures = [end for end in new if end.code != 0]
-        if failures and self._first is None:
-            # Several in one look: the one that the verdict names, or one that was killed, came before those that
-            # complain.
-            named = hub.verdict.ranks if hub.verdict else ()
-            self._first = min(failures, key=lambda end: (end.rank not in named, end.code > 0, end.rank))
-            now = time.monotonic()
-            self._steps = [(now + REPORT_S, signal.SIGTERM), (now + REPORT_S + TERM_S, signal.SIGKILL)]
+                self._ends[rank] = end = End(rank, code, now)
+                hub.process_ended(rank, end.how, badly=code != 0)
+                if code != 0:
+                    self._end_soon()
+
+    def _end_soon(self) -> None:
+        """Those that still run in REPORT_S are made to end."""
+        if not self._ending:
+            self._ending = True
+            until = time.monotonic() + REPORT_S
+            self._steps = [(until, signal.SIGTERM), (until + TERM_S, signal.SIGKILL)]
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
             if number in FORWARDED:
                 self._signals += 1
                 self._send(signal.SIGKILL if self._signals >= KILL_AT_SIGNAL else signal.Signals(number))
+                self._end_soon()
 
     def _send(self, number: signal.Signals) -> None:
         """To the groups of the ranks that still run."""
+        self._sent_s = min(self._sent_s, time.monotonic() - self._started)
         for rank, process in enumerate(self._processes):
             if rank not in self._ends:
                 os.killpg(process.pid, number)
@@ -238,14 +258,20 @@ class Launch:
             process.wait()
         self._streams.close()
 
-    def _summary(self) -> int:
-        first = self._first
-        if first is None:
-            return 0
-        where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
-        others = [end for end in self._ends.values() if end.code != 0 and end is not first]
-        then = f"; {len(others)} of the other {self._size - 1} ranks then failed or were ended" if others else ""
-        text = f"mscomm run: rank {first.rank} failed first: {first.how} after {first.after_s:.1f} s{then}{where}\n"
-        self._stderr.write(text.encode())
-        self._stderr.flush()
-        return first.status
+    def _summary(self, named: tuple[int, ...]) -> int:
+        """Say who failed first: the rank that the verdict names if it did not end well, else the first that did not."""
+        failed = [end for end in self._ends.values() if end.code != 0]
+        first = min(failed, key=lambda end: self._order(end, named), default=None)
+        if first:
+            where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
+            others = f"{len(failed) - 1} of the other {self._size - 1} ranks"
+            then = f"; {others} then failed or were ended" if len(failed) > 1 else ""
+            text = f"mscomm run: rank {first.rank} failed first: {first.how} after {first.after_s:.1f} s{then}{where}\n"
+            self._stderr.write(text.encode())
+        for output in (self._stdout, self._stderr):
+            output.flush(STALLED_S)
+        return first.status if first else 0
+
+    def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
+        """Of several seen in one look, one that was killed came before those that complain."""
+        return end.after_s >= self._sent_s, end.rank not in named, end.after_s, end.code > 0

@@ -1,27 +1,87 @@
-"""What the ranks write: whole lines behind a rank prefix on the terminal, the bytes as they came in the log files."""
+"""What the ranks write: whole lines behind a rank prefix on the terminal, the bytes as they came in the log files.
+
+Nobody here waits for a reader: an `Output` has a thread that does, and while it has much to write, the ranks' pipes are
+left alone, so that the ranks wait and nothing is lost.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import selectors
+import threading
+from collections.abc import Callable
 from typing import IO, BinaryIO
 
 _LONGEST_LINE_BYTES = 64 << 10  # a longer one, or a progress bar that never ends its line, is shown in pieces
+_FULL_BYTES = 1 << 20  # with this much unwritten an output wants no more
+_PIECE_BYTES = 16 << 10
+
+
+class Output:
+    """Our own stdout or stderr. `wake` is called in the writing thread when there is room again, or no reader."""
+
+    def __init__(self, fd: int, wake: Callable[[], None]) -> None:
+        self._fd = fd
+        self._wake = wake
+        # Guards the bytes; the writing thread and flush() sleep on it.
+        self._news = threading.Condition()
+        self._unwritten = bytearray()
+        self.broken = False  # nobody reads any more
+        threading.Thread(target=self._serve, name="mscomm-output", daemon=True).start()
+
+    @property
+    def full(self) -> bool:
+        return len(self._unwritten) >= _FULL_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Returns at once."""
+        with self._news:
+            if not self.broken:
+                self._unwritten += data
+                self._news.notify_all()
+
+    def flush(self, stalled_s: float) -> None:
+        """Wait until all is written, or the reader has taken nothing for so long."""
+        with self._news:
+            while self._unwritten and self._news.wait(stalled_s):
+                continue
+
+    def _serve(self) -> None:
+        while not self.broken:
+            with self._news:
+                self._news.wait_for(lambda: self._unwritten)
+                piece = bytes(self._unwritten[:_PIECE_BYTES])
+            try:
+                written = os.write(self._fd, piece)
+            except BlockingIOError:  # somebody made it non-blocking
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+                continue
+            except OSError:  # the reader, or the terminal, is gone
+                self.broken, written = True, len(self._unwritten)
+            with self._news:
+                was_full = self.full
+                del self._unwritten[:written]
+                self._news.notify_all()
+            if self.broken or (was_full and not self.full):
+                self._wake()
 
 
 class Stream:
     """One rank's stdout or stderr on its way to ours."""
 
-    def __init__(self, pipe: IO[bytes], rank: int, terminal: BinaryIO, log: BinaryIO | None) -> None:
+    def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: BinaryIO | None) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
+        self.output = output
         self._prefix = f"[{rank}] ".encode()
-        self._terminal = terminal
         self._log = log
         self._line = b""
 
     def pump(self) -> bool:
-        """Pass on what is there; False at the end. BrokenPipeError when nobody reads our own output any more."""
+        """Pass on what is there; False at the end."""
         data = self.pipe.read(64 << 10)
         if data is None:  # nothing there after all
             return True
@@ -32,34 +92,64 @@ class Stream:
         if self._line and (not data or len(self._line) > _LONGEST_LINE_BYTES):
             lines, self._line = [*lines, self._line], b""
         if lines:
-            self._terminal.write(b"".join(self._prefix + line + b"\n" for line in lines))
-            self._terminal.flush()
+            self.output.write(b"".join(self._prefix + line + b"\n" for line in lines))
         return bool(data)
 
 
 class Streams:
-    """All of them, in the launcher's selector."""
+    """All of them, in the launcher's selector. Its turns raise BrokenPipeError when nobody reads our own output."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._open: set[Stream] = set()
+        self._paused: set[Stream] = set()
+        self._may_pause = True
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
     def add(self, stream: Stream) -> None:
         self._open.add(stream)
-        self._selector.register(stream.pipe, selectors.EVENT_READ, lambda: self._pump(stream))
+        self._watch(stream)
+
+    def wake(self) -> None:
+        """Any thread: look at the outputs."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def take_all(self) -> None:
+        """The ranks have ended: what is in the pipes now is not much, and needs no reader."""
+        self._may_pause = False
+        self._resume()
 
     def __bool__(self) -> bool:
         return bool(self._open)
+
+    def _watch(self, stream: Stream) -> None:
+        self._selector.register(stream.pipe, selectors.EVENT_READ, lambda: self._pump(stream))
 
     def _pump(self, stream: Stream) -> None:
         if not stream.pump():
             self._open.remove(stream)
             self._selector.unregister(stream.pipe)
             stream.pipe.close()
+        elif stream.output.full and self._may_pause:
+            self._paused.add(stream)
+            self._selector.unregister(stream.pipe)
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        if any(stream.output.broken for stream in self._open):
+            raise BrokenPipeError
+        self._resume()
+
+    def _resume(self) -> None:
+        for stream in [stream for stream in self._paused if not (stream.output.full and self._may_pause)]:
+            self._paused.remove(stream)
+            self._watch(stream)
 
     def close(self) -> None:
         """Give up on what is still open: only a process that escaped its group can hold it."""
         for stream in self._open:
-            self._selector.unregister(stream.pipe)
+            if stream not in self._paused:
+                self._selector.unregister(stream.pipe)
             stream.pipe.close()
         self._open.clear()

@@ -50,15 +50,21 @@ def command(
         except OSError as error:
             raise click.ClickException(f"--log_dir {log_dir}: {error.strerror}") from error
 
-    from mscomm.cli.launch import PIPE_CLOSED, CannotStart, Launch
+    from mscomm.cli.launch import CannotStart, Launch
 
+    _open_standard_streams()
     try:
         status = Launch(line, size, env, topo_timeout_s=topo_timeout_s, log_dir=log_dir).run()
     except CannotStart as error:
         raise click.ClickException(str(error)) from error
-    if status == PIPE_CLOSED:  # nobody reads: let the interpreter flush into nothing instead of complaining
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def _open_standard_streams() -> None:
+    """What is closed becomes /dev/null, so that no descriptor of ours takes its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
+        continue
+    os.close(fd)
 
 
 def _size(given: dict[str, int | None]) -> int:

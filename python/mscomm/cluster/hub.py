@@ -6,6 +6,7 @@ whom is in docs/design/0001-call.md, "Frames"; judge.py decides which failure co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import mscomm
@@ -42,7 +44,7 @@ class Hub:
     """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
     `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks).
-    `watched`: a launcher calls process_ended for each rank. `log` gets short lines for people.
+    `watched`: a launcher calls process_ended for each rank. `log` gets short lines for people; it must not raise.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class Hub:
         self._watched = watched
         self._log = log or (lambda text: None)
         self._listening = False
-        self._absent: dict[int, str] = {}  # adopted ranks that ended before anybody joined who could be told
+        self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
+        self._starter_gone = False
         self._welcomed = False
         self._ready: set[int | None] = set()
         self._never_began: str | None = None
@@ -77,7 +80,7 @@ class Hub:
         mine = Identity(self._job, version or package_version(), epoch=self._epoch)
         self._door = Door(self._selector, key, CONTROL, mine, range(size), self._enter, self._log)
         # Other threads append orders and send a byte; the hub's thread acts on them.
-        self._orders: deque[tuple[int, str]] = deque()
+        self._orders: deque[tuple[int, str, bool]] = deque()
         self._stopped = False
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
@@ -96,9 +99,13 @@ class Hub:
         require_same_user(sock)
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
-    def process_ended(self, rank: int, how: str) -> None:
+    def started_by(self, rank: int, pidfd: int) -> None:
+        """The rank's process started this hub: when it has ended, nobody is waited for whose link is not here."""
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
+
+    def process_ended(self, rank: int, how: str, *, badly: bool = False) -> None:
         """Any thread: the launcher saw the rank's process end: "killed by SIGKILL", "exit code 1"."""
-        self._orders.append((rank, how))
+        self._orders.append((rank, how, badly))
         self._wake()
 
     def stop(self) -> None:
@@ -129,9 +136,13 @@ class Hub:
         return outcome
 
     def _finished(self) -> bool:
-        if self._stopped or self._board.lines:
+        if self._stopped or any(link.joined or link.adopted for link in self._board.lines):
             return self._stopped
-        return not self._listening or self._welcomed or self._announced or self._never_began is not None
+        if self._welcomed or self._announced or self._never_began is not None:
+            return True  # whatever those do that said hello and never joined
+        if self._board.lines or self._door.expire() is not None:
+            return False
+        return self._starter_gone or not self._listening
 
     def _outcome(self) -> Outcome:
         if self._judge.verdict:
@@ -173,7 +184,10 @@ class Hub:
     def _close(self) -> None:
         self._door.close()
         for link in list(self._board.lines):
-            self._board.drop(link)
+            if link.joined or link.adopted:
+                self._board.drop(link)
+            else:
+                self._refuse(link, f"the job is over: {self._outcome().text}")
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
@@ -187,13 +201,22 @@ class Hub:
     def _woken(self) -> None:
         self._wake_r.recv(4096)
         while self._orders:
-            rank, how = self._orders.popleft()
-            links = [link for link in self._board.lines if link.rank == rank and link.adopted]
+            rank, how, badly = self._orders.popleft()
+            links = [link for link in self._board.lines if link.rank == rank]
             for link in links:
                 self._board.drain(link)  # what it said before it ended counts first
-            self._judge.process_ended(rank, how, time.monotonic())
+            self._judge.process_ended(rank, how, badly, time.monotonic())
             for link in links:
                 self._board.end(link, "")  # a child that it left behind may still hold the other end
+
+    def _starter_ended(self, rank: int, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        self._starter_gone = True
+        for link in [link for link in self._board.lines if link.rank == rank]:
+            self._board.drain(link)
+            self._board.end(link, "")
+        if rank not in self._absent and all(link.rank != rank for link in self._roster):
+            self._lost(rank, f"rank {rank}", "ended before it joined")
 
     # -- what members say
 
@@ -279,14 +302,19 @@ class Hub:
 
     def _ended(self, link: Link, how: str) -> None:
         """A control link is over."""
-        if link.left or not (link.joined or link.adopted):
+        if link.left or (link.rank is None and not link.joined):
             return
+        if not link.joined and any(other.rank == link.rank for other in self._roster):
+            return  # a second one under the name of a rank that is here
         how = how or ("ended without release" if link.joined else "ended before it joined")
+        self._lost(link.number, str(link), how)
+
+    def _lost(self, number: int, name: str, how: str) -> None:
         if not len(self._roster):
-            self._absent[link.number] = how
+            self._absent[number] = how
             return
-        self._log(f"{link} {how}")
-        self._judge.gone(link.number, how, time.monotonic())
+        self._log(f"{name} {how}")
+        self._judge.gone(number, how, time.monotonic())
 
     # -- what the hub says
 
@@ -327,11 +355,12 @@ def _field(message: Message, name: str, kind: type[_T]) -> _T:
 
 
 def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float) -> subprocess.Popen[bytes]:
-    """Start a hub that serves the listener, ranks known, in a process that ends by itself when the job has.
+    """Rank 0: start a hub that serves the listener, ranks known, in a process that ends by itself when the job has.
 
     The key goes through a pipe, so that it stands neither in argv nor in the environment. Nobody has to wait for the
-    process.
+    process: the next spawn reaps it. It has none of our streams: a launcher would wait for their end.
     """
+    import fcntl
     import subprocess
 
     import msgpack
@@ -343,29 +372,46 @@ def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float)
             self.poll()
 
     folders = [os.path.dirname(os.path.dirname(os.path.abspath(str(module.__file__)))) for module in (mscomm, msgpack)]
-    program = "import sys; sys.path += sys.argv[6:]; from mscomm.cluster.hub import main; main(*sys.argv[1:6])"
-    reader, writer = os.pipe()
-    try:
+    program = "import sys; sys.path += sys.argv[5:]; from mscomm.cluster.hub import main; main(*sys.argv[1:5])"
+    _spawned[:] = [process for process in _spawned if process.poll() is None]
+    with ExitStack() as stack:
+        reader, writer = os.pipe()
+        stack.callback(os.close, reader)
+        stack.callback(os.close, writer)
         os.write(writer, key)  # 32 bytes: a pipe takes them at once
-        numbers = [listener.fileno(), reader, size, topo_timeout_s, package_version()]
-        return Detached(
-            [sys.executable, "-I", "-S", "-c", program, *map(str, numbers), *folders],
+        passed = [listener.fileno(), reader]
+        with contextlib.suppress(OSError):  # a kernel without pidfds, or a sandbox that forbids them
+            passed.append(os.pidfd_open(os.getpid()))
+            stack.callback(os.close, passed[-1])
+        # If our standard streams are closed, these may have their numbers, which the child needs for its own.
+        fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
+        for fd in fds:
+            stack.callback(os.close, fd)
+        values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), package_version()]
+        process = Detached(
+            [sys.executable, "-I", "-S", "-c", program, *values, *folders],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=(listener.fileno(), reader),
+            stderr=subprocess.DEVNULL,
+            pass_fds=fds,
             start_new_session=True,  # a signal to the ranks' group must not take away who explains it
         )
-    finally:
-        os.close(reader)
-        os.close(writer)
+    _spawned.append(process)
+    return process
 
 
-def main(listener_fd: str, key_fd: str, size: str, topo_timeout_s: str, version: str) -> None:
+_spawned: list[subprocess.Popen[bytes]] = []  # to be reaped
+
+
+def main(fds: str, size: str, topo_timeout_s: str, version: str) -> None:
     """The spawned process."""
-    with open(int(key_fd), "rb") as pipe:
+    listener_fd, key_fd, *starter = map(int, fds.split(","))
+    with open(key_fd, "rb") as pipe:
         key = pipe.read(32)
-    with socket.socket(fileno=int(listener_fd)) as listener:
+    with socket.socket(fileno=listener_fd) as listener:
         listener.set_inheritable(False)
         hub = Hub(int(size), key=key, topo_timeout_s=float(topo_timeout_s), ranks_known=True, version=version)
         hub.listen(listener)
+        for pidfd in starter:
+            hub.started_by(0, pidfd)
         hub.serve()

@@ -82,7 +82,10 @@ class Judge:
                 text = "; ".join(
                     [*(f"{self._name(lost)} has left the job" for lost in ranks if lost in self._left), text]
                 )
-            self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, (), text)
+            if kind == "PeerLost" and self._watched and set(ranks) & self._left.keys() - self._ends.keys():
+                self._symptoms.append(_Symptom(rank, ranks, text, now + REASON_WITHIN_S))  # how did it end?
+            else:
+                self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, (), text)
         self.look(now)
 
     def here(self, rank: int, place: Place, now: float) -> None:
@@ -107,9 +110,14 @@ class Judge:
             self._question[3].discard(rank)
         self.look(now)
 
-    def process_ended(self, rank: int, how: str, now: float) -> None:
-        """The launcher says how the rank's process ended; alone, without the end of the link, it decides nothing."""
+    def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
+        """The launcher says how the rank's process ended.
+
+        Alone, without the end of the link, it decides nothing; a bad end after bye is the first word of a failure.
+        """
         self._ends[rank] = how
+        if rank in self._left and badly and not self.verdict:
+            self.verdict = Verdict("PeerLost", (rank,), (), f"{self._name(rank)} left the job: {how}")
         self.look(now)
 
     # -- decisions
