@@ -1042,7 +1042,7 @@ def test_without_a_launcher_it_is_a_job_of_one():
 
 
 def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
-    monkeypatch.setattr(launcher, "_joined", False)
+    monkeypatch.setattr(launcher, "_taken", set())
     ours, theirs = socket.socketpair()
     with ours:
         ours.send(KEY)

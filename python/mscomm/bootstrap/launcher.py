@@ -15,7 +15,7 @@ from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable
 
 NAME = "mscomm run"
-_joined = False  # this process took the descriptor, whose number may be somebody else's by now
+_taken: set[int] = set()  # descriptors that this process took over; their numbers may be somebody else's by now
 VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", "MSCOMM_CONTROL_FD")
 
 
@@ -25,17 +25,16 @@ def detect(env: Mapping[str, str]) -> bool:
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
     """Take over the inherited end of the control link and read the job's key from it."""
-    global _joined
-    if _joined:
+    rank, size, local_rank, local_size, fd = (_number(env, name) for name in VARIABLES)
+    if fd in _taken:
         raise BackendUnavailable(
             "mscomm run: a process can join its job once, and this one has: call init() once, and release() at the end"
         )
-    rank, size, local_rank, local_size, fd = (_number(env, name) for name in VARIABLES)
     if not (rank < size and local_rank < local_size <= size):
         values = ", ".join(f"{name}={env[name]}" for name in VARIABLES[:4])
         raise BackendUnavailable(f"mscomm run: {values} do not fit together; leave these variables to the launcher")
     sock = _adopt(fd)
-    _joined = True
+    _taken.add(fd)
     try:
         key = _read_key(sock, deadline)
     except BaseException:
