@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <map>
 #include <memory>
 
 #include "algo/algorithm.h"
@@ -54,63 +56,80 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
 
-// The world, as Python builds it from the facts that the ranks exchanged.
+// A group, as Python builds it from the facts that its ranks exchanged.
 struct Group {
   Recorder recorder;
   const HostBackend* host;
+  std::shared_ptr<Peers> peers;
+  std::vector<int> ranks;
   std::unique_ptr<Communicator> communicator;
 
-  Group(const std::string& name, int rank, std::vector<int> hosts, unsigned epoch, std::vector<std::string> names,
-        const std::vector<std::string>& forced, std::vector<int> pidfds, std::shared_ptr<Heap> heap, int control_fd,
-        const std::vector<int>& heap_fds, bool spin, const std::vector<int>& links, py::function notice) {
-    const auto size = static_cast<int>(names.size());
-    Layout layout{rank, size, std::move(hosts)};
+  // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
+  // failed_fd: an eventfd that is written when a call on the worker's thread has failed; -1: none.
+  Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
+        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, py::function notice,
+        int failed_fd)
+      : peers(std::move(job)), ranks(std::move(members)) {
+    // First, so that the descriptors are closed whatever comes.
+    std::vector<std::optional<Stream>> streams(ranks.size());
+    for (size_t peer = 0; peer < links.size(); peer++)
+      if (links[peer] >= 0) streams[peer].emplace(links[peer], peers->names.at(static_cast<size_t>(ranks[peer])));
+
+    Layout layout{rank, static_cast<int>(ranks.size()), {}};
+    std::map<int, int> numbers;  // hosts of the group, numbered by their lowest rank
+    for (int member : ranks) {
+      const int host = peers->hosts.at(static_cast<size_t>(member));
+      layout.host.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
+    }
     Forced algorithms;
     for (size_t i = 0; i < algorithms.size(); i++) algorithms[i] = forced[i];
 
     std::unique_ptr<Arena> arena;
-    if (control_fd >= 0) {
-      std::vector<Mapping> heaps;
-      for (int fd : heap_fds) heaps.emplace_back(fd, check_memory(fd));
-      arena = std::make_unique<Arena>(rank, size, Mapping(control_fd, check_memory(control_fd)), heap, std::move(heaps), spin);
-    }
+    if (control >= 0) arena = std::make_unique<Arena>(ranks, rank, peers->heaps, static_cast<uint64_t>(control), spin);
     std::unique_ptr<Mesh> mesh;
-    if (!links.empty()) {
-      std::vector<std::optional<Stream>> streams(names.size());
-      for (size_t peer = 0; peer < links.size(); peer++)
-        if (links[peer] >= 0) streams[peer].emplace(links[peer], names[peer]);
-      mesh = std::make_unique<Mesh>(rank, epoch, std::move(streams), [this](uint64_t number) {
+    if (!links.empty())
+      mesh = std::make_unique<Mesh>(ranks, rank, epoch, std::move(streams), [this](uint64_t number) {
         const auto record = recorder.find(number);
         return record ? std::optional(record->signature) : std::nullopt;
       });
-    }
-    auto backend =
-        std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh), std::move(heap));
+    auto backend = std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh));
     host = backend.get();
-    communicator = std::make_unique<Communicator>(
-        name, rank, Communicator::Peers{std::move(names), std::move(pidfds)}, std::move(backend), recorder,
-        Communicator::Hooks{run_pending_signal_handlers, [notice = std::move(notice)](const std::string& text) {
-                              const py::gil_scoped_acquire gil;
-                              notice(text);
-                            }});
+    Communicator::Hooks hooks{run_pending_signal_handlers,
+                              [notice = std::move(notice)](const std::string& text) {
+                                const py::gil_scoped_acquire gil;
+                                notice(text);
+                              },
+                              [failed_fd] {
+                                const uint64_t one = 1;
+                                // Full: the reader has not looked yet, and will.
+                                if (failed_fd >= 0 && write(failed_fd, &one, sizeof one) < 0 && errno != EAGAIN) return;
+                              }};
+    communicator = std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), recorder, std::move(hooks));
   }
 
-  void run(int what, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
-           double timeout_s, uint64_t fused) {
-    Signature signature;
-    signature.fused = fused;
+  Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
+            const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head) const {
+    Call call;
+    Signature& signature = call.signature;
     signature.what = static_cast<Collective>(what);
+    signature.function = static_cast<Function>(function);
     signature.dtype = static_cast<Dtype>(dtype);
     signature.op = static_cast<Op>(op);
     signature.root = root;
-    uint64_t shape[max_dims];
-    const auto dims = x ? static_cast<size_t>(x->ndim()) : 0;
+    signature.digest = digest;
+    signature.head = head;
+    const size_t dims = shape ? shape->size() : x ? static_cast<size_t>(x->ndim()) : 0;
     if (dims > max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions; reshape this one");
-    for (size_t i = 0; i < dims; i++) shape[i] = static_cast<uint64_t>(x->shape(static_cast<py::ssize_t>(i)));
-    const void* from = x ? x->data() : nullptr;
-    void* to = out ? out->mutable_data() : nullptr;
-    const py::gil_scoped_release unlocked;
-    communicator->run(signature, {shape, dims}, from, to, timeout_s);
+    signature.dims = static_cast<uint8_t>(dims);
+    signature.count = signature.what != Collective::barrier;
+    for (size_t i = 0; i < dims; i++) {
+      signature.shape[i] = shape ? (*shape)[i] : static_cast<uint64_t>(x->shape(static_cast<py::ssize_t>(i)));
+      signature.count *= signature.shape[i];
+    }
+    if (x) call.x = x->data(), call.x_bytes = static_cast<size_t>(x->nbytes());
+    if (out) call.out = out->mutable_data(), call.out_bytes = static_cast<size_t>(out->nbytes());
+    call.counts = std::move(counts);
+    return call;
   }
 };
 
@@ -176,19 +195,65 @@ PYBIND11_MODULE(_core, module) {
     const Algorithm& row = select(static_cast<Collective>(what), layout, names);
     return py::make_tuple(std::string(row.name), row.carrier == Carrier::arena ? "arena" : "mesh");
   });
-  module.def("make_control", [](int size) { return make_memory("mscomm-control", Arena::control_bytes(size)); });
+  module.attr("functions") = as_strings(functions);
   module.def("make_heap", &make_heap);
 
-  py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap").def("allocate", &allocate).def("in_use", &Heap::in_use);
+  py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap")
+      .def("allocate", &allocate)
+      .def("in_use", &Heap::in_use)
+      .def("retire", &Heap::retire)
+      .def("reserve_control", [](Heap& heap, int size) { return Arena::reserve(heap, size); })
+      .def("release_control", [](Heap& heap, uint64_t control, int size) { Arena::release(heap, control, size); });
+
+  py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers")
+      .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds,
+                       std::shared_ptr<Heap> heap, const std::vector<int>& heap_fds) {
+             std::shared_ptr<Heaps> heaps;
+             auto peers = [&] {
+               return std::make_shared<Peers>(rank, std::move(names), std::move(hosts), std::move(pidfds), std::move(heaps));
+             };
+             if (!heap) return peers();
+             std::vector<Mapping> others(heap_fds.size());
+             for (size_t peer = 0; peer < heap_fds.size(); peer++)
+               if (heap_fds[peer] >= 0) others[peer] = Mapping(heap_fds[peer], check_memory(heap_fds[peer]));
+             heaps = std::make_shared<Heaps>(rank, std::move(heap), std::move(others));
+             return peers();
+           }),
+           py::kw_only(), py::arg("rank"), py::arg("names"), py::arg("hosts"), py::arg("pidfds"), py::arg("heap"),
+           py::arg("heap_fds"));
+
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+      .def("done", &Work::done)
+      .def("wait",
+           [](Work& work, double timeout_s) {
+             const py::gil_scoped_release unlocked;
+             return work.wait(timeout_s);
+           })
+      .def("check", [](const Work& work) {
+        if (const auto error = work.error()) throw *error;
+      });
 
   py::class_<Group>(module, "Group")
-      .def(py::init<const std::string&, int, std::vector<int>, unsigned, std::vector<std::string>,
-                    const std::vector<std::string>&, std::vector<int>, std::shared_ptr<Heap>, int, const std::vector<int>&, bool,
-                    const std::vector<int>&, py::function>(),
-           py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("hosts"), py::arg("epoch"), py::arg("names"),
-           py::arg("forced"), py::arg("pidfds"), py::arg("heap"), py::arg("control_fd"), py::arg("heap_fds"), py::arg("spin"),
-           py::arg("links"), py::arg("notice"))
-      .def("run", &Group::run)
+      .def(py::init<const std::string&, std::shared_ptr<Peers>, std::vector<int>, int, unsigned, const std::vector<std::string>&,
+                    int64_t, bool, const std::vector<int>&, py::function, int>(),
+           py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("rank"), py::arg("epoch"),
+           py::arg("forced"), py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("notice"), py::arg("failed_fd"))
+      .def("run",
+           [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
+              std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
+              std::vector<uint64_t> counts, uint64_t digest, bool head) {
+             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
+             const py::gil_scoped_release unlocked;
+             group.communicator->run(std::move(call), timeout_s);
+           })
+      .def("start",
+           [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
+              std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
+              std::vector<uint64_t> counts, uint64_t digest, bool head) {
+             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
+             const py::gil_scoped_release unlocked;
+             return group.communicator->start(std::move(call), timeout_s);
+           })
       .def("abort",
            [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
               const std::string& text) {
@@ -215,6 +280,11 @@ PYBIND11_MODULE(_core, module) {
              for (const auto& [what, algorithm] : group.host->chosen())
                names[py::str(std::string(what))] = std::string(algorithm);
              return names;
+           })
+      .def("carried",
+           [](const Group& group) {
+             return py::dict(py::arg("arena") = group.host->carried().arena.load(),
+                             py::arg("mesh") = group.host->carried().mesh.load());
            })
       .def("lost_wakes",
            [](const Group& group) { return group.host->arena() ? group.host->arena()->lost_wakes() : uint64_t{0}; });

@@ -68,6 +68,31 @@ Range part(size_t bytes, int parts, int index);
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
+// Where each rank's part of a longer message lies, in bytes.
+class Blocks {
+ public:
+  // n parts of the same size.
+  Blocks(size_t each_bytes, int n);
+  // counts: elements of each part; stride: between two that count.
+  Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes);
+
+  // The result of all_gather and gather, by source.
+  static Blocks gathered(const Call& call, int n);
+  // What reduce_scatter and scatter divide, by destination.
+  static Blocks divided(const Call& call, int n);
+  // all_to_all: what `rank` sends, by destination, and what it gets, by source.
+  static Blocks sent_by(const Call& call, int n, int rank);
+  static Blocks got_by(const Call& call, int n, int rank);
+
+  size_t begin(int rank) const { return rank == 0 ? 0 : ends_[static_cast<size_t>(rank) - 1]; }
+  size_t bytes(int rank) const { return ends_[static_cast<size_t>(rank)] - begin(rank); }
+  size_t total() const { return ends_.back(); }
+  size_t largest() const;
+
+ private:
+  std::vector<size_t> ends_;
+};
+
 // Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts by lowest rank, partial
 // results in the accumulator type. out may be one of the in.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);

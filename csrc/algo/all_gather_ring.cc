@@ -8,12 +8,12 @@ namespace mscomm {
 void all_gather_ring(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
-  const size_t bytes = call.bytes();
-  const auto block = [&](int index) { return call.result() + static_cast<size_t>(((index % n) + n) % n) * bytes; };
-  if (bytes) std::memcpy(block(me), call.x, bytes);
+  const Blocks blocks = Blocks::gathered(call, n);
+  if (call.x_bytes) std::memcpy(call.result() + blocks.begin(me), call.x, call.x_bytes);
   for (int step = 0; step < n - 1; step++) {
-    const Piece out{(me + 1) % n, block(me - step), bytes};
-    const Piece in{(me - 1 + n) % n, block(me - step - 1), bytes};
+    const int sent = (me - step + n) % n, got = (me - step - 1 + n) % n;
+    const Piece out{(me + 1) % n, call.result() + blocks.begin(sent), blocks.bytes(sent)};
+    const Piece in{(me - 1 + n) % n, call.result() + blocks.begin(got), blocks.bytes(got)};
     mesh.exchange({&out, 1}, {&in, 1}, wait);
   }
 }

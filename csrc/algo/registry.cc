@@ -95,6 +95,40 @@ Range piece(size_t bytes, size_t piece_bytes, size_t index) {
 
 size_t pieces(size_t bytes, size_t piece_bytes) { return (bytes + piece_bytes - 1) / piece_bytes; }
 
+Blocks::Blocks(size_t each_bytes, int n) {
+  for (int rank = 1; rank <= n; rank++) ends_.push_back(static_cast<size_t>(rank) * each_bytes);
+}
+
+Blocks::Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes) {
+  size_t end = 0;
+  for (size_t rank = 0; rank < static_cast<size_t>(n); rank++) ends_.push_back(end += counts[rank * stride] * element_bytes);
+}
+
+size_t Blocks::largest() const {
+  size_t most = 0;
+  for (size_t rank = 0; rank < ends_.size(); rank++) most = std::max(most, bytes(static_cast<int>(rank)));
+  return most;
+}
+
+Blocks Blocks::gathered(const Call& call, int n) {
+  return call.counts.empty() ? Blocks(call.bytes(), n) : Blocks(call.counts.data(), n, 1, call.element_bytes());
+}
+
+Blocks Blocks::divided(const Call& call, int n) {
+  return call.counts.empty() ? Blocks(call.bytes() / static_cast<size_t>(n), n)
+                             : Blocks(call.counts.data(), n, 1, call.element_bytes());
+}
+
+Blocks Blocks::sent_by(const Call& call, int n, int rank) {
+  if (call.counts.empty()) return divided(call, n);
+  return Blocks(call.counts.data() + static_cast<size_t>(rank) * static_cast<size_t>(n), n, 1, call.element_bytes());
+}
+
+Blocks Blocks::got_by(const Call& call, int n, int rank) {
+  if (call.counts.empty()) return divided(call, n);
+  return Blocks(call.counts.data() + static_cast<size_t>(rank), n, static_cast<size_t>(n), call.element_bytes());
+}
+
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes) {
   const Reduction& row = reduction(signature.dtype, signature.op);
   const size_t count = bytes / row.element_bytes;

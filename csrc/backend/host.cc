@@ -6,9 +6,8 @@
 
 namespace mscomm {
 
-HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh,
-                         std::shared_ptr<Heap> heap)
-    : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)), heap_(std::move(heap)) {
+HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh)
+    : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)) {
   for (size_t what = 0; what < collectives.size(); what++) {
     chosen_[what] = &select(static_cast<Collective>(what), layout_, forced);
     if (layout_.size == 1) continue;
@@ -20,12 +19,14 @@ HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> ar
 
 void HostBackend::run(const Call& call, const Wait& wait) {
   if (layout_.size == 1) {
-    if (call.out != call.x && call.bytes()) std::memcpy(call.out, call.x, call.bytes());
+    if (call.out && call.out != call.x && call.out_bytes) std::memcpy(call.out, call.x, call.out_bytes);
     return;
   }
   const DefaultFloatMode mode;
   const Algorithm& algorithm = *chosen_[static_cast<size_t>(call.signature.what)];
-  if (algorithm.carrier == Carrier::mesh) mesh_->begin(call.signature);
+  const bool by_mesh = algorithm.carrier == Carrier::mesh;
+  (by_mesh ? carried_.mesh : carried_.arena) += call.x_bytes + call.out_bytes;
+  if (by_mesh) mesh_->begin(call.signature);
   algorithm.run(call, {layout_, arena_.get(), mesh_.get(), scratch_}, wait);
 }
 
@@ -35,11 +36,7 @@ void HostBackend::shut_down() {
 }
 
 void HostBackend::withdraw(const Call& call) {
-  if (!arena_) return;
-  // A peer that is late in this call may still read x and write out; tiny messages lie in slots, where nobody else looks.
-  const bool tiny = call.bytes() <= tiny_bytes;
-  heap_->withdraw(call.out, tiny ? 0 : arena_->out_bytes(call), false);
-  if (call.x != call.out) heap_->withdraw(call.x, tiny ? 0 : call.bytes(), true);
+  if (arena_) arena_->withdraw(call);
 }
 
 void HostBackend::last_look() {

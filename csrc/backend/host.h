@@ -1,6 +1,7 @@
 // The cpu backend: picks an algorithm and gives it the arena or the mesh.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -11,7 +12,7 @@ namespace mscomm {
 
 class HostBackend final : public Backend {
  public:
-  HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh, std::shared_ptr<Heap> heap);
+  HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh);
 
   void run(const Call& call, const Wait& wait) override;
   void shut_down() override;
@@ -24,13 +25,18 @@ class HostBackend final : public Backend {
   // Which algorithm runs each collective, by name.
   std::vector<std::pair<std::string_view, std::string_view>> chosen() const;
   const Arena* arena() const { return arena_.get(); }
+  // Bytes of x and out of all calls so far, by what carried them.
+  struct Carried {
+    std::atomic<uint64_t> arena{0}, mesh{0};
+  };
+  const Carried& carried() const { return carried_; }
 
  private:
   Layout layout_;
   std::array<const Algorithm*, collectives.size()> chosen_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Mesh> mesh_;
-  std::shared_ptr<Heap> heap_;
+  Carried carried_;
   std::vector<char> scratch_;
 };
 

@@ -6,17 +6,18 @@ namespace mscomm {
 
 std::string Signature::text() const {
   if (!valid()) return "a call that this version does not know";
-  std::string text = std::string(name(what)) + " #" + std::to_string(number);
+  std::string text = std::string(name(function)) + " #" + std::to_string(number);
   if (what == Collective::barrier) return text;
-  text += " (" + std::string(name(dtype)) + "[";
+  text += head ? " (ahead of the data: " : " (";
+  text += std::string(name(dtype)) + "[";
   for (int i = 0; i < dims; i++) text += (i ? ", " : "") + std::to_string(shape[i]);
   text += "]";
-  if (what == Collective::all_reduce) text += ", " + std::string(name(op));
+  if (reduces(what)) text += ", " + std::string(name(op));
   if (root >= 0) text += ", root " + std::to_string(root);
-  if (fused) {
-    char digest[32];
-    std::snprintf(digest, sizeof digest, ", fused %08x", static_cast<unsigned>(fused >> 32 ^ fused));
-    text += digest;
+  if (digest) {
+    char digits[32];
+    std::snprintf(digits, sizeof digits, ", digest %08x", static_cast<unsigned>(digest >> 32 ^ digest));
+    text += digits;
   }
   return text + ")";
 }

@@ -20,24 +20,37 @@ struct Signature {
   Op op = Op::sum;
   uint8_t dims = 0;
   int32_t root = -1;   // -1: the collective has none
-  uint64_t count = 0;  // elements of x
+  uint64_t count = 0;  // the product of shape
+  // Of x, where it is the same on all ranks; in the uneven forms axis 0 is the sum over the ranks, or 0 where no rank knows it.
   uint64_t shape[max_dims] = {};
-  uint64_t fused = 0;  // of a fused call: a digest of the arrays' shapes and types; 0: one array
+  uint64_t digest = 0;  // of what else must agree: the arrays of a fused call, the counts of an uneven one; 0: nothing else
+  Function function = Function::barrier;
+  uint8_t head = 0;  // 1: not the data, but the counts or the shape that go ahead of it
+  uint8_t zero[6] = {};
 
   bool operator==(const Signature&) const = default;
-  bool valid() const { return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims; }
+  bool valid() const {
+    return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
+           function <= Function::broadcast_object && head <= 1;
+  }
   // "all_reduce #17 (float32[1024, 3], sum)"
   std::string text() const;
 };
-static_assert(sizeof(Signature) == 128);
+static_assert(sizeof(Signature) == 136);
 
 struct Call {
   Signature signature;
-  const void* x = nullptr;
-  void* out = nullptr;
-  size_t element_bytes = 1;
+  const void* x = nullptr;  // nullptr: this rank gives nothing
+  size_t x_bytes = 0;
+  void* out = nullptr;  // nullptr: this rank gets nothing
+  size_t out_bytes = 0;
+  // Of the uneven forms: elements of each rank's part; of all_to_all from each rank to each, n x n, a row a sender. Equal on all
+  // ranks. Empty: all parts are alike.
+  std::vector<uint64_t> counts{};
 
-  size_t bytes() const { return signature.count * element_bytes; }
+  size_t element_bytes() const { return size_of(signature.dtype); }
+  // Of the message that the signature describes.
+  size_t bytes() const { return signature.count * element_bytes(); }
   const char* in() const { return static_cast<const char*>(x); }
   char* result() const { return static_cast<char*>(out); }
 };

@@ -28,7 +28,30 @@ enum class Dtype : uint8_t {
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
 
-enum class Collective : uint8_t { all_reduce, all_gather, broadcast, barrier };
+// How bytes move among the ranks of a group: what algorithms implement.
+enum class Collective : uint8_t { all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier };
+
+// What the user called, for comparison between ranks and for messages. Most are the collective of that name; the others take one
+// or two collectives, see python/mscomm/collectives.py.
+enum class Function : uint8_t {
+  all_reduce,
+  all_gather,
+  reduce_scatter,
+  broadcast,
+  reduce,
+  gather,
+  scatter,
+  all_to_all,
+  barrier,
+  all_reduce_many,
+  all_gather_v,
+  reduce_scatter_v,
+  gather_v,
+  scatter_v,
+  all_to_all_v,
+  all_gather_object,
+  broadcast_object,
+};
 
 struct DtypeRow {
   std::string_view name;
@@ -54,11 +77,21 @@ inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"complex128", 16},
 }};
 inline constexpr std::array<std::string_view, 8> ops{"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"};
-inline constexpr std::array<std::string_view, 4> collectives{"all_reduce", "all_gather", "broadcast", "barrier"};
+inline constexpr std::array<std::string_view, 9> collectives{
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"};
+inline constexpr std::array<std::string_view, 17> functions{
+    "all_reduce", "all_gather",      "reduce_scatter", "broadcast",    "reduce",  "gather",
+    "scatter",    "all_to_all",      "barrier",        "all_reduce_many", "all_gather_v", "reduce_scatter_v",
+    "gather_v",   "scatter_v",       "all_to_all_v",   "all_gather_object", "broadcast_object"};
 
 constexpr std::string_view name(Dtype dtype) { return dtypes[static_cast<size_t>(dtype)].name; }
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
+constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
+// Whether the collective combines elements by an operation.
+constexpr bool reduces(Collective what) {
+  return what == Collective::all_reduce || what == Collective::reduce_scatter || what == Collective::reduce;
+}
 constexpr size_t size_of(Dtype dtype) { return dtypes[static_cast<size_t>(dtype)].bytes; }
 
 }  // namespace mscomm

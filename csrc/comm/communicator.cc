@@ -2,15 +2,22 @@
 
 #include <poll.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <utility>
 
 namespace mscomm {
 
 namespace {
+
+// What the interrupt hook threw.
+struct Interrupted {
+  std::exception_ptr cause;
+};
+
+thread_local bool worker_thread = false;
 
 constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
@@ -47,15 +54,35 @@ class Communicator::Caller {
   Communicator& group_;
 };
 
-Communicator::Communicator(std::string group, int rank, Peers peers, std::unique_ptr<Backend> backend, Recorder& recorder,
-                           Hooks hooks)
+bool Work::wait(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  return ended_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
+}
+
+std::optional<Error> Work::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Work::end(std::optional<Error> error) {
+  {
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+    done_ = true;
+  }
+  ended_.notify_all();
+}
+
+Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
+                           std::unique_ptr<Backend> backend, Recorder& recorder, Hooks hooks)
     : group_(std::move(group)),
+      ranks_(std::move(ranks)),
       rank_(rank),
       peers_(std::move(peers)),
       backend_(std::move(backend)),
       recorder_(recorder),
       hooks_(std::move(hooks)),
-      left_(peers_.names.size()) {
+      left_(ranks_.size()) {
   static const int registered = pthread_atfork(before_fork, after_fork, in_child);
   if (registered != 0) throw system_error("pthread_atfork", registered);
   const std::lock_guard lock(all_mutex);
@@ -67,27 +94,78 @@ Communicator::~Communicator() {
     const std::lock_guard lock(all_mutex);
     std::erase(all, this);
   }
-  for (int fd : peers_.pidfds)
-    if (fd >= 0) ::close(fd);
+  if (!worker_) return;
+  abort({Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
+  stop_worker();
 }
 
-void Communicator::run(Signature signature, std::span<const uint64_t> shape, const void* x, void* out, double timeout_s) {
+void Communicator::stop_worker() {
+  {
+    const std::lock_guard lock(turn_mutex_);
+    stopping_ = true;
+  }
+  turn_.notify_all();
+  worker_->join();
+  worker_.reset();
+}
+
+uint64_t Communicator::next_number() {
   if (forked_)
-    throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(rank_) +
+    throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(in_job(rank_)) +
                                     " and is no rank itself; call mscomm in the parent");
+  if (broken()) throw_failure();
+  return next_++;
+}
+
+void Communicator::run(Call call, double timeout_s) {
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
   {
     const std::lock_guard lock(turn_mutex_);
-    if (broken()) throw_failure();
-    signature.number = next_++;
+    call.signature.number = next_number();
   }
-  signature.dims = static_cast<uint8_t>(shape.size());
-  std::copy(shape.begin(), shape.end(), signature.shape);
-  signature.count = 1;
-  for (uint64_t extent : shape) signature.count *= extent;
-  if (signature.what == Collective::barrier) signature.count = 0;
-  execute({signature, x, out, size_of(signature.dtype)}, deadline);
+  execute(call, deadline);
+}
+
+std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
+  const auto work = std::make_shared<Work>();
+  {
+    const std::lock_guard lock(turn_mutex_);
+    call.signature.number = next_number();
+    if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
+    jobs_.push_back({std::move(call), Deadline(timeout_s), work});
+    callers_++;
+  }
+  turn_.notify_all();
+  return work;
+}
+
+// The worker's thread. It never calls Python: at the end of the process that could not return.
+void Communicator::work() {
+  worker_thread = true;
+  while (true) {
+    std::optional<Job> job;
+    {
+      std::unique_lock lock(turn_mutex_);
+      turn_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;
+      job.emplace(std::move(jobs_.front()));
+      jobs_.pop_front();
+    }
+    std::optional<Error> failure;
+    try {
+      execute(job->call, job->deadline);
+    } catch (const Error& error) {
+      failure = error;
+    }
+    job->work->end(failure);
+    if (failure && hooks_.failed) hooks_.failed();
+    {
+      const std::lock_guard lock(turn_mutex_);
+      callers_--;
+    }
+    turn_.notify_all();
+  }
 }
 
 // THE catch: whatever ends a call early ends it here.
@@ -105,14 +183,16 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
   } catch (const Error& error) {
     fail(call, error);
   } catch (const std::bad_alloc&) {
-    fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(rank_)));
-  } catch (...) {
+    fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_))));
+  } catch (const Interrupted& interrupted) {
     // Python's own exception, from a signal handler: it passes through as it is, the peers get its meaning.
     try {
-      fail(call, Error("Aborted", peers_.names[static_cast<size_t>(rank_)] + " was interrupted in " + current(), {rank_}));
+      fail(call, Error("Aborted", name_of(rank_) + " was interrupted in " + current(), {in_job(rank_)}));
     } catch (const Error&) {
     }
-    throw;
+    std::rethrow_exception(interrupted.cause);
+  } catch (const std::exception& error) {
+    fail(call, Error("Error", current() + " on " + name_of(rank_) + ": " + error.what()));
   }
   recorder_.end(number, Record::State::done);
   {
@@ -161,7 +241,8 @@ void Communicator::abort(Failure failure) {
 
 void Communicator::left(int rank) {
   const std::lock_guard lock(state_mutex_);
-  if (rank >= 0 && rank < size()) left_[static_cast<size_t>(rank)] = true;
+  for (int i = 0; i < size(); i++)
+    if (in_job(i) == rank) left_[static_cast<size_t>(i)] = true;
 }
 
 Where Communicator::where() const {
@@ -192,8 +273,7 @@ void Communicator::close() {
   std::unique_lock turn(turn_mutex_);
   if (callers_ > 0) {
     turn.unlock();
-    abort({Error("Aborted", "rank " + std::to_string(rank_) + " released the group while " + current() + " was running", {rank_}),
-           false});
+    abort({Error("Aborted", name_of(rank_) + " released the group while " + current() + " was running", {in_job(rank_)}), false});
     turn.lock();
     // They leave at their next bounded wake; one that does not is this thread itself, in a signal handler.
     if (!turn_.wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
@@ -206,6 +286,8 @@ void Communicator::close() {
     closed_ = true;
     broken_ = true;  // later calls find it released
   }
+  turn.unlock();
+  if (worker_) stop_worker();
   if (whole) backend_->close();
 }
 
@@ -215,9 +297,15 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
   if (deadline.passed())
     throw Error("CollectiveTimeout",
                 current() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(ranks), {},
-                ranks);
+                in_job(ranks));
   look_for_the_dead(ranks, missing);
-  if (hooks_.interrupt) hooks_.interrupt();
+  if (hooks_.interrupt && !worker_thread) {
+    try {
+      hooks_.interrupt();
+    } catch (...) {
+      throw Interrupted{std::current_exception()};
+    }
+  }
   const double waited_s = seconds_since(deadline.start());
   if (waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
 }
@@ -232,7 +320,7 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
       if (left_[static_cast<size_t>(rank)]) gone.emplace_back(rank, " has left the job, but ");
   }
   std::vector<pollfd> lives;
-  for (int rank : ranks) lives.push_back({peers_.pidfds[static_cast<size_t>(rank)], POLLIN, 0});
+  for (int rank : ranks) lives.push_back({peers_->pidfds[static_cast<size_t>(in_job(rank))], POLLIN, 0});
   const int ended = poll(lives.data(), lives.size(), 0);
   for (size_t i = 0; ended > 0 && i < lives.size(); i++)
     if (lives[i].revents & POLLIN) gone.emplace_back(ranks[i], " ended, but ");
@@ -241,7 +329,7 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
   const std::vector<int> still = missing();
   for (const auto& [rank, how] : gone)
     if (std::find(still.begin(), still.end(), rank) != still.end())
-      throw peer_lost(rank, peers_.names[static_cast<size_t>(rank)] + how + current() + " waits for it");
+      throw peer_lost(in_job(rank), name_of(rank) + how + current() + " waits for it");
 }
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing) {
@@ -250,7 +338,8 @@ void Communicator::say_waiting(double waited_s, const std::vector<int>& missing)
   int speaker = 0;
   while (std::find(missing.begin(), missing.end(), speaker) != missing.end()) speaker++;
   if (!hooks_.notice || (backend_->waiters_see_all() && speaker != rank_)) return;
-  hooks_.notice("mscomm: rank " + std::to_string(rank_) + ": " + current() + " has waited " + seconds_text(waited_s) + " for " +
+  const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
+  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " + seconds_text(waited_s) + " for " +
                 named(missing));
 }
 
@@ -269,9 +358,10 @@ Error Communicator::differing(const Differs& differs) const {
   for (size_t i = 0; i < kinds.size(); i++) {
     const auto& ranks = kinds[i].second;
     text += (i ? "; " : "") + std::string(ranks.size() > 1 ? "ranks " : "rank ");
-    for (size_t k = 0; k < ranks.size(); k++) text += (k ? ", " : "") + std::to_string(ranks[k]);
+    for (size_t k = 0; k < ranks.size(); k++) text += (k ? ", " : "") + std::to_string(in_job(ranks[k]));
     text += " called " + kinds[i].first.text();
-    if (i) others.insert(others.end(), ranks.begin(), ranks.end());
+    for (int rank : ranks)
+      if (i) others.push_back(in_job(rank));
   }
   return {"Mismatch", text + ". Every rank must make the same calls in the same order, with the same shapes, types and options",
           others};
@@ -280,16 +370,21 @@ Error Communicator::differing(const Differs& differs) const {
 std::string Communicator::current() const {
   const auto last = recorder_.last();
   if (!last) return "the first call";
-  std::string text(name(last->signature.what));
+  std::string text(name(last->signature.function));
   text += " #" + std::to_string(last->signature.number);
   if (last->signature.what == Collective::barrier) return text;
   return text + " (" + in_units(last->signature.count * size_of(last->signature.dtype)) + ")";
 }
 
+std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
+  for (int& rank : ranks) rank = in_job(rank);
+  return ranks;
+}
+
 std::string Communicator::named(const std::vector<int>& ranks) const {
   if (ranks.empty()) return "an earlier call of this rank";
   std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 16; i++) text += (i ? ", " : "") + peers_.names[static_cast<size_t>(ranks[i])];
+  for (size_t i = 0; i < ranks.size() && i < 16; i++) text += (i ? ", " : "") + name_of(ranks[i]);
   return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;
 }
 
@@ -300,8 +395,8 @@ void Communicator::in_child() {
   for (Communicator* communicator : all) {
     communicator->forked_ = true;
     communicator->backend_->close_descriptors();
-    for (int& fd : communicator->peers_.pidfds)
-      if (fd >= 0) ::close(std::exchange(fd, -1));
+    communicator->peers_->close_descriptors();
+    communicator->worker_.release();  // the thread is the parent's
   }
   all_mutex.unlock();
 }

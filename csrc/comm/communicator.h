@@ -3,16 +3,19 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "backend/backend.h"
 #include "base/error.h"
+#include "comm/peers.h"
 #include "comm/recorder.h"
 #include "net/wait.h"
 
@@ -31,31 +34,53 @@ struct Where {
   std::string text;
 };
 
+// A call that runs on the group's worker thread.
+class Work {
+ public:
+  // Whether it has ended, well or not.
+  bool done() const { return done_.load(); }
+  // Waits at most that long; false if it has not ended then.
+  bool wait(double timeout_s);
+  // The error that it ended with.
+  std::optional<Error> error() const;
+
+ private:
+  friend class Communicator;
+  void end(std::optional<Error> error);
+
+  mutable std::mutex mutex_;  // protects error_, and done_ for waiters
+  std::condition_variable ended_;
+  std::optional<Error> error_;
+  std::atomic<bool> done_{false};
+};
+
 class Communicator final : public Watch {
  public:
-  struct Peers {
-    std::vector<std::string> names;  // by rank: "rank 3 (pid 4711 on host b)"
-    std::vector<int> pidfds;         // by rank; -1: of another host, or this rank. Taken over.
-  };
-  // interrupt: called at each bounded wake of the caller's thread, may throw; notice: one line for the user.
+  // interrupt: called at each bounded wake of a caller's thread, never of the worker's; may throw. notice: one line for the user.
+  // failed: the worker's thread has broken the group, and nobody may be there to see it.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
+    std::function<void()> failed;
   };
 
-  Communicator(std::string group, int rank, Peers peers, std::unique_ptr<Backend> backend, Recorder& recorder, Hooks hooks);
+  // ranks: of the group, as ranks of the job; rank: this one's place among them. Errors and messages name ranks of the job.
+  Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
+               std::unique_ptr<Backend> backend, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(peers_.names.size()); }
+  int size() const { return static_cast<int>(ranks_.size()); }
 
-  // One collective call, start to end. shape: of x. Throws Error, and what the interrupt hook throws; after that the group is
-  // broken.
-  void run(Signature signature, std::span<const uint64_t> shape, const void* x, void* out, double timeout_s);
+  // One collective call, start to end; the signature lacks its number. Throws Error, and what the interrupt hook throws; after
+  // that the group is broken.
+  void run(Call call, double timeout_s);
+  // The same on the worker's thread, in the order of calls. x and out must live until the work has ended.
+  std::shared_ptr<Work> start(Call call, double timeout_s);
 
   // From any thread, at any time, without waiting. The first failure stays, but a verdict replaces a symptom.
   void abort(Failure failure);
-  // rank ended well: no failure until somebody waits for it.
+  // rank of the job ended well: no failure until somebody waits for it.
   void left(int rank);
   Where where() const;
   std::optional<Failure> failure() const;
@@ -70,13 +95,24 @@ class Communicator final : public Watch {
 
  private:
   class Caller;
+  struct Job {
+    Call call;
+    Deadline deadline;
+    std::shared_ptr<Work> work;
+  };
 
+  uint64_t next_number();  // with turn_mutex_
+  void work();
+  void stop_worker();
   void execute(const Call& call, const Deadline& deadline);
   void queue_for(uint64_t number, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
   Error differing(const Differs& differs) const;
   std::string current() const;
+  const std::string& name_of(int rank) const { return peers_->names[static_cast<size_t>(in_job(rank))]; }
+  int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
+  std::vector<int> in_job(std::vector<int> ranks) const;
   std::string named(const std::vector<int>& ranks) const;
   void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;
   void say_waiting(double waited_s, const std::vector<int>& missing);
@@ -86,17 +122,21 @@ class Communicator final : public Watch {
   static void in_child();
 
   const std::string group_;
+  const std::vector<int> ranks_;
   const int rank_;
-  Peers peers_;
+  const std::shared_ptr<Peers> peers_;
   std::unique_ptr<Backend> backend_;
   Recorder& recorder_;
   Hooks hooks_;
 
-  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_
+  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, and the making of worker_
   std::condition_variable turn_;
   uint64_t next_ = 1;
   uint64_t running_ = 1;  // the number whose turn it is
-  int callers_ = 0;       // threads inside run()
+  int callers_ = 0;       // threads inside run(), and jobs that have not ended
+  std::deque<Job> jobs_;
+  bool stopping_ = false;
+  std::unique_ptr<std::thread> worker_;  // made by the first start()
 
   mutable std::mutex state_mutex_;  // protects failure_ and left_; never held while waiting
   std::optional<Failure> failure_;

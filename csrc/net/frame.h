@@ -18,7 +18,7 @@ struct Header {
   uint32_t epoch = 0;
   uint32_t source = 0;
   Signature signature;
-  uint64_t reserved[2] = {};
+  uint64_t reserved = 0;
 };
 static_assert(sizeof(Header) == 160);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little endian; this machine needs a conversion here");

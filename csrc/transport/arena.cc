@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <ctime>
@@ -37,11 +38,26 @@ size_t page_up(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 }  // namespace
 
-Arena::Arena(int rank, int size, Mapping control, std::shared_ptr<Heap> heap, std::vector<Mapping> heaps, bool spin)
-    : rank_(rank), size_(size), control_(std::move(control)), heap_(std::move(heap)), heaps_(std::move(heaps)), spin_(spin) {
-  if (control_.bytes() < control_bytes(size)) throw Error("Error", "the host's shared control memory is too small for its ranks");
+Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin)
+    : ranks_(std::move(ranks)),
+      rank_(rank),
+      size_(static_cast<int>(ranks_.size())),
+      heaps_(std::move(heaps)),
+      control_(heaps_->at(*std::min_element(ranks_.begin(), ranks_.end()), control, control_bytes(size_))),
+      spin_(spin) {
   populate(&slot(rank), sizeof(Slot));
   populate(staging(rank), 2 * tiny_bytes);
+}
+
+Arena::~Arena() {
+  if (getpid() == owner_) gate().closed.fetch_add(1);
+}
+
+uint64_t Arena::reserve(Heap& heap, int size) { return heap.reserve(control_bytes(size)); }
+
+void Arena::release(Heap& heap, uint64_t control, int size) {
+  const auto& closed = reinterpret_cast<Gate*>(heap.mapping().begin() + control)->closed;
+  heap.release_when(control, [&closed, size] { return closed.load() == static_cast<uint32_t>(size); });
 }
 
 size_t Arena::control_bytes(int size) {
@@ -49,18 +65,21 @@ size_t Arena::control_bytes(int size) {
 }
 
 char* Arena::staging(int rank) const {
-  return control_.begin() + page_up(sizeof(Gate) + static_cast<size_t>(size_) * sizeof(Slot)) +
-         static_cast<size_t>(rank) * staging_bytes;
-}
-
-size_t Arena::out_bytes(const Call& call) const {
-  return call.signature.what == Collective::all_gather ? call.bytes() * static_cast<size_t>(size_) : call.bytes();
+  return control_ + page_up(sizeof(Gate) + static_cast<size_t>(size_) * sizeof(Slot)) + static_cast<size_t>(rank) * staging_bytes;
 }
 
 void Arena::post(const Call& call) {
   parity_ = call.signature.number & 1;
-  slot(rank_).post[parity_] = {call.signature, heap_->find(call.x, call.bytes()).value_or(not_in_heap),
-                               heap_->find(call.out, out_bytes(call)).value_or(not_in_heap)};
+  slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
+}
+
+uint64_t Arena::offered(const void* memory, size_t bytes) const {
+  return bytes > tiny_bytes ? heaps_->mine().find(memory, bytes).value_or(not_in_heap) : not_in_heap;
+}
+
+void Arena::withdraw(const Call& call) {
+  if (call.out_bytes > tiny_bytes) heaps_->mine().withdraw(call.out, call.out_bytes, false);
+  if (call.x_bytes > tiny_bytes && call.x != call.out) heaps_->mine().withdraw(call.x, call.x_bytes, true);
 }
 
 void Arena::round(const Wait& wait) {
@@ -112,12 +131,7 @@ std::vector<int> Arena::missing() const {
 void Arena::ring() const { futex(gate().round, FUTEX_WAKE, INT_MAX); }
 
 char* Arena::at(int rank, uint64_t offset, size_t bytes) const {
-  if (offset == not_in_heap) return nullptr;
-  const Mapping& heap = heaps_[static_cast<size_t>(rank)];
-  if (offset > heap.bytes() || bytes > heap.bytes() - offset)
-    throw Error("Error", "rank " + std::to_string(rank) + " of this host posted memory outside its heap: offset " +
-                             std::to_string(offset) + ", " + std::to_string(bytes) + " bytes");
-  return heap.begin() + offset;
+  return offset == not_in_heap ? nullptr : heaps_->at(ranks_[static_cast<size_t>(rank)], offset, bytes);
 }
 
 }  // namespace mscomm

@@ -1,8 +1,10 @@
 // The arena: what the ranks of one host share for one group, and the rounds by which they keep in step.
 //
-// One memfd holds the gate, one slot a rank and each rank's staging; beside it every rank's heap is mapped. The protocol is in
-// docs/design/0001-call.md; who may touch what in which state is there, too.
+// The group's control memory, in the heap of its lowest rank, holds the gate, one slot a rank and each rank's staging. The
+// protocol is in docs/design/0001-call.md; who may touch what in which state is there, too.
 #pragma once
+
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -33,21 +35,25 @@ struct Post {
 
 class Arena {
  public:
-  // rank and size count the ranks of this host; heaps: by rank, this rank's own mapping not used.
-  // spin: whether the host has a CPU for each rank; equal on all ranks.
-  Arena(int rank, int size, Mapping control, std::shared_ptr<Heap> heap, std::vector<Mapping> heaps, bool spin);
+  // ranks: of the group, all on this host, as ranks of the job; rank: this one's place among them; control: where the lowest
+  // rank's heap has the control memory. spin: whether the host has a CPU for each rank; equal on all ranks.
+  Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin);
+  // Tells the others that this rank looks at the control memory no more.
+  ~Arena();
 
-  // The size of the control memory for that many ranks.
-  static size_t control_bytes(int size);
+  // The lowest rank's part, before anybody makes an Arena over it: memory for a group of that size, ready for use.
+  static uint64_t reserve(Heap& heap, int size);
+  // ... and after all arenas over it are gone, or never if one of them stays: memory that a late rank may look at is not reused.
+  static void release(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // The size of a call's out.
-  size_t out_bytes(const Call& call) const;
-
-  // ENTERED: tells the others about this call. Followed by the first round.
+  // ENTERED: tells the others about this call, and offers them x and out where they lie in the heap and are larger than tiny:
+  // smaller ones may share a page with other arrays. Followed by the first round.
   void post(const Call& call);
+  // The group is broken: takes what was offered for the call out of the others' reach.
+  void withdraw(const Call& call);
   // What rank said about the current call. Valid after the first round, until this rank's next call.
   const Post& posted(int rank) const { return slot(rank).post[parity_]; }
 
@@ -79,6 +85,7 @@ class Arena {
     std::atomic<uint64_t> arrivals;           // of all ranks, since the group was made
     alignas(64) std::atomic<uint32_t> round;  // the last round that everybody reached; the futex word
     alignas(64) std::atomic<uint32_t> sleepers;
+    alignas(64) std::atomic<uint32_t> closed;  // ranks whose Arena is gone
   };
   struct alignas(64) Slot {
     std::atomic<uint64_t> arrived;  // the last round that this rank reached
@@ -88,21 +95,24 @@ class Arena {
 
   static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * largest_chunk_bytes;
 
-  Gate& gate() const { return *reinterpret_cast<Gate*>(control_.begin()); }
-  Slot& slot(int rank) const { return reinterpret_cast<Slot*>(control_.begin() + sizeof(Gate))[rank]; }
+  static size_t control_bytes(int size);
+  Gate& gate() const { return *reinterpret_cast<Gate*>(control_); }
+  Slot& slot(int rank) const { return reinterpret_cast<Slot*>(control_ + sizeof(Gate))[rank]; }
   char* staging(int rank) const;
+  uint64_t offered(const void* memory, size_t bytes) const;
   bool open(uint32_t round) const;
   void sleep(uint32_t round, const Wait& wait);
 
+  std::vector<int> ranks_;
   int rank_, size_;
-  Mapping control_;
-  std::shared_ptr<Heap> heap_;
-  std::vector<Mapping> heaps_;
+  std::shared_ptr<Heaps> heaps_;
+  char* control_;
   bool spin_;
   uint64_t round_ = 0;
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
   uint64_t lost_wakes_ = 0;
+  const int owner_ = getpid();  // a forked child has the mapping, but is no rank
 };
 
 }  // namespace mscomm

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -25,35 +26,74 @@ void* Heap::allocate(size_t bytes) {
   // Who is as large as a page shares none: withdraw() may then exchange its pages while other threads write beside it.
   const uint64_t unit = bytes >= page ? page : line;
   const uint64_t need = round_up(bytes ? bytes : 1, unit);
-  const uint64_t alignment = need >= huge_page ? huge_page : unit;
   const std::lock_guard lock(mutex_);
   if (!shared_ || bytes > mapping_.bytes()) return nullptr;
-  for (auto [offset, room] : free_) {
-    const uint64_t start = round_up(offset, alignment);
-    if (start + need > offset + room) continue;
-    populate(mapping_.begin() + start, need);
-    free_.erase(offset);
-    if (start > offset) free_[offset] = start - offset;
-    if (offset + room > start + need) free_[start + need] = offset + room - (start + need);
-    used_[start] = need;
-    return mapping_.begin() + start;
+  const auto start = take(need, need >= huge_page ? huge_page : unit);
+  if (!start) return nullptr;
+  try {
+    populate(mapping_.begin() + *start, need);
+  } catch (...) {
+    give(*start, need);
+    throw;
   }
-  return nullptr;
+  used_[*start] = need;
+  return mapping_.begin() + *start;
 }
 
 void Heap::release(void* memory) {
   if (getpid() != owner_) return;
   const std::lock_guard lock(mutex_);
-  auto offset = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin());
+  const auto offset = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin());
   const auto found = used_.find(offset);
   if (found == used_.end()) return;
-  uint64_t bytes = found->second;
+  const uint64_t bytes = found->second;
   used_.erase(found);
+  give(offset, bytes);
+}
+
+uint64_t Heap::reserve(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(leaving_, [this](const Leaving& one) {
+    if (!one.unused()) return false;
+    const auto found = reserved_.find(one.offset);
+    const uint64_t room = found->second;
+    reserved_.erase(found);
+    give(one.offset, room);
+    return true;
+  });
+  // Never less than what is given back to the kernel as a whole: then the next one finds it zero.
+  const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
+  const auto start = take(need, page);
+  if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
+  reserved_[*start] = need;
+  return *start;
+}
+
+void Heap::release_when(uint64_t offset, std::function<bool()> unused) {
+  const std::lock_guard lock(mutex_);
+  leaving_.push_back({offset, std::move(unused)});
+}
+
+std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
+  for (auto [offset, room] : free_) {
+    const uint64_t start = round_up(offset, alignment);
+    if (start + need > offset + room) continue;
+    free_.erase(offset);
+    if (start > offset) free_[offset] = start - offset;
+    if (offset + room > start + need) free_[start + need] = offset + room - (start + need);
+    return start;
+  }
+  return std::nullopt;
+}
+
+void Heap::give(uint64_t offset, uint64_t bytes) {
+  const bool lost = withdrawn(offset, offset + bytes);
   if (bytes >= give_back_from) {
     const uint64_t first = round_up(offset, page), last = (offset + bytes) / page * page;
-    if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)  // a range that was withdrawn is private
+    if (lost || madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)
       madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
   }
+  if (lost) return;  // the peers do not see these addresses any more
   auto next = free_.lower_bound(offset);
   if (next != free_.end() && next->first == offset + bytes) bytes += next->second, next = free_.erase(next);
   if (next != free_.begin()) {
@@ -63,12 +103,17 @@ void Heap::release(void* memory) {
   free_[offset] = bytes;
 }
 
+void Heap::retire() {
+  const std::lock_guard lock(mutex_);
+  shared_ = false;
+}
+
 std::optional<uint64_t> Heap::find(const void* memory, size_t bytes) const {
   const auto* at = static_cast<const char*>(memory);
   if (at < mapping_.begin() || at >= mapping_.begin() + mapping_.bytes()) return std::nullopt;
   const auto offset = static_cast<uint64_t>(at - mapping_.begin());
   const std::lock_guard lock(mutex_);
-  if (!shared_) return std::nullopt;
+  if (!shared_ || withdrawn(offset, offset + bytes)) return std::nullopt;
   auto after = used_.upper_bound(offset);
   if (after == used_.begin()) return std::nullopt;
   const auto [start, room] = *std::prev(after);
@@ -80,7 +125,6 @@ void Heap::withdraw(const void* memory, size_t bytes, bool keep) {
   const std::lock_guard lock(mutex_);
   const auto* const at = static_cast<const char*>(memory);
   const bool given = bytes > 0 && at >= mapping_.begin() && at + bytes <= mapping_.begin() + mapping_.bytes();
-  shared_ = false;
   if (!given) return;
   const auto begin = static_cast<uint64_t>(at - mapping_.begin()), end = begin + bytes;
   const uint64_t first = begin / page * page, last = round_up(end, page);
@@ -95,6 +139,22 @@ void Heap::withdraw(const void* memory, size_t bytes, bool keep) {
   }
   if (mremap(fresh, last - first, last - first, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.begin() + first) == MAP_FAILED)
     throw system_error("mremap of the heap", errno);
+  withdrawn_.emplace_back(first, last);
+  for (auto one = free_.begin(); one != free_.end();) {  // what is free in these pages stays out of use
+    const auto [offset, room] = *one;
+    if (offset >= last || offset + room <= first) {
+      ++one;
+      continue;
+    }
+    one = free_.erase(one);
+    if (offset < first) free_[offset] = first - offset;
+    if (offset + room > last) free_[last] = offset + room - last;
+  }
+}
+
+bool Heap::withdrawn(uint64_t begin, uint64_t end) const {
+  return std::any_of(withdrawn_.begin(), withdrawn_.end(),
+                     [&](const auto& range) { return begin < range.second && range.first < end; });
 }
 
 size_t Heap::in_use() const {
@@ -102,6 +162,14 @@ size_t Heap::in_use() const {
   size_t total = 0;
   for (auto [offset, bytes] : used_) total += bytes;
   return total;
+}
+
+char* Heaps::at(int rank, uint64_t offset, size_t bytes) const {
+  const Mapping& heap = rank == rank_ ? mine_->mapping() : others_[static_cast<size_t>(rank)];
+  if (offset > heap.bytes() || bytes > heap.bytes() - offset)
+    throw Error("Error", "rank " + std::to_string(rank) + " of this host posted memory outside its heap: offset " +
+                             std::to_string(offset) + ", " + std::to_string(bytes) + " bytes");
+  return heap.begin() + offset;
 }
 
 }  // namespace mscomm

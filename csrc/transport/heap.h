@@ -1,11 +1,14 @@
-// This rank's shared heap: where mscomm.empty allocates, mapped by every rank of the host.
+// The shared heaps of a host's ranks, one each, mapped by all: where mscomm.empty allocates, and where a group's lowest rank puts
+// the group's control memory.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "transport/memory.h"
 
@@ -21,24 +24,65 @@ class Heap {
   void* allocate(size_t bytes);
   // In a forked child it does nothing: the memory is the parent's, who may still use it.
   void release(void* memory);
+  // The offset of memory for a group's control, sparse and zero.
+  uint64_t reserve(size_t bytes);
+  // Gives reserved memory back once `unused` says that no rank looks at it any more; until then it stays.
+  void release_when(uint64_t offset, std::function<bool()> unused);
 
   // The offset of [memory, memory + bytes) in the heap, if it lies in one allocation of it.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // A call failed that had given [memory, memory + bytes) to the peers: from now on they do not see these addresses, whatever
-  // this process writes there, nor what they write, and no later call uses the heap as shared memory. keep: the contents stay;
+  // A call failed that had given [memory, memory + bytes) to the peers: from now on they do not see these pages, whatever this
+  // process writes there, nor what they write, and no later call takes them for shared memory. keep: the contents stay;
   // otherwise they are lost. See "late writers" in docs/design/0001-call.md.
   void withdraw(const void* memory, size_t bytes, bool keep);
 
+  // No array that is made from now on is shared; those that are there live on.
+  void retire();
+
+  // Bytes that arrays refer to.
   size_t in_use() const;
+  const Mapping& mapping() const { return mapping_; }
 
  private:
+  struct Leaving {
+    uint64_t offset;
+    std::function<bool()> unused;
+  };
+
+  // With mutex_:
+  std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
+  void give(uint64_t offset, uint64_t bytes);
+  bool withdrawn(uint64_t begin, uint64_t end) const;
+
+
   const int owner_;           // process id
   mutable std::mutex mutex_;  // protects everything below
   Mapping mapping_;
   bool shared_ = true;
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes, never two that touch
   std::map<uint64_t, uint64_t> used_;
+  std::map<uint64_t, uint64_t> reserved_;
+  std::vector<std::pair<uint64_t, uint64_t>> withdrawn_;  // [begin, end) of pages that are private now
+  std::vector<Leaving> leaving_;
+};
+
+// What a process sees of its host's heaps in one epoch: its own, and mappings of the others'.
+class Heaps {
+ public:
+  // others: by rank of the job; for this rank and for ranks of other hosts empty.
+  Heaps(int rank, std::shared_ptr<Heap> mine, std::vector<Mapping> others)
+      : rank_(rank), mine_(std::move(mine)), others_(std::move(others)) {}
+
+  Heap& mine() const { return *mine_; }
+  const std::shared_ptr<Heap>& shared() const { return mine_; }
+  // [offset, offset + bytes) of rank's heap, after checking that it lies there: offsets come from others.
+  char* at(int rank, uint64_t offset, size_t bytes) const;
+
+ private:
+  int rank_;
+  std::shared_ptr<Heap> mine_;
+  std::vector<Mapping> others_;
 };
 
 }  // namespace mscomm

@@ -22,7 +22,10 @@ class Mapping {
   Mapping(int fd, size_t bytes);
   ~Mapping();
   Mapping(Mapping&& other) noexcept : begin_(std::exchange(other.begin_, nullptr)), bytes_(other.bytes_), owned_(other.owned_) {}
-  Mapping& operator=(Mapping&&) = delete;
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(begin_, other.begin_), std::swap(bytes_, other.bytes_), std::swap(owned_, other.owned_);
+    return *this;
+  }
   // The same memory at the same address, still owned by this one: for tests in which the ranks are threads.
   Mapping borrow() const { return Mapping(begin_, bytes_); }
 

@@ -11,8 +11,8 @@
 
 namespace mscomm {
 
-Mesh::Mesh(int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
-    : rank_(rank), epoch_(epoch), links_(links.size()), recorded_(std::move(recorded)) {
+Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
+    : ranks_(std::move(ranks)), rank_(rank), epoch_(epoch), links_(links.size()), recorded_(std::move(recorded)) {
   for (size_t peer = 0; peer < links.size(); peer++)
     if (links[peer]) links_[peer].stream.emplace(std::move(*links[peer]));
 }
@@ -181,7 +181,7 @@ std::vector<int> Mesh::missing() const {
 }
 
 Error Mesh::lost(int peer, const Stream::Broken& broken) const {
-  return peer_lost(peer, "the link to " + links_[static_cast<size_t>(peer)].stream->peer() + " ended: " + broken.why);
+  return peer_lost(ranks_[static_cast<size_t>(peer)], "the link to " + links_[static_cast<size_t>(peer)].stream->peer() + " ended: " + broken.why);
 }
 
 void Mesh::shut_down() const {

@@ -26,9 +26,10 @@ struct Piece {
 
 class Mesh {
  public:
-  // links[rank] for every rank but this one; own calls are looked up by number with `recorded`.
+  // ranks: of the group, as ranks of the job, for errors; links[rank] for every rank of the group but this one; own calls are
+  // looked up by number with `recorded`.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
-  Mesh(int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
+  Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
@@ -84,6 +85,7 @@ class Mesh {
   bool done() const;
   Error lost(int peer, const Stream::Broken& broken) const;
 
+  std::vector<int> ranks_;
   int rank_;
   uint32_t epoch_;
   std::vector<Link> links_;

@@ -1,0 +1,34 @@
+// The ranks of the job as this process sees them in one epoch. One object for all groups.
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/heap.h"
+
+namespace mscomm {
+
+struct Peers {
+  Peers(int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds, std::shared_ptr<Heaps> heaps)
+      : rank(rank), names(std::move(names)), hosts(std::move(hosts)), pidfds(std::move(pidfds)), heaps(std::move(heaps)) {}
+  ~Peers() { close_descriptors(); }
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
+
+  void close_descriptors() {
+    for (int& fd : pidfds)
+      if (fd >= 0) ::close(std::exchange(fd, -1));
+  }
+
+  const int rank;
+  const std::vector<std::string> names;  // by rank: "rank 3 (pid 4711 on host b)"
+  const std::vector<int> hosts;          // by rank
+  std::vector<int> pidfds;               // by rank; -1: of another host, or this rank
+  const std::shared_ptr<Heaps> heaps;    // nullptr: no other rank on this host
+};
+
+}  // namespace mscomm
