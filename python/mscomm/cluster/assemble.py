@@ -1,7 +1,7 @@
-"""From a welcome to a working group: gathers facts about this rank, exchanges memory and links with the others, and
-builds the core's group.
+"""From a welcome to working groups: gathers facts about this rank, exchanges memory with the ranks of its host, and
+links with the ranks of a group.
 
-The listeners of a rank live from `Facts` to the end of `assemble`; afterwards no socket listens and no memfd is open.
+Listeners live for one exchange; between exchanges no socket listens and no memfd is open.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import resource
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mscomm import _core
 from mscomm.cluster import links, plan
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import DATA, MEMORY, Identity, package_version
+from mscomm.cluster.hello import DATA, LETTERS, MEMORY, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Error, PeerLost
 
@@ -27,34 +27,11 @@ _HUGE_PAGE = 2 << 20
 _ADDRESS_SPACE = 1 << 46  # of the 2^47 bytes of a process, what the heaps of a host may map together
 
 
-class Listeners(NamedTuple):
-    """Where the others reach this rank during set-up."""
-
-    memory: socket.socket  # abstract unix socket, for descriptors
-    data: socket.socket  # TCP, for mesh links
+# -- facts about this rank
 
 
-class Assembled(NamedTuple):
-    core: _core.Group
-    heap: _core.Heap | None  # None: the ranks share no memory
-    hosts: list[int]
-
-
-def listeners(control: socket.socket) -> Listeners:
-    """Listening sockets: the TCP one at the address by which this rank reaches the hub, or on loopback."""
-    memory = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    memory.bind(f"\0mscomm-{secrets.token_hex(16)}")
-    memory.listen(128)
-    family = control.family if control.family in (socket.AF_INET, socket.AF_INET6) else socket.AF_INET
-    address = control.getsockname()[0] if family == control.family else "127.0.0.1"
-    data = socket.socket(family, socket.SOCK_STREAM)
-    data.bind((address, 0))
-    data.listen(128)
-    return Listeners(memory, data)
-
-
-def facts(backend: str, size: int, algo: str, at: Listeners) -> dict[str, Any]:
-    """What this rank tells the others about itself."""
+def facts(backend: str, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
+    """What this rank tells the others about itself. memory: where the ranks of its host reach it."""
     return {
         "version": package_version(),
         "backend": backend,
@@ -65,8 +42,7 @@ def facts(backend: str, size: int, algo: str, at: Listeners) -> dict[str, Any]:
         "pid": os.getpid(),
         "cpus": sorted(os.sched_getaffinity(0)),
         "quota": cpu_quota(),
-        "memory": at.memory.getsockname(),
-        "data": list(at.data.getsockname()[:2]),
+        "memory": memory.getsockname(),
     }
 
 
@@ -97,7 +73,7 @@ def cpu_quota() -> float:
     return float("inf")
 
 
-def can_spin(members: list[dict[str, Any]]) -> bool:
+def can_spin(members: Sequence[dict[str, Any]]) -> bool:
     """Whether the host has a CPU for each of these ranks: the union of their masks, within the smallest quota."""
     cpus = {cpu for member in members for cpu in member["cpus"]}
     return bool(len(members) <= min(len(cpus), *(member["quota"] for member in members)))
@@ -139,72 +115,226 @@ def heap_bytes(ranks: int) -> int:
     return max(_HUGE_PAGE, min(size, room // (ranks + 1)) // _HUGE_PAGE * _HUGE_PAGE)
 
 
-def assemble(
-    name: str, member: Member, welcome: Welcome, at: Listeners, forced: list[str], deadline: Deadline
-) -> Assembled:
-    """Builds the core's group; what was opened on the way is closed again, whatever happens."""
+# -- the job in one epoch
+
+
+class Founded(NamedTuple):
+    """A group's core, and the control memory that this rank lent to it (None: another rank did, or there is none)."""
+
+    core: _core.Group
+    control: int | None
+
+
+class Job:
+    """What all groups of one epoch have in common: who the ranks are, which hosts they are on, their shared memory."""
+
+    def __init__(
+        self, member: Member | None, welcome: Welcome, forced: list[str], heap: _core.Heap | None, peers: _core.Peers
+    ) -> None:
+        self.member = member
+        self.rank = welcome.rank
+        self.size = welcome.size
+        self.epoch = welcome.epoch
+        self.facts = welcome.facts
+        self.key = welcome.key
+        self.identity = Identity(welcome.job, package_version(), welcome.rank, welcome.epoch)
+        self.hosts = plan.hosts(welcome.facts)
+        self.names = rank_names(welcome.facts)
+        self.forced = forced
+        self.heap = heap
+        self.peers = peers
+
+    def neighbours(self) -> list[int]:
+        """The ranks of this rank's host."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+
+    def found(self, group: str, name: str, ranks: list[int], deadline: Deadline) -> Founded:
+        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub."""
+        hosts = _numbered([self.hosts[rank] for rank in ranks])
+        me = ranks.index(self.rank)
+        carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
+        by_arena, by_mesh = (carrier in carriers and len(ranks) > 1 for carrier in ("arena", "mesh"))
+        lends = by_arena and self.rank == min(ranks)
+        with contextlib.ExitStack() as closing:
+            control = self._lend_control(len(ranks), closing) if lends else None
+            listening = [closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh]
+            offered = {"control": control, "data": [_address(listener) for listener in listening]}
+            told: dict[int, dict[str, Any]] = {}
+            if self.member and len(ranks) > 1:
+                what = "init" if name == "world" else f"create_group {name!r}"
+                met = self.member.meet(group, what, ranks, offered, deadline, founds=True)
+                told = dict(zip(met.ranks, met.facts, strict=True))
+            try:
+                fds = self._connect(group, ranks, listening, told, deadline) if by_mesh else []
+                core = _core.Group(
+                    name=name,
+                    peers=self.peers,
+                    ranks=ranks,
+                    rank=me,
+                    epoch=self.epoch,
+                    forced=self.forced,
+                    control=told[min(ranks)]["control"] if by_arena else -1,
+                    spin=can_spin([self.facts[rank] for rank in self.neighbours()]),
+                    links=fds,
+                    notice=_say,
+                    failed_fd=self.member.failed_fd if self.member else -1,
+                )
+            except Exception as error:
+                if self.member and not isinstance(error, Error):
+                    # The others must not wait for a rank that could not set itself up.
+                    text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
+                    self.member.report("Aborted", text, [self.rank], group)
+                raise
+            if lends:
+                closing.pop_all().close() if not listening else None
+        return Founded(core, control)
+
+    def _lend_control(self, size: int, closing: contextlib.ExitStack) -> int:
+        assert self.heap
+        return self.heap.reserve_control(size)
+
+    def _listener(self, at_home: bool) -> socket.socket:
+        if at_home:
+            return unix_listener()
+        assert self.member
+        host = self.member.address()
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.bind((host, 0))
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _connect(
+        self,
+        group: str,
+        ranks: list[int],
+        listening: list[socket.socket],
+        told: dict[int, dict[str, Any]],
+        deadline: Deadline,
+    ) -> list[int]:
+        """A connected, authenticated socket to every other rank, in their order; -1 for this one.
+
+        The later one connects; over a unix socket where both are on one host.
+        """
+        assert self.member
+        member = self.member
+        fds = [-1] * len(ranks)
+        me = ranks.index(self.rank)
+        with _closing_unless_done(fds):
+            for place in range(me):
+                fds[place] = self.call(ranks[place], told[ranks[place]]["data"], DATA, deadline)
+            came = links.accept_all(
+                listening, ranks[me + 1 :], self.key, DATA, self.identity, deadline, check=lambda: member.check(group)
+            )
+            for rank, sock in came.items():
+                fds[ranks.index(rank)] = sock.detach()
+        return fds
+
+    def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
+        """A connection to the rank, at the one of its addresses that is meant for us."""
+        at_home = self.hosts[rank] == self.hosts[self.rank]
+        with _reaching(rank), contextlib.ExitStack() as failing:
+            address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
+            if address is None:
+                raise Error(f"it gave no address for {'its own host' if at_home else 'other hosts'}")
+            sock = failing.enter_context(
+                links.connect(tuple(address) if isinstance(address, list) else address, deadline)
+            )
+            links.greet(sock, self.key, purpose, self.identity, deadline)
+            failing.pop_all()
+        return sock.detach()
+
+    def invite(self, group: str, rank: int, deadline: Deadline) -> int:
+        """A connection from the rank, which its control thread makes: for messages of the group from here to there."""
+        assert self.member
+        member = self.member
+        with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
+            member.dial(group, rank, [_address(listener)], deadline)
+            came = links.accept_all(
+                [listener], [rank], self.key, LETTERS, self.identity, deadline, check=lambda: member.check(group)
+            )
+        return came[rank].detach()
+
+
+def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline) -> Job:
+    """What the groups of this epoch stand on; every rank calls it. memory: the listener that facts() told of."""
     everyone = welcome.facts
     plan.agree(everyone)
+    rank = welcome.rank
     hosts = plan.hosts(everyone)
-    rank, size = welcome.rank, welcome.size
-    carriers = {_core.select(what, hosts, forced)[1] for what in range(len(_core.collectives))}
-    mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
-    names = [f"rank {r} (pid {fact['pid']} on host {fact['hostname']})" for r, fact in enumerate(everyone)]
-
+    neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+    names = rank_names(everyone)
     with contextlib.ExitStack() as closing:
-        heap, control_fd = None, -1
-        heap_fds: list[int] = []
-        if "arena" in carriers:
-            heap, heap_fd = _core.make_heap(heap_bytes(size))
+        heap, heap_fds = None, [-1] * len(everyone)
+        if len(neighbours) > 1:
+            heap, heap_fd = _core.make_heap(heap_bytes(len(neighbours)))
             closing.callback(os.close, heap_fd)
-            control_fd, heap_fds = _exchange_memory(
-                rank, everyone, at.memory, heap_fd, welcome.key, mine, deadline, member, closing
-            )
-        pidfds, link_fds = _pidfds(rank, hosts, everyone, names), []
-        if "mesh" in carriers:
-            with _closing_unless_done(pidfds):
-                link_fds = _connect_mesh(rank, everyone, at.data, welcome.key, mine, deadline, member)
-        core = _core.Group(
-            name=name,
+            mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
+            fds = _exchange_memory(rank, neighbours, everyone, memory, heap_fd, welcome.key, mine, deadline, member, closing)
+            for peer, fd in zip(neighbours, fds, strict=True):
+                heap_fds[peer] = fd if peer != rank else -1
+        peers = _core.Peers(
             rank=rank,
-            hosts=hosts,
-            epoch=welcome.epoch,
             names=names,
-            forced=forced,
-            pidfds=pidfds,
+            hosts=hosts,
+            pidfds=_pidfds(rank, neighbours, everyone, names),
             heap=heap,
-            control_fd=control_fd,
             heap_fds=heap_fds,
-            spin=can_spin([fact for fact, host in zip(everyone, hosts, strict=True) if host == hosts[rank]]),
-            links=link_fds,
-            notice=lambda text: print(text, file=sys.stderr, flush=True),
         )
-    return Assembled(core, heap, hosts)
+    return Job(member, welcome, forced, heap, peers)
 
 
-def alone(name: str) -> Assembled:
-    """The group of a job of one."""
-    core = _core.Group(
-        name=name,
-        rank=0,
-        hosts=[0],
-        epoch=0,
-        names=[f"rank 0 (pid {os.getpid()})"],
-        forced=[""] * len(_core.collectives),
-        pidfds=[-1],
-        heap=None,
-        control_fd=-1,
-        heap_fds=[],
-        spin=False,
-        links=[],
-        notice=print,
-    )
-    return Assembled(core, None, [0])
+def alone() -> Job:
+    """A job of one."""
+    facts = [{"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}]
+    peers = _core.Peers(rank=0, names=rank_names(facts), hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
+    return Job(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers)
+
+
+def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
+    """What messages call the ranks."""
+    return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
+
+
+def unix_listener() -> socket.socket:
+    """A listening unix socket without a name in any file system."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _numbered(hosts: list[int]) -> list[int]:
+    """The hosts of a group, numbered by their first rank."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(host, len(numbers)) for host in hosts]
+
+
+def _needed(hosts: list[int], me: int) -> list[bool]:
+    """Which listeners a rank needs: for later ranks of its own host (True), of others (False)."""
+    return sorted({host == hosts[me] for host in hosts[me + 1 :]})
+
+
+def _address(listener: socket.socket) -> Any:
+    name = listener.getsockname()
+    return list(name[:2]) if isinstance(name, tuple) else name
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _exchange_memory(
     rank: int,
-    everyone: list[dict[str, Any]],
+    neighbours: list[int],
+    everyone: Sequence[dict[str, Any]],
     listener: socket.socket,
     heap_fd: int,
     key: bytes,
@@ -212,68 +342,41 @@ def _exchange_memory(
     deadline: Deadline,
     member: Member,
     closing: contextlib.ExitStack,
-) -> tuple[int, list[int]]:
-    """The control memory's descriptor and all heaps', by rank. Rank 0 collects and hands out: one connection a rank."""
-    size = len(everyone)
-    if rank == 0:
-        control_fd = _core.make_control(size)
-        closing.callback(os.close, control_fd)
+) -> list[int]:
+    """The heaps' descriptors, in the order of neighbours. The first collects and hands out: one connection a rank."""
+    first, *others = neighbours
+    if rank == first:
         heap_fds = [heap_fd]
-        came = links.accept_all(listener, range(1, size), key, MEMORY, mine, deadline, check=member.check)
+        check = plan.world_id(mine.epoch)
+        came = links.accept_all([listener], others, key, MEMORY, mine, deadline, check=lambda: member.check(check))
         for sock in came.values():
             closing.callback(sock.close)
-        for peer in range(1, size):
+        for peer in others:
             with _reaching(peer):
                 heap_fds += links.recv_fds(came[peer], 1, deadline)
             closing.callback(os.close, heap_fds[-1])
         for peer, sock in came.items():
             with _reaching(peer):
-                links.send_fds(sock, [control_fd, *heap_fds], deadline)
-        return control_fd, heap_fds
-    with _reaching(0), links.connect(everyone[0]["memory"], deadline) as sock:
+                links.send_fds(sock, heap_fds, deadline)
+        return heap_fds
+    with _reaching(first), links.connect(everyone[first]["memory"], deadline) as sock:
         links.greet(sock, key, MEMORY, mine, deadline)
         links.send_fds(sock, [heap_fd], deadline)
-        control_fd, *heap_fds = links.recv_fds(sock, 1 + size, deadline)
-    for fd in (control_fd, *heap_fds):
+        heap_fds = links.recv_fds(sock, len(neighbours), deadline)
+    for fd in heap_fds:
         closing.callback(os.close, fd)
-    return control_fd, heap_fds
+    return heap_fds
 
 
-def _connect_mesh(
-    rank: int,
-    everyone: list[dict[str, Any]],
-    listener: socket.socket,
-    key: bytes,
-    mine: Identity,
-    deadline: Deadline,
-    member: Member,
-) -> list[int]:
-    """A connected, authenticated socket to every other rank, by rank; -1 for this one. The higher rank connects."""
-    fds = [-1] * len(everyone)
-    with _closing_unless_done(fds):
-        for peer in range(rank):
-            host, port = everyone[peer]["data"]
-            with _reaching(peer), contextlib.ExitStack() as failing:
-                sock = failing.enter_context(links.connect((host, port), deadline))
-                links.greet(sock, key, DATA, mine, deadline)
-                failing.pop_all()
-            fds[peer] = sock.detach()
-        for peer, sock in links.accept_all(
-            listener, range(rank + 1, len(everyone)), key, DATA, mine, deadline, check=member.check
-        ).items():
-            fds[peer] = sock.detach()
-    return fds
-
-
-def _pidfds(rank: int, hosts: list[int], everyone: list[dict[str, Any]], names: list[str]) -> list[int]:
+def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]], names: list[str]) -> list[int]:
     """By which the core sees at once that a process of this host has ended; -1 for others, and before Linux 5.3."""
     fds = [-1] * len(everyone)
     with _closing_unless_done(fds):
-        for peer, fact in enumerate(everyone):
-            if peer == rank or hosts[peer] != hosts[rank]:
+        for peer in neighbours:
+            if peer == rank:
                 continue
             try:
-                fds[peer] = os.pidfd_open(fact["pid"])
+                fds[peer] = os.pidfd_open(everyone[peer]["pid"])
             except ProcessLookupError:
                 raise PeerLost(f"{names[peer]} ended while the group was set up", [peer]) from None
             except OSError:  # not in this kernel, or forbidden: the hub tells
@@ -287,7 +390,7 @@ def _reaching(peer: int) -> Iterator[None]:
     try:
         yield
     except (OSError, Error) as error:
-        raise PeerLost(f"cannot reach rank {peer} during init: {error}", [peer]) from error
+        raise PeerLost(f"cannot reach rank {peer}: {error}", [peer]) from error
 
 
 @contextlib.contextmanager

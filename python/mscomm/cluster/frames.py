@@ -68,7 +68,7 @@ class Frames:
         self.sock = sock
         self._parser = Parser(limit)
         self._send_limit = send_limit
-        self._arrived: list[Message] = []
+        self._held: list[Message] = []  # of receive()
         self._sending = threading.Lock()  # a frame goes out whole
 
     def send(self, message: Message, deadline: Deadline) -> None:
@@ -83,20 +83,28 @@ class Frames:
 
     def receive(self, deadline: Deadline) -> Message | None:
         """The next message, or None when the other end has closed. After an Error the link is closed."""
-        while not self._arrived:
-            try:
-                received = self.sock.recv(64 << 10)
-            except BlockingIOError:
-                wait(self.sock, select.POLLIN, deadline)
-                continue
-            if not received:
+        while not self._held:
+            messages = self.arrived()
+            if messages is None:
                 return None
-            try:
-                self._arrived = self._parser.feed(received)
-            except Error:
-                self.close()
-                raise
-        return self._arrived.pop(0)
+            if not messages:
+                wait(self.sock, select.POLLIN, deadline)
+            self._held += messages
+        return self._held.pop(0)
+
+    def arrived(self) -> list[Message] | None:
+        """What has come, without waiting; None when the other end has closed. After an Error the link is closed."""
+        try:
+            received = self.sock.recv(64 << 10)
+        except BlockingIOError:
+            return []
+        if not received:
+            return None
+        try:
+            return self._parser.feed(received)
+        except Error:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.sock.close()

@@ -18,7 +18,7 @@ from mscomm.errors import AuthenticationError, Error
 
 MAGIC = b"MSCM"
 WIRE = 1
-CONTROL, MEMORY, DATA = 1, 2, 3
+CONTROL, MEMORY, DATA, LETTERS = 1, 2, 3, 4
 HELLO_S = 5.0  # a hello that takes longer is given up
 
 _OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire, purpose or status, 0, nonce

@@ -1,7 +1,9 @@
-"""The hub: one thread that registers the ranks of a job, watches their control links, and spreads the first failure.
+"""The hub: one thread that registers the ranks of a job, lets them meet, watches their control links, and spreads the
+first failure of each group.
 
 It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. What it says to
-whom is in docs/design/0001-call.md, "Frames"; judge.py decides which failure counts; switchboard.py moves the bytes.
+whom is in docs/design/0001-call.md, "Frames"; judge.py decides which failure counts, meetings.py who may go on;
+switchboard.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -22,6 +24,8 @@ from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
 from mscomm.cluster.hello import CONTROL, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
 from mscomm.cluster.links import Door, require_same_user
+from mscomm.cluster.meetings import Answer, Meetings
+from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Switchboard
 from mscomm.errors import Error
@@ -40,11 +44,22 @@ class Outcome(NamedTuple):
     verdict: Verdict | None = None
 
 
+class _Group:
+    """What the hub knows of a group: its ranks, and which failure was its first."""
+
+    def __init__(self, ranks: Collection[int], judge: Judge) -> None:
+        self.ranks = ranks
+        self.judge = judge
+        self.announced = False
+        self.closed: set[int] = set()
+
+
 class Hub:
     """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
     `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks).
-    `watched`: a launcher calls process_ended for each rank. `log` gets short lines for people; it must not raise.
+    `watched`: a launcher calls process_ended for each rank. `restarts`: somebody may start a lost rank again, and a
+    launcher that watches ends the hub by stop(). `log` gets short lines for people; it must not raise.
     """
 
     def __init__(
@@ -56,6 +71,7 @@ class Hub:
         ranks_known: bool,
         job: bytes | None = None,
         watched: bool = False,
+        restarts: bool = False,
         version: str = "",
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -63,24 +79,27 @@ class Hub:
         self._key = key
         self._job = job or os.urandom(16)
         self._epoch = 0
+        self._version = version or package_version()
         self._topo_timeout_s = topo_timeout_s
         self._topo_until: float | None = None
         self._watched = watched
+        self._restarts = restarts
         self._log = log or (lambda text: None)
         self._listening = False
         self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
         self._starter_gone = False
         self._welcomed = False
-        self._ready: set[int | None] = set()
+        self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._announced = False
-        self._judge = Judge(self._roster.name, watched)
+        self._groups: dict[str, _Group] = {}
+        self._world = self._open_group(world_id(0), range(size))
+        self._meetings = Meetings(self._roster.gone, self._roster.name)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(self._job, version or package_version(), epoch=self._epoch)
+        mine = Identity(self._job, self._version)  # strangers are of no epoch yet
         self._door = Door(self._selector, key, CONTROL, mine, range(size), self._enter, self._log)
         # Other threads append orders and send a byte; the hub's thread acts on them.
-        self._orders: deque[tuple[int, str, bool]] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
@@ -95,9 +114,14 @@ class Hub:
         self._listening = True
 
     def adopt(self, sock: socket.socket, rank: int) -> None:
-        """Take over our end of a socket pair; the rank inherits the other. No hello: its first bytes are the key."""
+        """Any thread: take over our end of a socket pair; the rank inherits the other.
+
+        No hello: its first bytes are the key.
+        """
         require_same_user(sock)
-        self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
+        self._order(
+            lambda: self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key),
+        )
 
     def started_by(self, rank: int, pidfd: int) -> None:
         """The rank's process started this hub: when it has ended, nobody is waited for whose link is not here."""
@@ -105,8 +129,7 @@ class Hub:
 
     def process_ended(self, rank: int, how: str, *, badly: bool = False) -> None:
         """Any thread: the launcher saw the rank's process end: "killed by SIGKILL", "exit code 1"."""
-        self._orders.append((rank, how, badly))
-        self._wake()
+        self._order(lambda: self._process_ended(rank, how, badly))
 
     def stop(self) -> None:
         """Any thread: let serve() return soon, whatever the members do."""
@@ -115,8 +138,8 @@ class Hub:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The first failure, once it is decided."""
-        return self._judge.verdict
+        """The world's first failure in this epoch, once it is decided."""
+        return self._world.judge.verdict
 
     # -- the loop
 
@@ -125,6 +148,7 @@ class Hub:
         if not self._watched:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         try:
+            self._obey()
             while not self._finished():
                 for ready, _ in self._selector.select(self._sleep_s()):
                     ready.data()
@@ -136,17 +160,20 @@ class Hub:
         return outcome
 
     def _finished(self) -> bool:
-        if self._stopped or any(link.joined or link.adopted for link in self._board.lines):
+        if self._stopped or (self._watched and self._restarts):
             return self._stopped
-        if self._welcomed or self._announced or self._never_began is not None:
+        if any(link.joined or link.adopted for link in self._board.lines):
+            return False
+        if self._welcomed or self._world.announced or self._never_began is not None:
             return True  # whatever those do that said hello and never joined
         if self._board.lines or self._door.expire() is not None:
             return False
         return self._starter_gone or not self._listening
 
     def _outcome(self) -> Outcome:
-        if self._judge.verdict:
-            return Outcome(False, f"{self._judge.verdict.kind}: {self._judge.verdict.text}", self._judge.verdict)
+        verdict = self._world.judge.verdict
+        if verdict:
+            return Outcome(False, f"{verdict.kind}: {verdict.text}", verdict)
         if self._never_began:
             return Outcome(False, self._never_began)
         staying = sum(not link.left for link in self._roster)
@@ -159,7 +186,8 @@ class Hub:
     def _sleep_s(self) -> float | None:
         """Until something is due, if nothing comes before."""
         now = time.monotonic()
-        waits = [until - now for until in (self._judge.due(), self._topo_until) if until is not None]
+        dues = [group.judge.due() for group in self._groups.values()]
+        waits = [until - now for until in (*dues, self._topo_until) if until is not None]
         half_open_s = self._door.expire()
         waits += [half_open_s] if half_open_s is not None else []
         return max(0.0, min(*waits, 3600.0)) if waits else None
@@ -171,15 +199,18 @@ class Hub:
             self._topo_until = None
             self._never_began = self._roster.too_few(self._topo_timeout_s)
             self._refuse_all(self._never_began)
-        self._judge.look(now)
-        if self._judge.asking:
-            self._judge.asking = False
-            self._broadcast({"t": "where"})
-        if self._judge.verdict and not self._announced:
-            self._announced = True
-            self._topo_until = None
-            self._log(f"verdict: {self._judge.verdict.kind}: {self._judge.verdict.text}")
-            self._broadcast(_frame(self._judge.verdict))
+        for name, group in self._groups.items():
+            judge = group.judge
+            judge.look(now)
+            if judge.asking:
+                judge.asking = False
+                self._broadcast({"t": "where", "group": name}, group.ranks)
+            if judge.verdict and not group.announced:
+                group.announced = True
+                if group is self._world:
+                    self._topo_until = None
+                self._log(f"verdict on {name}: {judge.verdict.kind}: {judge.verdict.text}")
+                self._broadcast({"t": "verdict", "group": name, **judge.verdict._asdict()}, group.ranks)
 
     def _close(self) -> None:
         self._door.close()
@@ -192,6 +223,12 @@ class Hub:
         self._wake_r.close()
         self._wake_w.close()
 
+    # -- orders of other threads
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        self._wake()
+
     def _wake(self) -> None:
         try:
             self._wake_w.send(b"!")
@@ -200,14 +237,20 @@ class Hub:
 
     def _woken(self) -> None:
         self._wake_r.recv(4096)
+        self._obey()
+
+    def _obey(self) -> None:
         while self._orders:
-            rank, how, badly = self._orders.popleft()
-            links = [link for link in self._board.lines if link.rank == rank]
-            for link in links:
-                self._board.drain(link)  # what it said before it ended counts first
-            self._judge.process_ended(rank, how, badly, time.monotonic())
-            for link in links:
-                self._board.end(link, "")  # a child that it left behind may still hold the other end
+            self._orders.popleft()()
+
+    def _process_ended(self, rank: int, how: str, badly: bool) -> None:
+        links = [link for link in self._board.lines if link.rank == rank]
+        for link in links:
+            self._board.drain(link)  # what it said before it ended counts first
+        for group in self._groups_of(rank):
+            group.judge.process_ended(rank, how, badly, time.monotonic())
+        for link in links:
+            self._board.end(link, "")  # a child that it left behind may still hold the other end
 
     def _starter_ended(self, rank: int, pidfd: int) -> None:
         self._selector.unregister(pidfd)
@@ -218,6 +261,32 @@ class Hub:
         if rank not in self._absent and all(link.rank != rank for link in self._roster):
             self._lost(rank, f"rank {rank}", "ended before it joined")
 
+    # -- groups
+
+    def _open_group(self, name: str, ranks: Collection[int]) -> _Group:
+        group = self._groups[name] = _Group(ranks, Judge(self._roster.name, self._watched))
+        return group
+
+    def _groups_of(self, rank: int) -> list[_Group]:
+        return [group for group in self._groups.values() if group is self._world or rank in group.ranks]
+
+    def _members(self, group: _Group) -> list[int]:
+        """Those of its ranks that could answer a question."""
+        return [
+            link.number
+            for link in self._roster
+            if link.open and not link.left and (group is self._world or link.number in group.ranks)
+        ]
+
+    def _close_group(self, link: Link, name: str) -> None:
+        """A rank has no more to do with the group."""
+        group = self._groups.get(name)
+        if group is None or group is self._world:
+            return
+        group.closed.add(link.number)
+        if group.closed.issuperset(self._members(group)):
+            del self._groups[name]
+
     # -- what members say
 
     def _enter(self, sock: socket.socket, peer: Identity) -> None:
@@ -225,37 +294,106 @@ class Hub:
 
     def _handle(self, link: Link, message: Message) -> None:
         """One message; an Error from here ends the link."""
-        now = time.monotonic()
         kind = message["t"]
         if kind == "join":
             self._join(link, message)
         elif not link.joined or link.left:
             raise Error(f"{kind!r} does not come before join or after bye")
-        elif kind == "ready":
-            self._ready.add(link.rank)
-            if len(self._ready) == self._roster.size:
-                self._log(f"all {self._roster.size} {self._roster.plural} are ready")
-                self._broadcast({"t": "go"})
-        elif kind == "failed":
-            ranks = [
-                rank
-                for rank in _field(message, "ranks", list)
-                if isinstance(rank, int) and 0 <= rank < self._roster.size
-            ]
-            asked = [other.number for other in self._roster if other.open and not other.left]
-            name, text, number = (
-                _field(message, "kind", str),
-                _field(message, "text", str),
-                _field(message, "number", int),
-            )
-            self._judge.failed(link.number, name, ranks, text, number, asked, now)
-        elif kind == "here":
-            place = Place(_field(message, "number", int), _field(message, "inside", bool), _field(message, "text", str))
-            self._judge.here(link.number, place, now)
-        elif kind == "bye":
-            self._bye(link, _field(message, "number", int))
+        elif kind in _HANDLERS:
+            _HANDLERS[kind](self, link, message)
         else:
             raise Error(f"{kind!r} is not a message to the hub")
+
+    def _handle_ready(self, link: Link, message: Message) -> None:
+        if _field(message, "epoch", int) != self._epoch:
+            return
+        self._ready.add(link.number)
+        if len(self._ready) == self._roster.size:
+            self._log(f"all {self._roster.size} {self._roster.plural} are ready")
+            self._broadcast({"t": "go", "epoch": self._epoch}, self._world.ranks)
+
+    def _handle_failed(self, link: Link, message: Message) -> None:
+        ranks = [
+            rank for rank in _field(message, "ranks", list) if isinstance(rank, int) and 0 <= rank < self._roster.size
+        ]
+        kind, text, number = (
+            _field(message, "kind", str),
+            _field(message, "text", str),
+            _field(message, "number", int),
+        )
+        name = _field(message, "group", str)
+        groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
+        for group in groups:
+            group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
+
+    def _handle_here(self, link: Link, message: Message) -> None:
+        group = self._groups.get(_field(message, "group", str))
+        if group:
+            place = Place(_field(message, "number", int), _field(message, "inside", bool), _field(message, "text", str))
+            group.judge.here(link.number, place, time.monotonic())
+
+    def _handle_meet(self, link: Link, message: Message) -> None:
+        key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
+        known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
+        if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
+            raise Error("'meet' needs a key and the ranks that meet, this one among them")
+        survivors = bool(message.get("survivors"))
+        answers = self._meetings.come(link.number, key, name, ranks, _field(message, "facts", dict), survivors)
+        if message.get("group") and any(answer.message["t"] == "met" for answer in answers):
+            group = self._open_group(key, frozenset(ranks))
+            for other in self._roster:  # one may have left well before
+                if other.left and other.number in group.ranks:
+                    group.judge.left(other.number, other.last_call, time.monotonic())
+        self._answer(answers)
+
+    def _handle_unmeet(self, link: Link, message: Message) -> None:
+        seconds = _field(message, "seconds", float)
+        self._answer(self._meetings.withdraw(link.number, _field(message, "key", str), seconds))
+
+    def _handle_dial(self, link: Link, message: Message) -> None:
+        """One rank asks another to connect to it."""
+        to = _field(message, "to", int)
+        words = {name: message.get(name) for name in ("group", "address")}
+        for other in self._roster:
+            if other.number == to and other.open and not other.left:
+                self._send(other, {"t": "dial", "from": link.number, **words})
+
+    def _handle_close(self, link: Link, message: Message) -> None:
+        self._close_group(link, _field(message, "group", str))
+
+    def _handle_rejoin(self, link: Link, message: Message) -> None:
+        """A survivor is ready for the next epoch."""
+        link.facts = _field(message, "facts", dict)
+        link.waits = True
+        if not self._restarts:
+            self._send(
+                link,
+                {
+                    "t": "unmet",
+                    "key": "rejoin",
+                    "kind": "PeerLost",
+                    "text": "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`",
+                    "ranks": [],
+                },
+            )
+            link.waits = False
+            return
+        self._begin_epoch()
+
+    def _handle_unrejoin(self, link: Link, message: Message) -> None:
+        link.waits = False
+
+    def _handle_bye(self, link: Link, message: Message) -> None:
+        number = _field(message, "number", int)
+        if not self._welcomed:
+            self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
+            return
+        link.left, link.last_call, link.waits = True, number, False
+        for group in self._groups_of(link.number):
+            group.judge.left(link.number, number, time.monotonic())
+        self._broadcast({"t": "left", "rank": link.rank, "number": number}, self._world.ranks)
+        self._answer(self._meetings.look())
+        self._begin_epoch()
 
     def _join(self, link: Link, message: Message) -> None:
         if link.joined:
@@ -266,13 +404,18 @@ class Hub:
             self._refuse(link, refusal)
             return
         self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
-        if self._watched and self._topo_until is None and not self._announced:
+        if self._welcomed or (self._restarts and self._world.announced):
+            link.waits = True
+            self._begin_epoch()
+            return
+        if self._watched and self._topo_until is None and not self._world.announced:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         for absent, how in self._absent.items():
-            self._judge.gone(absent, how, time.monotonic())
+            self._world.judge.gone(absent, how, time.monotonic())
         self._absent.clear()
-        if self._judge.verdict and self._announced:
-            self._send(link, _frame(self._judge.verdict))
+        if self._world.judge.verdict and self._world.announced:
+            verdict = self._world.judge.verdict
+            self._send(link, {"t": "verdict", "group": world_id(self._epoch), **verdict._asdict()})
         elif len(self._roster) == self._roster.size:
             self._welcome()
 
@@ -290,18 +433,34 @@ class Hub:
             return
         self._welcomed = True
         for link, data in frames:
+            link.waits = False
             self._board.write(link, data)
 
-    def _bye(self, link: Link, number: int) -> None:
-        if not self._welcomed:
-            self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
+    def _begin_epoch(self) -> None:
+        """A new epoch begins when every rank is there and waits for it: survivors by rejoin, new ones by join."""
+        waiting = [link for link in self._roster if link.waits]
+        if not waiting:
             return
-        link.left = True
-        self._judge.left(link.number, number, time.monotonic())
-        self._broadcast({"t": "left", "rank": link.rank, "number": number})
+        left = [link for link in self._roster if link.left]
+        if left:
+            why = f"rejoin: {left[0]} has left the job, so that its ranks are never all there again"
+            for link in waiting:
+                link.waits = False
+                self._send(link, {"t": "unmet", "key": "rejoin", "kind": "PeerLost", "text": why, "ranks": [left[0].number]})
+            return
+        if len(waiting) < self._roster.size:
+            return
+        self._epoch += 1
+        self._log(f"epoch {self._epoch} begins")
+        self._ready.clear()
+        self._answer(self._meetings.clear("PeerLost", "another epoch of the job has begun"))
+        self._groups.clear()
+        self._world = self._open_group(world_id(self._epoch), range(self._roster.size))
+        self._welcome()
 
     def _ended(self, link: Link, how: str) -> None:
         """A control link is over."""
+        link.waits = False
         if link.left or (link.rank is None and not link.joined):
             return
         if not link.joined and any(other.rank == link.rank for other in self._roster):
@@ -314,18 +473,24 @@ class Hub:
             self._absent[number] = how
             return
         self._log(f"{name} {how}")
-        self._judge.gone(number, how, time.monotonic())
+        for group in self._groups_of(number):
+            group.judge.gone(number, how, time.monotonic())
+        self._answer(self._meetings.look())
 
     # -- what the hub says
 
     def _send(self, link: Link, message: Message) -> None:
         self._board.write(link, encode(message, FROM_HUB_BYTES))
 
-    def _broadcast(self, message: Message) -> None:
-        """To all that have joined and not left."""
+    def _answer(self, answers: Iterable[Answer]) -> None:
+        for ranks, message in answers:
+            self._broadcast(message, ranks)
+
+    def _broadcast(self, message: Message, ranks: Collection[int]) -> None:
+        """To those that have joined and not left."""
         data = encode(message, FROM_HUB_BYTES)
         for link in self._roster:
-            if not link.left:
+            if not link.left and (link.rank is None or link.rank in ranks):
                 self._board.write(link, data)
 
     def _refuse(self, link: Link, why: str) -> None:
@@ -340,8 +505,18 @@ class Hub:
             self._refuse(link, why)
 
 
-def _frame(verdict: Verdict) -> Message:
-    return {"t": "verdict", **verdict._asdict()}
+_HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
+    "ready": Hub._handle_ready,
+    "failed": Hub._handle_failed,
+    "here": Hub._handle_here,
+    "meet": Hub._handle_meet,
+    "unmeet": Hub._handle_unmeet,
+    "dial": Hub._handle_dial,
+    "close": Hub._handle_close,
+    "rejoin": Hub._handle_rejoin,
+    "unrejoin": Hub._handle_unrejoin,
+    "bye": Hub._handle_bye,
+}
 
 
 def _field(message: Message, name: str, kind: type[_T]) -> _T:

@@ -71,7 +71,7 @@ class Judge:
         ranks = tuple(ranks)
         if self._question:
             self.here(rank, Place(number, True, text), now)
-        elif kind == "CollectiveTimeout":
+        elif kind == "CollectiveTimeout" and number >= 0:
             self._question = (Verdict(kind, ranks, (), text), number, now + ANSWERS_WITHIN_S, set(others) - {rank})
             self._places[rank] = Place(number, True, text)
             self.asking = True
@@ -85,7 +85,8 @@ class Judge:
             if kind == "PeerLost" and self._watched and set(ranks) & self._left.keys() - self._ends.keys():
                 self._symptoms.append(_Symptom(rank, ranks, text, now + REASON_WITHIN_S))  # how did it end?
             else:
-                self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, (), text)
+                waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
+                self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
 
     def here(self, rank: int, place: Place, now: float) -> None:

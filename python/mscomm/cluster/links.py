@@ -20,6 +20,7 @@ from mscomm.cluster.frames import Frames as Frames
 from mscomm.cluster.hello import CONTROL as CONTROL
 from mscomm.cluster.hello import DATA as DATA
 from mscomm.cluster.hello import HELLO_S, Hello
+from mscomm.cluster.hello import LETTERS as LETTERS
 from mscomm.cluster.hello import MEMORY as MEMORY
 from mscomm.cluster.hello import Identity as Identity
 from mscomm.cluster.hello import NotMscomm as NotMscomm
@@ -82,7 +83,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence_s * 1000)))
 
 
-_PEERS = {CONTROL: "mscomm scheduler", MEMORY: "mscomm rank", DATA: "mscomm rank"}
+_PEERS = {CONTROL: "mscomm scheduler", MEMORY: "mscomm rank", DATA: "mscomm rank", LETTERS: "mscomm rank"}
 
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
@@ -238,7 +239,7 @@ class Door:
 
 
 def accept_all(
-    listener: socket.socket,
+    listeners: Iterable[socket.socket],
     wanted: Iterable[int],
     key: bytes,
     purpose: int,
@@ -264,7 +265,8 @@ def accept_all(
 
     with selectors.DefaultSelector() as selector:
         door = Door(selector, key, purpose, mine, missing, enter, log)
-        door.listen(listener)
+        for listener in listeners:
+            door.listen(listener)
         try:
             while missing:
                 if deadline.passed:

@@ -1,13 +1,13 @@
-"""One rank's end of its control link: it joins the job, reports failures, and hears of those of others.
+"""One rank's end of its control link: it joins the job, meets other ranks, reports failures, and hears of theirs.
 
-A daemon thread reads the link from join() on. It calls `abort`, `left` and `where` on the communicator and nothing
-else.
+A daemon thread reads the link from join() on. It calls what `Communicator` names and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import weakref
@@ -16,20 +16,25 @@ from typing import Any, NamedTuple, Protocol
 
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
+from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
 
+Failure = tuple[str, str, list[int], list[int], bool]  # kind, text, ranks, waiting_for, whether it is the verdict
+
 
 class Communicator(Protocol):
-    """What the member needs of the communicator; all three return at once and may be called from any thread."""
+    """What the member needs of a group's communicator; all return at once and may be called from any thread."""
 
     def abort(self, kind: str, ranks: list[int], waiting_for: list[int], text: str) -> None: ...
 
     def left(self, rank: int) -> None: ...
 
     def where(self) -> tuple[int, bool, str]: ...
+
+    def failure(self) -> Failure | None: ...
 
 
 class Welcome(NamedTuple):
@@ -43,8 +48,16 @@ class Welcome(NamedTuple):
     facts: list[dict[str, Any]]
 
 
+class Met(NamedTuple):
+    """The ranks that met, and what each of them said, in their order."""
+
+    ranks: list[int]
+    facts: list[dict[str, Any]]
+
+
 class Member:
-    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides."""
+    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides.
+    """
 
     def __init__(
         self,
@@ -60,17 +73,23 @@ class Member:
         self._rank = rank
         self._node_id = node_id
         self._hub = hub
-        self._communicator: Communicator | None = None
-        # Guards what the reading thread learns; waiters sleep on it. Never held while the communicator is called.
+        # Guards what the reading thread learns; waiters sleep on it. Never held while a communicator is called.
         self._news = threading.Condition()
+        self._communicators: dict[str, Communicator] = {}
+        self._dialled: dict[str, Callable[[int, Any], None]] = {}
+        self._early: dict[str, list[tuple[int, Any]]] = {}  # calls for groups that are not attached yet
+        self._told: set[str] = set()  # groups whose failure the hub has heard from us
         self._welcome: Welcome | None = None
-        self._go = False
-        self._failure: Error | None = None  # the verdict, or why we were refused, or that the hub is gone
-        self._settled = False  # the failure is the hub's word, not our guess that it is gone
+        self._go = -1  # the epoch in which all are ready
+        self._met: dict[str, Met | Error] = {}
+        self._failure: Error | None = None  # of the whole link: why we were refused, or that the hub is gone
+        self._verdicts: dict[str, Error] = {}  # by group
         self._ended: str | None = None  # why the link is over
         self._departed: list[int] = []
         self._leaving = False
         self._forked = False
+        # Written by the core when a call that nobody waits for has failed.
+        self.failed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
 
@@ -81,66 +100,155 @@ class Member:
         known = {"pid": os.getpid(), "hostname": socket.gethostname(), "host": socket.gethostname()}
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": {**known, **facts}}, deadline)
         self._reader.start()
-        self._await(lambda: self._welcome is not None, deadline, "the other ranks to join")
+        self._await(lambda: self._welcome is not None, deadline, "the other ranks to join", world_id(0))
         assert self._welcome
+        return self._welcome
+
+    def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
+        """Wait until every rank has come back, and begin the next epoch with them."""
+        assert self._welcome
+        now = self._welcome.epoch
+        with self._news:
+            self._met.pop("rejoin", None)
+        self._say({"t": "rejoin", "facts": dict(facts)}, deadline)
+        try:
+            self._await(
+                lambda: "rejoin" in self._met or (self._welcome is not None and self._welcome.epoch > now),
+                deadline,
+                "the lost ranks to come back",
+            )
+        except CollectiveTimeout:
+            self._say({"t": "unrejoin"}, Deadline(SETTLE_S))
+            raise
+        with self._news:
+            refused = self._met.pop("rejoin", None)
+        if isinstance(refused, Error):
+            raise refused
         return self._welcome
 
     def ready(self, deadline: Deadline) -> None:
         """Say that this rank is set up, and wait until all are."""
-        self._say({"t": "ready"}, deadline)
-        self._await(lambda: self._go, deadline, "the other ranks to finish their set-up")
+        assert self._welcome
+        epoch = self._welcome.epoch
+        self._say({"t": "ready", "epoch": epoch}, deadline)
+        self._await(lambda: self._go >= epoch, deadline, "the other ranks to finish their set-up", world_id(epoch))
 
-    def check(self) -> None:
-        """Raise what has gone wrong with the job so far, if anything has: for waits of the set-up, before attach()."""
-        with self._news:
-            if self._failure:
-                raise make(
-                    type(self._failure).__name__, str(self._failure), self._failure.ranks, self._failure.waiting_for
-                )
+    # -- groups
 
-    def attach(self, communicator: Communicator) -> None:
-        """From now on tell the communicator; what came before is told now."""
+    def meet(
+        self,
+        key: str,
+        name: str,
+        ranks: Sequence[int],
+        facts: Mapping[str, Any],
+        deadline: Deadline,
+        *,
+        group: bool = False,
+        survivors: bool = False,
+    ) -> Met:
+        """Wait until all these ranks have said the same key, and exchange facts. name: what messages call it.
+
+        group: it founds a group, of which key is the id. survivors: those that are lost are not waited for.
+        Mismatch if the ranks name each other in different lists; PeerLost if one is lost; CollectiveTimeout.
+        """
+        words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
+        self._say({"t": "meet", "group": group, "survivors": survivors, **words}, deadline)
+        try:
+            self._await(lambda: key in self._met, deadline, name)
+        except CollectiveTimeout:
+            # The hub knows who did not come, unless the last one comes at this moment.
+            self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+            self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
+        except KeyboardInterrupt:
+            self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+            raise
         with self._news:
-            self._communicator = communicator
-            failure, departed = self._failure, list(self._departed)
+            met = self._met.pop(key)
+        if isinstance(met, Error):
+            raise met
+        return met
+
+    def check(self, group: str) -> None:
+        """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
+        with self._news:
+            failure = self._failure or self._verdicts.get(group)
+        if failure:
+            raise _again(failure)
+
+    def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
+        """From now on tell the communicator; what came before is told now.
+
+        dialled(rank, address): that rank asks for a connection; called on a thread of its own.
+        """
+        with self._news:
+            self._communicators[group] = communicator
+            self._dialled[group] = dialled
+            early = self._early.pop(group, [])
+            failure, departed = self._failure or self._verdicts.get(group), list(self._departed)
         for rank in departed:
             communicator.left(rank)
         if failure:
             _abort(communicator, failure)
+        for rank, address in early:
+            _on_own_thread(dialled, rank, address)
+
+    def detach(self, group: str) -> None:
+        """The group is no more, on this rank."""
+        with self._news:
+            for table in (self._communicators, self._dialled, self._early, self._verdicts):
+                table.pop(group, None)
+            self._told.discard(group)
+        if not self._forked and self._ended is None and not self._leaving:
+            with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
+                self._frames.send({"t": "close", "group": group}, Deadline(SETTLE_S))
+
+    def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
+        """Ask that rank of the group to connect to the address."""
+        self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
+
+    def address(self) -> str:
+        """The address of this host by which the hub reaches it, for listeners; loopback if that is no TCP link."""
+        sock = self._frames.sock
+        return str(sock.getsockname()[0]) if sock.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
 
     # -- failures
 
-    def settle(self, symptom: Error, number: int) -> Error:
-        """Report an error of our call `number`; returns what to raise: the job's first failure, caused by this one.
+    def settle(self, group: str, symptom: Error, number: int) -> Error:
+        """Report an error of the group's call `number`; returns what to raise: the first failure, caused by this one.
 
         Waits at most 2 s. If the hub is gone or silent the symptom itself is the best that is known.
         """
         if self._forked:
             return symptom
         deadline = Deadline(SETTLE_S)
-        if not self._settled:
-            self._tell(type(symptom).__name__, str(symptom), symptom.ranks, number, deadline)
+        if group not in self._verdicts:
+            ranks = symptom.ranks or (symptom.waiting_for if number < 0 else ())
+            self._tell(group, type(symptom).__name__, str(symptom), ranks, number, deadline)
         with self._news:
-            self._news.wait_for(lambda: self._settled or self._ended is not None, deadline.left())
-            verdict = self._failure if self._settled else None
+            self._news.wait_for(lambda: group in self._verdicts or self._ended is not None, deadline.left())
+            verdict = self._verdicts.get(group)
         if verdict is None:
             return symptom
-        error = make(type(verdict).__name__, str(verdict), verdict.ranks, verdict.waiting_for)
+        error = _again(verdict)
         if str(symptom) != str(error):
             error.__cause__ = symptom
         return error
 
-    def report(self, kind: str, text: str, ranks: Sequence[int]) -> None:
-        """Tell the hub of a failure outside calls: abort(), an uncaught exception. It is sent when this returns."""
-        self._tell(kind, text, ranks, -1, Deadline(SETTLE_S))
+    def report(self, kind: str, text: str, ranks: Sequence[int], group: str = "") -> None:
+        """Tell the hub of a failure outside calls: abort(), an uncaught exception. It is sent when this returns.
 
-    def _tell(self, kind: str, text: str, ranks: Sequence[int], number: int, deadline: Deadline) -> None:
+        group: "" for all groups of this rank's job.
+        """
+        self._tell(group, kind, text, ranks, -1, Deadline(SETTLE_S))
+
+    def _tell(self, group: str, kind: str, text: str, ranks: Sequence[int], number: int, deadline: Deadline) -> None:
         if self._forked or self._ended is not None:
             return
-        message = {"t": "failed", "kind": kind, "ranks": list(ranks), "text": text[:16000], "number": number}
+        self._told.add(group)
+        words = {"kind": kind, "ranks": list(ranks), "text": text[:16000], "number": number}
         try:
-            self._frames.send(message, deadline)
-        except OSError as error:  # the reading thread sees the end of the link too, and says so to the communicator
+            self._frames.send({"t": "failed", "group": group, **words}, deadline)
+        except OSError as error:  # the reading thread sees the end of the link too, and says so to the communicators
             with self._news:
                 self._ended = self._ended or str(error)
 
@@ -174,17 +282,42 @@ class Member:
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
         self._frames.close()
+        fd, self.failed_fd = self.failed_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     # -- the reading thread
 
     def _read(self) -> None:
-        forever = Deadline(float("inf"))
+        poller = select.poll()
+        poller.register(self._frames.sock, select.POLLIN)
+        poller.register(self.failed_fd, select.POLLIN)
         try:
-            while (message := self._frames.receive(forever)) is not None:
-                self._hear(message)
+            while True:
+                poller.poll()
+                self._tell_failures()
+                messages = self._frames.arrived()
+                if messages is None:
+                    break
+                for message in messages:
+                    self._hear(message)
             self._end("its process ended or was killed")
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             self._end(f"the link to it failed: {error}")
+
+    def _tell_failures(self) -> None:
+        """Of calls that ran on a group's worker thread: it may be long until somebody waits for them."""
+        try:
+            os.eventfd_read(self.failed_fd)
+        except BlockingIOError:
+            return
+        with self._news:
+            groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
+        for group, communicator in groups:
+            failure = communicator.failure()
+            if failure and not failure[4]:
+                kind, text, ranks, _, _ = failure
+                self._tell(group, kind, text, ranks, communicator.where()[0], Deadline(SETTLE_S))
 
     def _hear(self, message: Message) -> None:
         kind = message["t"]
@@ -192,49 +325,69 @@ class Member:
             names = ("rank", "size", "job", "epoch", "facts")
             with self._news:
                 self._welcome = Welcome(key=self._key, **{name: message[name] for name in names})
+                self._departed.clear()
                 self._news.notify_all()
         elif kind == "go":
             with self._news:
-                self._go = True
+                self._go = message["epoch"]
+                self._news.notify_all()
+        elif kind == "met":
+            with self._news:
+                self._met[message["key"]] = Met(message["ranks"], message["facts"])
+                self._news.notify_all()
+        elif kind == "unmet":
+            with self._news:
+                self._met[message["key"]] = make(message["kind"], message["text"], message["ranks"], message["ranks"])
                 self._news.notify_all()
         elif kind == "verdict":
-            self._fail(make(message["kind"], message["text"], message["ranks"], message["waiting_for"]), settled=True)
+            verdict = make(message["kind"], message["text"], message["ranks"], message["waiting_for"])
+            with self._news:
+                self._verdicts.setdefault(message["group"], verdict)
+                communicator = self._communicators.get(message["group"])
+                self._news.notify_all()
+            if communicator:
+                _abort(communicator, verdict)
         elif kind == "refused":
-            self._fail(Error(message["why"]), settled=True)
+            self._fail(Error(message["why"]))
         elif kind == "where":
-            number, inside, text = (
-                self._communicator.where() if self._communicator else (0, False, "has not finished its set-up")
-            )
+            with self._news:
+                communicator = self._communicators.get(message["group"])
+            number, inside, text = communicator.where() if communicator else (0, False, "has not finished its set-up")
             self._frames.send(
-                {"t": "here", "number": number, "inside": inside, "text": text[:1000]}, Deadline(SETTLE_S)
+                {"t": "here", "group": message["group"], "number": number, "inside": inside, "text": text[:1000]},
+                Deadline(SETTLE_S),
             )
         elif kind == "left":
             with self._news:
                 self._departed.append(message["rank"])
-                communicator = self._communicator
-            if communicator:
+                communicators = list(self._communicators.values())
+            for communicator in communicators:
                 communicator.left(message["rank"])
+        elif kind == "dial":
+            with self._news:
+                dialled = self._dialled.get(message["group"])
+                if dialled is None:
+                    self._early.setdefault(message["group"], []).append((message["from"], message["address"]))
+            if dialled:
+                _on_own_thread(dialled, message["from"], message["address"])
 
     def _end(self, why: str) -> None:
-        """The link is over. Without a verdict, and unless we left, nobody watches this job any more."""
+        """The link is over. Unless we left, nobody watches this job any more."""
         with self._news:
             self._ended = self._ended or why
-            unexpected = self._failure is None and not self._leaving
+            unexpected = not self._leaving
             self._news.notify_all()
         if unexpected:
-            self._fail(
-                make("Aborted", f"{self._hub} is gone: {why}; start the job again and look at its output"),
-                settled=False,
-            )
+            self._fail(make("Aborted", f"{self._hub} is gone: {why}; start the job again and look at its output"))
 
-    def _fail(self, failure: Error, settled: bool) -> None:
+    def _fail(self, failure: Error) -> None:
         with self._news:
             if self._failure is not None:
                 return
-            self._failure, self._settled = failure, settled
-            communicator = self._communicator
+            self._failure = failure
+            communicators = list(self._communicators.values())
             self._news.notify_all()
-        if communicator:
+        for communicator in communicators:
             _abort(communicator, failure)
 
     # -- below
@@ -253,21 +406,29 @@ class Member:
                 self._reader.join(deadline.within(SETTLE_S).left())  # it reads what the hub said last
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
-    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str) -> None:
+    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str = "") -> None:
+        """Until met; the failure of the link, or of the group, ends the wait."""
         with self._news:
-            while not (met() or self._failure) and not deadline.passed:
+            while not (met() or self._failure or group in self._verdicts) and not deadline.passed:
                 self._news.wait(deadline.left())
-            if self._failure:
-                raise make(
-                    type(self._failure).__name__, str(self._failure), self._failure.ranks, self._failure.waiting_for
-                )
+            failure = self._failure or self._verdicts.get(group)
             if not met():
-                raise CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
+                raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
 
     def _disown(self) -> None:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
         self._forked = True
         self._frames.close()
+
+
+def _again(error: Error) -> Error:
+    """A new exception that says the same."""
+    return make(type(error).__name__, str(error), error.ranks, error.waiting_for)
+
+
+def _on_own_thread(dialled: Callable[[int, Any], None], rank: int, address: Any) -> None:
+    """Connecting may take a while, and the reading thread must not."""
+    threading.Thread(target=dialled, args=(rank, address), name="mscomm-dial", daemon=True).start()
 
 
 def _abort(communicator: Communicator, failure: Error) -> None:

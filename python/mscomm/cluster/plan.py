@@ -63,6 +63,11 @@ def hosts(facts: Sequence[Facts]) -> list[int]:
     return [numbers.setdefault(fact["host"], len(numbers)) for fact in facts]
 
 
+def world_id(epoch: int) -> str:
+    """What control messages call the group of all ranks; the ids of other groups begin with their epoch too."""
+    return f"{epoch}:world"
+
+
 # What must be equal on every rank, and how a user sets it.
 SHARED_FACTS = {
     "version": "install the same mscomm everywhere",

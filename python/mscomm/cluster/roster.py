@@ -20,6 +20,8 @@ class Link(Line):
         self.rank = rank  # None: the hub will give it one
         self.seat = -1  # its place in the order of joining
         self.left = False
+        self.last_call = 0  # its number, when it left
+        self.waits = False  # for the next epoch
         self.node_id: str | None = None
         self.facts: Message = {}
 
@@ -60,9 +62,27 @@ class Roster:
         refusal = self._objection(link, rank)
         if refusal is None:
             link.rank = link.rank if link.rank is not None else rank
-            link.seat = len(self._members)
-            self._members.append(link)
+            former = self._holder(link, link.rank)
+            if former:
+                link.rank, link.seat = former.rank, former.seat
+                self._members[link.seat] = link
+            else:
+                link.seat = len(self._members)
+                self._members.append(link)
         return refusal
+
+    def _holder(self, link: Link, rank: Any) -> Link | None:
+        """Who has the rank, or the id, that the newcomer says it has."""
+        if self._ranks_known:
+            return next((other for other in self._members if other.rank == rank), None)
+        return next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
+
+    def gone(self, rank: int) -> str | None:
+        """Why the rank takes part in nothing any more; None: it does, or may still come."""
+        for link in self._members:
+            if link.number == rank:
+                return f"{link} has left the job" if link.left else None if link.open else f"{link} ended without release"
+        return None
 
     def _objection(self, link: Link, rank: Any) -> str | None:
         size = link.facts.get("size", self.size)
@@ -75,22 +95,22 @@ class Roster:
             rank = rank if link.rank is None else link.rank
             if not isinstance(rank, int) or not 0 <= rank < self.size:
                 return f"rank {rank!r} is not one of 0 to {self.size - 1}"
-            holder = next((other for other in self._members if other.rank == rank), None)
-            if holder:
+            holder = self._holder(link, rank)
+            if holder and (holder.open or holder.left):
                 return f"rank {rank} is taken already: {holder}"
         else:
             if rank is not None or link.rank is not None:
                 return "the scheduler gives out the ranks of this job; set MS_NODE_ID to a number to choose one"
-            holder = next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
-            if holder:
+            holder = self._holder(link, None)
+            if holder and (holder.open or holder.left):
                 return f"MS_NODE_ID={link.node_id} is taken already: {holder}; look for leftovers of an earlier start"
-        if len(self._members) >= self.size:
+        if len(self._members) >= self.size and not holder:
             return f"the job at {self.address} already has its {self.size} {self.plural}; look for one started too many"
         return None
 
     def assign(self) -> None:
         """Give every member its rank, once all are there; ValueError if their ids do not make a job."""
-        if not self._ranks_known:
+        if any(link.rank is None for link in self._members):
             arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
                 link.rank = rank

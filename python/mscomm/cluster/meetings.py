@@ -1,0 +1,98 @@
+"""Ranks that exchange facts among themselves: who waits for whom, and when all have come. No I/O.
+
+A meeting has a key, which all its ranks use, and a name for people. It ends for all of them at once: with the facts of
+all, or with the reason why it cannot take place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from mscomm.cluster.frames import Message
+
+
+class Answer(NamedTuple):
+    """A message, and the ranks that get it."""
+
+    ranks: tuple[int, ...]
+    message: Message
+
+
+class _Meeting:
+    def __init__(self, name: str, ranks: list[int], survivors: bool) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.survivors = survivors  # those that are lost are not waited for
+        self.facts: dict[int, Message] = {}
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        return tuple(self.facts)
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.facts]
+
+
+class Meetings:
+    """`gone(rank)`: why the rank can come to nothing any more, or None. `name(rank)`: for messages."""
+
+    def __init__(self, gone: Callable[[int], str | None], name: Callable[[int], str]) -> None:
+        self._gone = gone
+        self._name = name
+        self._open: dict[str, _Meeting] = {}
+
+    def come(
+        self, rank: int, key: str, name: str, ranks: list[int], facts: Message, survivors: bool
+    ) -> Iterable[Answer]:
+        """A rank has come."""
+        meeting = self._open.setdefault(key, _Meeting(name, ranks, survivors))
+        meeting.facts[rank] = facts
+        for other_key, other in self._open.items():
+            if other_key != key and other.name == name and self._wait_for_each_other(meeting, other):
+                text = "; ".join(
+                    f"{', '.join(self._name(r) for r in one.here)} named {one.ranks}" for one in (other, meeting)
+                )
+                why = f"{name}: the ranks do not agree who takes part: {text}"
+                differing = [r for one in (other, meeting) for r in one.here]
+                return [*self._cancel(other_key, "Mismatch", why, differing), *self._cancel(key, "Mismatch", why, differing)]
+        return self._look(key)
+
+    def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
+        """A rank has waited long enough: then it is over for all."""
+        meeting = self._open.get(key)
+        if meeting is None or rank not in meeting.facts:
+            return []  # it was over already
+        missing = meeting.missing
+        names = ", ".join(map(self._name, missing))
+        why = f"{meeting.name}: {self._name(rank)} waited {seconds:g} s for {names}"
+        return self._cancel(key, "CollectiveTimeout", why, missing)
+
+    def look(self) -> Iterable[Answer]:
+        """After a rank was lost."""
+        return [answer for key in list(self._open) for answer in self._look(key)]
+
+    def clear(self, kind: str, why: str) -> Iterable[Answer]:
+        """End all of them."""
+        return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, [])]
+
+    @staticmethod
+    def _wait_for_each_other(one: _Meeting, other: _Meeting) -> bool:
+        return any(r in other.missing for r in one.here) and any(r in one.missing for r in other.here)
+
+    def _look(self, key: str) -> list[Answer]:
+        meeting = self._open[key]
+        lost = {rank: why for rank in meeting.missing if (why := self._gone(rank)) is not None}
+        if lost and not meeting.survivors:
+            return self._cancel(key, "PeerLost", f"{meeting.name}: {'; '.join(lost.values())}", list(lost))
+        if len(lost) < len(meeting.missing):
+            return []
+        del self._open[key]
+        ranks = [rank for rank in meeting.ranks if rank in meeting.facts]
+        message = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
+        return [Answer(meeting.here, message)]
+
+    def _cancel(self, key: str, kind: str, why: str, ranks: list[int]) -> list[Answer]:
+        meeting = self._open.pop(key)
+        return [Answer(meeting.here, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": ranks})]
