@@ -154,18 +154,20 @@ class Job:
         me = ranks.index(self.rank)
         carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
         by_arena, by_mesh = (carrier in carriers and len(ranks) > 1 for carrier in ("arena", "mesh"))
-        lends = by_arena and self.rank == min(ranks)
-        with contextlib.ExitStack() as closing:
-            control = self._lend_control(len(ranks), closing) if lends else None
-            listening = [closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh]
-            offered = {"control": control, "data": [_address(listener) for listener in listening]}
-            told: dict[int, dict[str, Any]] = {}
-            if self.member and len(ranks) > 1:
-                what = "init" if name == "world" else f"create_group {name!r}"
-                met = self.member.meet(group, what, ranks, offered, deadline, founds=True)
-                told = dict(zip(met.ranks, met.facts, strict=True))
-            try:
-                fds = self._connect(group, ranks, listening, told, deadline) if by_mesh else []
+        control = None
+        if by_arena and self.rank == min(ranks):
+            assert self.heap
+            control = self.heap.reserve_control(len(ranks))
+        met = False
+        try:
+            with contextlib.ExitStack() as closing:
+                listening = [closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh]
+                told: dict[int, dict[str, Any]] = {}
+                if self.member and len(ranks) > 1:
+                    offered = {"control": control, "data": [_address(listener) for listener in listening]}
+                    what = "init" if name == "world" else f"create_group({name!r})"
+                    told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
+                    met = True
                 core = _core.Group(
                     name=name,
                     peers=self.peers,
@@ -175,23 +177,20 @@ class Job:
                     forced=self.forced,
                     control=told[min(ranks)]["control"] if by_arena else -1,
                     spin=can_spin([self.facts[rank] for rank in self.neighbours()]),
-                    links=fds,
+                    links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
                     notice=_say,
                     failed_fd=self.member.failed_fd if self.member else -1,
                 )
-            except Exception as error:
-                if self.member and not isinstance(error, Error):
-                    # The others must not wait for a rank that could not set itself up.
-                    text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
-                    self.member.report("Aborted", text, [self.rank], group)
-                raise
-            if lends:
-                closing.pop_all().close() if not listening else None
+        except BaseException as error:
+            if control is not None and not met:
+                assert self.heap
+                self.heap.release_control(control, 0)  # nobody has looked at it
+            if self.member and not isinstance(error, Error):
+                # The others must not wait for a rank that could not set itself up.
+                text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
+                self.member.report("Aborted", text, [self.rank], group if met else "")
+            raise
         return Founded(core, control)
-
-    def _lend_control(self, size: int, closing: contextlib.ExitStack) -> int:
-        assert self.heap
-        return self.heap.reserve_control(size)
 
     def _listener(self, at_home: bool) -> socket.socket:
         if at_home:

@@ -339,8 +339,8 @@ class Hub:
             raise Error("'meet' needs a key and the ranks that meet, this one among them")
         survivors = bool(message.get("survivors"))
         answers = self._meetings.come(link.number, key, name, ranks, _field(message, "facts", dict), survivors)
-        if message.get("group") and any(answer.message["t"] == "met" for answer in answers):
-            group = self._open_group(key, frozenset(ranks))
+        if message.get("founds") and any(answer.message["t"] == "met" for answer in answers):
+            group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # one may have left well before
                 if other.left and other.number in group.ranks:
                     group.judge.left(other.number, other.last_call, time.monotonic())

@@ -143,16 +143,16 @@ class Member:
         facts: Mapping[str, Any],
         deadline: Deadline,
         *,
-        group: bool = False,
+        founds: bool = False,
         survivors: bool = False,
     ) -> Met:
         """Wait until all these ranks have said the same key, and exchange facts. name: what messages call it.
 
-        group: it founds a group, of which key is the id. survivors: those that are lost are not waited for.
+        founds: a group, of which key is the id. survivors: those that are lost are not waited for.
         Mismatch if the ranks name each other in different lists; PeerLost if one is lost; CollectiveTimeout.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
-        self._say({"t": "meet", "group": group, "survivors": survivors, **words}, deadline)
+        self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
         try:
             self._await(lambda: key in self._met, deadline, name)
         except CollectiveTimeout:
