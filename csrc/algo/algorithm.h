@@ -1,7 +1,10 @@
 // An algorithm is one file here and one row in registry.cc. select() picks the row for a call.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cstring>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -55,7 +58,7 @@ using Forced = std::array<std::string, collectives.size()>;
 // the layout does not allow.
 const Algorithm& select(Collective what, const Layout& layout, const Forced& forced);
 
-// --- shared by the algorithms ---
+// --- shared by the algorithms: messages and their parts (blocks.cc) ---
 
 struct Range {
   size_t begin, end;
@@ -68,6 +71,11 @@ Range part(size_t bytes, int parts, int index);
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
+// Nothing to copy is allowed, and so is what lies in its place already.
+inline void copy(void* to, const void* from, size_t bytes) {
+  if (bytes && to != from) std::memcpy(to, from, bytes);
+}
+
 // Where each rank's part of a longer message lies, in bytes.
 class Blocks {
  public:
@@ -75,6 +83,8 @@ class Blocks {
   Blocks(size_t each_bytes, int n);
   // counts: elements of each part; stride: between two that count.
   Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes);
+  // part() of a message for each of n ranks; the first is the largest.
+  static Blocks parts(size_t bytes, int n);
 
   // The result of all_gather and gather, by source.
   static Blocks gathered(const Call& call, int n);
@@ -84,12 +94,19 @@ class Blocks {
   static Blocks sent_by(const Call& call, int n, int rank);
   static Blocks got_by(const Call& call, int n, int rank);
 
+  // Piece k of each, side by side, in the order of ranks counted from `first`.
+  Blocks window(size_t piece_bytes, size_t k, int first) const;
+
+  int size() const { return static_cast<int>(ends_.size()); }
   size_t begin(int rank) const { return rank == 0 ? 0 : ends_[static_cast<size_t>(rank) - 1]; }
   size_t bytes(int rank) const { return ends_[static_cast<size_t>(rank)] - begin(rank); }
   size_t total() const { return ends_.back(); }
   size_t largest() const;
 
+  bool operator==(const Blocks&) const = default;
+
  private:
+  Blocks() = default;
   std::vector<size_t> ends_;
 };
 
@@ -97,8 +114,66 @@ class Blocks {
 // results in the accumulator type. out may be one of the in.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
 
+// Where all_to_all sends from: x, or a copy of it where it works in place and what comes from a peer does not lie where what goes
+// there did.
+const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got);
+
+// --- in the arena (arena_steps.cc) ---
+
 // After the first round of an arena call: throws Differs unless all ranks posted the same signature.
 void compare_posts(const Arena& arena);
+
+// The way of x through staging where x is foreign memory: step k holds piece k of each of its blocks, side by side.
+class Staging {
+ public:
+  // x: what this rank gives, nullptr: nothing. blocks of x: one that is for all ranks, or one for each.
+  Staging(Arena& arena, const void* x, Blocks blocks);
+
+  // Posts the call, lays x in this rank's slot (tiny) or its first pieces into staging, and meets the others: after that all
+  // ranks are known to make the same call.
+  void enter(const Call& call, bool tiny, const Wait& wait);
+  // Nobody reads this block here.
+  void leave_out(int block) { left_out_[static_cast<size_t>(block)] = true; }
+  // Lays piece k of each block there; nothing where x is in a heap.
+  void put(size_t k) const;
+  // Piece k of rank's block for this rank.
+  const char* at(int rank, size_t k) const;
+
+  size_t piece_bytes() const { return piece_bytes_; }
+  size_t steps(size_t block_bytes) const { return pieces(block_bytes, piece_bytes_); }
+
+ private:
+  Arena& arena_;
+  const char* x_;
+  Blocks blocks_;
+  std::vector<bool> left_out_;
+  size_t piece_bytes_;
+  uint64_t first_;
+};
+
+// What goes from one rank to another: from where in the one's x, to where in the other's out.
+struct Move {
+  size_t from, to, bytes;
+};
+
+// A collective that combines nothing, as what goes from whom to whom.
+struct Moves {
+  std::function<Move(int source, int destination)> between;
+  const char* x;     // what this rank gives; nullptr: nothing
+  Blocks blocks;     // of x, as for Staging
+  size_t largest_x;  // of all ranks
+};
+// Moves them by the shortest way there is for each pair: one of the two copies where the other's array lies in a heap, else both
+// by way of staging.
+void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait& wait);
+
+// --- over the mesh (mesh_steps.cc) ---
+
+// What is received from each peer before it is used, while it is in the cache; bounds the scratch memory.
+inline constexpr size_t window_bytes = 256 << 10;
+inline constexpr size_t tree_window_bytes = 64 << 10;  // an inner node holds one for each rank below it
+// How often: at least once, because the first piece carries the header even when it is empty.
+inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }
 
 // The binomial tree over ranks counted from the root: rank r holds the subtree [r, r + span).
 struct Tree {
@@ -109,10 +184,23 @@ struct Tree {
   int span;                   // ranks in this subtree
   int size, root;
   int relative_of(int rank) const { return (rank - root + size) % size; }
+  int rank_of(int relative) const { return (relative + root) % size; }
 };
 
 // Broadcast of the root's message along any tree: from parent (-1: this is the root) to children, window by window, so that a
 // rank passes one on while the next is on its way.
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait);
+
+// Up the tree, uncombined: one window of every rank's message, given by its bytes for each rank counted from the root. Returns
+// where those of this rank's subtree lie side by side.
+const char* gather_window(const Ranks& ranks, const Tree& tree, const Blocks& window, const void* mine, const Wait& wait);
+// The same for one window of everybody's x, which the root reduces to `to`.
+void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range window, char* to, const Wait& wait);
+
+// Piece k of block r of everybody's x goes to rank r, which reduces it to `to`. This rank's own window of
+// scratch, at its rank times window_bytes, stays free.
+void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait);
+// Block r of everybody's x, summed up around a ring, ends in `to` on rank r.
+void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait);
 
 }  // namespace mscomm

@@ -1,6 +1,4 @@
 // All-gather over the mesh in one latency: every rank sends its x to every other.
-#include <cstring>
-
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -9,7 +7,7 @@ void all_gather_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const Blocks blocks = Blocks::gathered(call, n);
-  if (call.x_bytes) std::memcpy(call.result() + blocks.begin(me), call.x, call.x_bytes);
+  copy(call.result() + blocks.begin(me), call.x, call.x_bytes);
   std::vector<Piece> out, in;
   for (int i = 1; i < n; i++) {
     const int to = (me + i) % n, from = (me - i + n) % n;

@@ -1,6 +1,4 @@
 // All-gather around a ring in n-1 steps: each rank passes on what it got last. Only neighbours talk.
-#include <cstring>
-
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -9,7 +7,7 @@ void all_gather_ring(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const Blocks blocks = Blocks::gathered(call, n);
-  if (call.x_bytes) std::memcpy(call.result() + blocks.begin(me), call.x, call.x_bytes);
+  copy(call.result() + blocks.begin(me), call.x, call.x_bytes);
   for (int step = 0; step < n - 1; step++) {
     const int sent = (me - step + n) % n, got = (me - step - 1 + n) % n;
     const Piece out{(me + 1) % n, call.result() + blocks.begin(sent), blocks.bytes(sent)};

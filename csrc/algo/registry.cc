@@ -1,6 +1,5 @@
-// The table of algorithms, the choice among them, and what several of them share.
+// The table of algorithms, and the choice among them.
 #include <algorithm>
-#include <cstring>
 
 #include "algo/algorithm.h"
 #include "base/error.h"
@@ -10,7 +9,12 @@ namespace mscomm {
 using Run = void(const Call&, const Ranks&, const Wait&);
 Run all_reduce_arena, all_reduce_direct, all_reduce_ring, all_reduce_tree;
 Run all_gather_arena, all_gather_direct, all_gather_ring;
+Run reduce_scatter_arena, reduce_scatter_direct, reduce_scatter_ring;
 Run broadcast_arena, broadcast_tree, broadcast_ring;
+Run reduce_direct, reduce_tree;
+Run gather_arena, gather_direct, gather_tree;
+Run scatter_arena, scatter_direct, scatter_tree;
+Run all_to_all_arena, all_to_all_direct, all_to_all_pairwise;
 Run barrier_arena, barrier_tree;
 
 namespace {
@@ -24,9 +28,24 @@ constexpr Algorithm table[] = {
     {"arena", Collective::all_gather, Carrier::arena, all_gather_arena},
     {"direct", Collective::all_gather, Carrier::mesh, all_gather_direct},
     {"ring", Collective::all_gather, Carrier::mesh, all_gather_ring},
+    {"arena", Collective::reduce_scatter, Carrier::arena, reduce_scatter_arena},
+    {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct},
+    {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring},
     {"arena", Collective::broadcast, Carrier::arena, broadcast_arena},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
     {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring},
+    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // all ranks, or the root alone, get the result
+    {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
+    {"tree", Collective::reduce, Carrier::mesh, reduce_tree},
+    {"arena", Collective::gather, Carrier::arena, gather_arena},
+    {"direct", Collective::gather, Carrier::mesh, gather_direct},
+    {"tree", Collective::gather, Carrier::mesh, gather_tree},
+    {"arena", Collective::scatter, Carrier::arena, scatter_arena},
+    {"direct", Collective::scatter, Carrier::mesh, scatter_direct},
+    {"tree", Collective::scatter, Carrier::mesh, scatter_tree},
+    {"arena", Collective::all_to_all, Carrier::arena, all_to_all_arena},
+    {"direct", Collective::all_to_all, Carrier::mesh, all_to_all_direct},
+    {"pairwise", Collective::all_to_all, Carrier::mesh, all_to_all_pairwise},
     {"arena", Collective::barrier, Carrier::arena, barrier_arena},
     {"tree", Collective::barrier, Carrier::mesh, barrier_tree},
 };
@@ -79,122 +98,5 @@ const Algorithm& select(Collective what, const Layout& layout, const Forced& for
 }
 
 int Layout::hosts() const { return host.empty() ? 1 : *std::max_element(host.begin(), host.end()) + 1; }
-
-Range part(size_t bytes, int parts, int index) {
-  constexpr size_t line = 64;
-  const size_t lines = (bytes + line - 1) / line, count = static_cast<size_t>(parts), i = static_cast<size_t>(index);
-  const size_t each = lines / count, more = lines % count;  // the first `more` parts have one line more
-  const size_t first = i * each + std::min(i, more);
-  return {std::min(bytes, first * line), std::min(bytes, (first + each + (i < more ? 1 : 0)) * line)};
-}
-
-Range piece(size_t bytes, size_t piece_bytes, size_t index) {
-  const size_t begin = std::min(bytes, index * piece_bytes);
-  return {begin, std::min(bytes, begin + piece_bytes)};
-}
-
-size_t pieces(size_t bytes, size_t piece_bytes) { return (bytes + piece_bytes - 1) / piece_bytes; }
-
-Blocks::Blocks(size_t each_bytes, int n) {
-  for (int rank = 1; rank <= n; rank++) ends_.push_back(static_cast<size_t>(rank) * each_bytes);
-}
-
-Blocks::Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes) {
-  size_t end = 0;
-  for (size_t rank = 0; rank < static_cast<size_t>(n); rank++) ends_.push_back(end += counts[rank * stride] * element_bytes);
-}
-
-size_t Blocks::largest() const {
-  size_t most = 0;
-  for (size_t rank = 0; rank < ends_.size(); rank++) most = std::max(most, bytes(static_cast<int>(rank)));
-  return most;
-}
-
-Blocks Blocks::gathered(const Call& call, int n) {
-  return call.counts.empty() ? Blocks(call.bytes(), n) : Blocks(call.counts.data(), n, 1, call.element_bytes());
-}
-
-Blocks Blocks::divided(const Call& call, int n) {
-  return call.counts.empty() ? Blocks(call.bytes() / static_cast<size_t>(n), n)
-                             : Blocks(call.counts.data(), n, 1, call.element_bytes());
-}
-
-Blocks Blocks::sent_by(const Call& call, int n, int rank) {
-  if (call.counts.empty()) return divided(call, n);
-  return Blocks(call.counts.data() + static_cast<size_t>(rank) * static_cast<size_t>(n), n, 1, call.element_bytes());
-}
-
-Blocks Blocks::got_by(const Call& call, int n, int rank) {
-  if (call.counts.empty()) return divided(call, n);
-  return Blocks(call.counts.data() + static_cast<size_t>(rank), n, static_cast<size_t>(n), call.element_bytes());
-}
-
-void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes) {
-  const Reduction& row = reduction(signature.dtype, signature.op);
-  const size_t count = bytes / row.element_bytes;
-  const int n = layout.size, hosts = layout.hosts();
-  if (hosts == 1) {
-    row.reduce(in, n, n, out, count);
-    return;
-  }
-  constexpr size_t block = 1024;
-  alignas(64) char total[block * 16], partial[block * 16];
-  for (size_t done = 0; done < count; done += block) {
-    const size_t now = std::min(block, count - done);
-    for (int host = 0; host < hosts; host++) {
-      char* sum = host == 0 ? total : partial;
-      bool first = true;
-      for (int rank = 0; rank < n; rank++) {
-        if (layout.host[static_cast<size_t>(rank)] != host) continue;
-        const char* from = static_cast<const char*>(in[rank]) + done * row.element_bytes;
-        first ? row.widen(from, sum, now) : row.fold(sum, from, now);
-        first = false;
-      }
-      if (host > 0) row.merge(total, partial, now);
-    }
-    row.finish(total, n, static_cast<char*>(out) + done * row.element_bytes, now);
-  }
-}
-
-void compare_posts(const Arena& arena) {
-  const Signature& mine = arena.posted(arena.rank()).signature;
-  bool same = true;
-  for (int rank = 0; rank < arena.size(); rank++) same &= arena.posted(rank).signature == mine;
-  if (same) return;
-  Differs differs;
-  for (int rank = 0; rank < arena.size(); rank++) differs.calls.emplace_back(rank, arena.posted(rank).signature);
-  throw differs;
-}
-
-Tree::Tree(int rank, int size, int root) : relative((rank - root + size) % size), span(size), size(size), root(root) {
-  const auto absolute = [&](int r) { return (r + root) % size; };
-  int reach = 1;  // distance to the next child; ends at the lowest set bit of `relative`
-  for (; relative + reach < size && (relative & reach) == 0; reach *= 2) children.push_back(absolute(relative + reach));
-  if (relative == 0) return;
-  const int low = relative & -relative;
-  parent = absolute(relative - low);
-  span = std::min(low, size - relative);
-}
-
-namespace {
-constexpr size_t relay_window_bytes = 256 << 10;
-}
-
-void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait) {
-  const size_t bytes = call.bytes();
-  if (parent < 0 && call.out != call.x && bytes) std::memcpy(call.out, call.x, bytes);
-  std::vector<Piece> down;
-  for (size_t k = 0; k < std::max<size_t>(1, pieces(bytes, relay_window_bytes)); k++) {
-    const Range window = piece(bytes, relay_window_bytes, k);
-    char* at = call.result() + window.begin;
-    if (parent >= 0) {
-      const Piece in{parent, at, window.bytes()};
-      mesh.exchange({}, {&in, 1}, wait);
-    }
-    down.clear();
-    for (int child : children) down.push_back({child, at, window.bytes()});
-    mesh.exchange(down, {}, wait);
-  }
-}
 
 }  // namespace mscomm

@@ -1,56 +1,81 @@
 // The arena's protocol with ranks as threads over one mapping: run under ThreadSanitizer and AddressSanitizer by `make test`.
+#include <chrono>
 #include <random>
 #include <thread>
 
 #include "check.h"
+#include "collective_cases.h"
 #include "thread_group.h"
 
 using namespace mscomm;
 
 namespace {
 
-// Sizes on both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
-constexpr size_t counts[] = {0,
-                             1,
-                             7,
-                             1000,
-                             tiny_bytes / 4,
-                             tiny_bytes / 4 + 1,
-                             chunk_in_cache_bytes / 4,
-                             chunk_in_cache_bytes / 4 + 3,
-                             3 * chunk_in_cache_bytes / 4 + 5,
-                             3 * largest_chunk_bytes / 4 + 5};
-
-void calls_in_every_memory(const ThreadRank& me, int size) {
-  std::mt19937 random(
-      static_cast<unsigned>(me.rank));  // of its own on each rank: who is late, and whose memory is private, varies
-  const auto n = static_cast<size_t>(size);
-  for (int repeat = 0; repeat < 3; repeat++)
-    for (size_t count : counts) {
-      std::vector<float> privates(count), private_out(count), private_many(count * n);
-      const bool shared_x = random() % 2, shared_out = random() % 2;
-      auto* heap_x = static_cast<float*>(me.heap->allocate(4 * count));
-      auto* heap_out = static_cast<float*>(me.heap->allocate(4 * count * n));
-      float* x = shared_x ? heap_x : privates.data();
-      float* out = shared_out ? heap_out : private_out.data();
-      float* many = shared_out ? heap_out : private_many.data();
-      for (size_t i = 0; i < count; i++) x[i] = static_cast<float>(me.rank + i % 17);
-      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-
-      me.all_reduce(x, out, count, Dtype::float32);
-      for (size_t i = 0; i < count; i++) CHECK(out[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)));
-      me.run(Collective::all_gather, Dtype::float32, -1, x, many, count);
-      for (size_t rank = 0; rank < n; rank++)
-        for (size_t i = 0; i < count; i++) CHECK(many[rank * count + i] == static_cast<float>(rank + i % 17));
-      me.run(Collective::broadcast, Dtype::float32, size - 1, x, out, count);
-      for (size_t i = 0; i < count; i++) CHECK(out[i] == static_cast<float>(n - 1 + i % 17));
-      me.run(Collective::barrier, Dtype::uint8, -1, nullptr, nullptr, 0);
-      me.all_reduce(x, x, count, Dtype::float32);  // in place
-      for (size_t i = 0; i < count; i++) CHECK(x[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)));
-      me.heap->release(heap_x);
-      me.heap->release(heap_out);
+void every_collective_in_every_memory() {
+  for (int size : {1, 2, 3, 5, 8})
+    for (bool spin : {true, false}) {
+      // On both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
+      std::vector<size_t> sizes{0, 1, 7, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_in_cache_bytes / 4 + 5};
+      if (!spin) sizes = {1000, chunk_in_cache_bytes / 4};
+      if (!spin && size == 3) sizes.push_back(3 * largest_chunk_bytes / 4 + 5);
+      const ThreadJob job(size);
+      const ThreadGroup world(job, job.all(), "arena", spin);
+      const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
+      world.run([&](const ThreadRank& me) {
+        every_case(me, inputs, sizes, {Memory::ours, Memory::heap, Memory::mixed, Memory::mixed});
+        CHECK(me.arena->lost_wakes() == 0);
+      });
+      for (int rank = 0; rank < size; rank++) CHECK(job.heap(rank).in_use() == 0);
     }
-  CHECK(me.arena->lost_wakes() == 0);
+}
+
+// Three groups over the same heaps, which two threads of each rank use at the same time.
+void groups_share_the_heaps() {
+  const ThreadJob job(4);
+  const ThreadGroup world(job, {0, 1, 2, 3}, "arena", false), three(job, {3, 0, 1}, "arena", false),
+      two(job, {2, 3}, "arena", false);
+  const std::vector<size_t> sizes{5, tiny_bytes, chunk_in_cache_bytes / 4 + 3};
+  const Inputs of_world(world.layout(), Dtype::float32, 2 * sizes.back() + 100),
+      of_three(three.layout(), Dtype::float32, 2 * sizes.back() + 100), of_two(two.layout(), Dtype::float32, 2 * sizes.back() + 100);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < job.size(); rank++) {
+    threads.emplace_back([&, rank] { every_case(world.at(rank), of_world, sizes, {Memory::heap, Memory::mixed}); });
+    threads.emplace_back([&, rank] {
+      if (three.place_of(rank) >= 0) every_case(three.at(three.place_of(rank)), of_three, sizes, {Memory::heap, Memory::mixed});
+      if (two.place_of(rank) >= 0) every_case(two.at(two.place_of(rank)), of_two, sizes, {Memory::heap, Memory::mixed});
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Calls run in the order in which they were started, whether on the worker's thread or on the caller's.
+void started_calls_keep_their_order(const ThreadRank& me) {
+  const size_t count = tiny_bytes;  // larger than tiny_bytes in bytes: several rounds
+  std::vector<float> a(count), b(count, 1.0f), c(count);
+  std::vector<std::shared_ptr<Work>> works;
+  for (int repeat = 0; repeat < 10; repeat++) {
+    a.assign(count, static_cast<float>(me.rank + repeat));
+    works.push_back(
+        me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, a.data(), count, b.data(), count, count), 60));
+    works.push_back(
+        me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, b.data(), count, b.data(), count, count), 60));
+    me.broadcast(b.data(), c.data(), count, 1);  // starts after both, so that b is complete
+    const float sum = static_cast<float>(3 * (0 + 1 + 2 + 3 * repeat));
+    CHECK(std::count(c.begin(), c.end(), sum) == static_cast<long>(count));
+  }
+  for (const auto& work : works) {
+    CHECK(work->wait(60));
+    CHECK(work->done() && !work->error());
+  }
+}
+
+void started_call_fails_as_the_others(const ThreadRank& me) {
+  float x[3] = {}, out[3];
+  std::shared_ptr<Work> work;
+  if (me.rank == 1) work = me.group->start(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), 60);
+  else work = me.group->start(make_call(Collective::broadcast, Dtype::float32, 0, x, 3, out, 3, 3), 60);
+  CHECK(work->wait(60));
+  CHECK(work->error() && work->error()->kind == "Mismatch");
 }
 
 void mismatch_is_seen_by_all(const ThreadRank& me) {
@@ -58,14 +83,38 @@ void mismatch_is_seen_by_all(const ThreadRank& me) {
   for (int again = 0; again < 2; again++) {
     std::string kind, text;
     try {
-      if (me.rank == 1) me.run(Collective::broadcast, Dtype::float32, 0, x, out, 5);
-      else me.all_reduce(x, out, 4, Dtype::float32);
+      if (me.rank == 1) me.broadcast(x, out, 5, 0);
+      else me.all_reduce(x, out, 4);
     } catch (const Error& error) {
       kind = error.kind, text = error.what();
     }
     CHECK(kind == "Mismatch");
     CHECK(text.find("ranks 0, 2 called all_reduce #1 (float32[4], sum); rank 1 called broadcast #1 (float32[5], root 0)") !=
           std::string::npos);
+  }
+}
+
+// Each collective against the next one, large, so that staging and heaps are in play.
+void every_mismatch_is_seen() {
+  const std::vector<Collective> all = collectives_with_data();
+  const std::vector<Amounts> some = amounts(3, 3 * tiny_bytes);
+  for (size_t i = 0; i < all.size(); i++) {
+    const ThreadJob job(3);
+    const ThreadGroup world(job, job.all(), "arena", false);
+    const Inputs inputs(world.layout(), Dtype::float32, 10 * tiny_bytes);
+    world.run([&](const ThreadRank& me) {
+      const Collective what = all[(i + (me.rank == 2)) % all.size()];
+      const bool rooted = what == Collective::broadcast || what == Collective::reduce || what == Collective::gather ||
+                          what == Collective::scatter;
+      std::string kind;
+      try {
+        Case(what, inputs, some[static_cast<size_t>(me.rank) % 2], rooted ? 0 : -1, me.rank)
+            .run(me, me.rank == 1, me.rank == 1, false);
+      } catch (const Error& error) {
+        kind = error.kind;
+      }
+      CHECK(kind == "Mismatch");
+    });
   }
 }
 
@@ -81,7 +130,7 @@ void abort_wakes_the_waiters(const ThreadRank& me) {
   });
   std::string text;
   try {
-    me.run(Collective::barrier, Dtype::uint8, -1, nullptr, nullptr, 0);
+    me.barrier();
   } catch (const Error& error) {
     text = error.what();
   }
@@ -93,7 +142,7 @@ void deadline_names_the_missing(const ThreadRank& me) {
   if (me.rank == 2) return;
   std::vector<int> waiting_for;
   try {
-    me.run(Collective::barrier, Dtype::uint8, -1, nullptr, nullptr, 0, 0.2);
+    me.barrier(0.2);
   } catch (const Error& error) {
     CHECK(error.kind == "CollectiveTimeout");
     waiting_for = error.waiting_for;
@@ -101,34 +150,85 @@ void deadline_names_the_missing(const ThreadRank& me) {
   CHECK(waiting_for == std::vector<int>{2});
 }
 
+// A failed call takes its own arrays out of the heap, and no other group's.
+void failed_group_leaves_the_others_whole() {
+  const ThreadJob job(2);
+  const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
+  constexpr size_t count = tiny_bytes;
+  failing.run([&](const ThreadRank& me) {
+    auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
+    auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
+    std::fill(lost, lost + count, 1.0f);
+    std::string kind;
+    try {
+      me.all_reduce(lost, lost, count - static_cast<size_t>(me.rank));
+    } catch (const Error& error) {
+      kind = error.kind;
+    }
+    CHECK(kind == "Mismatch");
+    CHECK(!me.heap->find(lost, 4 * count));
+    CHECK(me.heap->find(kept, 4 * count).has_value());
+    const ThreadRank other = whole.at(me.rank);
+    for (float* x : {lost, kept}) {
+      std::fill(x, x + count, static_cast<float>(me.rank + 1));
+      other.all_reduce(x, x, count);
+      CHECK(std::count(x, x + count, 3.0f) == static_cast<long>(count));
+    }
+    me.heap->release(lost);
+    me.heap->release(kept);
+  });
+}
+
 // A call fails while rank 1 is stopped in the middle of it: what rank 1 writes later must not reach rank 0's array.
 void late_writer_is_harmless() {
-  const int fd = make_memory("test-heap", 4u << 20);
-  const Mapping theirs(fd, 4u << 20);  // rank 1's view of rank 0's heap
-  Heap heap(Mapping(fd, 4u << 20));
+  constexpr size_t heap_bytes = 4u << 20;
+  const int fd = make_memory("test-heap", heap_bytes);
+  const Mapping theirs(fd, heap_bytes);  // rank 1's view of rank 0's heap
+  Heap heap(Mapping(fd, heap_bytes));
   close(fd);
   auto* before = static_cast<char*>(heap.allocate(100));
   auto* out = static_cast<char*>(heap.allocate(20000));
+  auto* x = static_cast<char*>(heap.allocate(20000));
   auto* after = static_cast<char*>(heap.allocate(100));
   std::fill(before, before + 100, 'b');
   std::fill(out, out + 20000, 'o');
+  std::fill(x, x + 20000, 'x');
   std::fill(after, after + 100, 'a');
-  const uint64_t offset = *heap.find(out, 20000);
-  CHECK(theirs.begin()[offset] == 'o');
-  const uint64_t x_offset = *heap.find(after, 100);
+  const uint64_t out_offset = *heap.find(out, 20000), x_offset = *heap.find(x, 20000);
+  CHECK(theirs.begin()[out_offset] == 'o');
   heap.withdraw(out, 20000, false);
-  std::fill(theirs.begin() + offset, theirs.begin() + offset + 20000, 'X');
+  std::fill(theirs.begin() + out_offset, theirs.begin() + out_offset + 20000, 'X');
   CHECK(std::count(out, out + 20000, 'X') == 0);
+  heap.withdraw(x, 20000, true);  // read by others in the same call: they must not see what its owner writes afterwards
+  CHECK(std::count(x, x + 20000, 'x') == 20000);
+  std::fill(x, x + 20000, 'n');
+  CHECK(theirs.begin()[x_offset] == 'x');
+
+  // The pages of these two are private now, the rest of the heap is shared as before.
   CHECK(std::count(before, before + 100, 'b') == 100);
   CHECK(std::count(after, after + 100, 'a') == 100);
-  auto* x = after;  // read by others in the same call: they must not see what its owner writes afterwards
-  heap.withdraw(x, 100, true);
-  CHECK(std::count(x, x + 100, 'a') == 100);
-  std::fill(x, x + 100, 'n');
-  CHECK(theirs.begin()[x_offset] == 'a');
-  CHECK(!heap.find(before, 100));
-  CHECK(heap.allocate(8) == nullptr);
+  CHECK(!heap.find(out, 20000) && !heap.find(x, 20000) && !heap.find(out + 8192, 1));
+  CHECK(heap.find(before, 100) && heap.find(after, 100));
   heap.release(out);
+  heap.release(x);
+  std::vector<char*> fresh;
+  while (auto* one = static_cast<char*>(heap.allocate(4096))) {
+    CHECK((one + 4096 <= out || one >= out + 20000) && (one + 4096 <= x || one >= x + 20000));
+    fresh.push_back(one);
+  }
+  CHECK(fresh.size() > 900);
+  const auto seen = heap.find(fresh.back(), 4096);
+  CHECK(seen.has_value());
+  *fresh.back() = 's';
+  CHECK(seen && theirs.begin()[*seen] == 's');
+
+  heap.retire();
+  for (char* one : fresh) heap.release(one);
+  CHECK(heap.allocate(8) == nullptr);
+  CHECK(!heap.find(before, 100));
+  heap.release(before);
+  heap.release(after);
+  CHECK(heap.in_use() == 0);
 }
 
 void heap_gives_each_byte_once() {
@@ -159,15 +259,58 @@ void heap_gives_each_byte_once() {
   CHECK(heap.allocate(1) == nullptr);
 }
 
+// Whoever makes and leaves groups for ever needs no more room for it.
+void thousand_groups() {
+  const ThreadJob job(2);
+  Heap& heap = job.heap(0);
+  for (int repeat = 0; repeat < 1000; repeat++) {
+    const ThreadGroup pair(job, job.all(), "arena", true);
+    float x = 1, out = 0, other = 0;
+    std::thread second([&] { pair.at(1).all_reduce(&x, &other, 1); });
+    pair.at(0).all_reduce(&x, &out, 1);
+    second.join();
+    CHECK(out == 2 && other == 2);
+  }
+  // Taking the next one gives those back that all have left.
+  const uint64_t next = heap.reserve(1);
+  CHECK(next == 0);
+  const char* memory = heap.mapping().begin();
+  CHECK(std::count(memory, memory + 4096, 0) == 4096);
+  void* rest = heap.allocate(ThreadJob::heap_bytes - (2u << 20));
+  CHECK(rest != nullptr);  // one piece
+  heap.release(rest);
+}
+
+// A rank that has not left yet may still look at the control memory.
+void control_memory_waits_for_the_last() {
+  const ThreadJob job(2);
+  Heap& heap = job.heap(0);
+  const uint64_t first = Arena::reserve(heap, 2);
+  auto one = std::make_unique<Arena>(job.all(), 0, job.peers(0)->heaps, first, true);
+  auto other = std::make_unique<Arena>(job.all(), 1, job.peers(1)->heaps, first, true);
+  one.reset();
+  Arena::release(heap, first, 2);
+  const uint64_t second = Arena::reserve(heap, 2);
+  CHECK(second != first);
+  other.reset();
+  const uint64_t third = Arena::reserve(heap, 2);
+  CHECK(third == first);
+}
+
 }  // namespace
 
 int main() {
   heap_gives_each_byte_once();
   late_writer_is_harmless();
-  for (int size : {2, 3, 4, 8})
-    for (bool spin : {false, true})
-      on_threads(size, "arena", spin, [size](const ThreadRank& me) { calls_in_every_memory(me, size); });
+  control_memory_waits_for_the_last();
+  thousand_groups();
+  every_collective_in_every_memory();
+  groups_share_the_heaps();
+  for (bool spin : {false, true}) on_threads(3, "arena", spin, started_calls_keep_their_order);
+  on_threads(3, "arena", false, started_call_fails_as_the_others);
   on_threads(3, "arena", false, mismatch_is_seen_by_all);
+  every_mismatch_is_seen();
+  failed_group_leaves_the_others_whole();
   on_threads(4, "arena", false, abort_wakes_the_waiters);
   on_threads(4, "arena", false, deadline_names_the_missing);
   return test::failed();

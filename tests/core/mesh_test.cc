@@ -2,29 +2,54 @@
 #include <random>
 
 #include "check.h"
+#include "collective_cases.h"
 #include "thread_group.h"
 
 using namespace mscomm;
 
 namespace {
 
-void calls(const ThreadRank& me, int size) {
-  const auto n = static_cast<size_t>(size);
-  for (size_t count : {size_t{0}, size_t{1}, size_t{7}, size_t{1000}, size_t{300'001}}) {
-    std::vector<float> x(count), out(count), many(count * n);
-    for (size_t i = 0; i < count; i++) x[i] = static_cast<float>(me.rank + i % 17);
-    me.all_reduce(x.data(), out.data(), count, Dtype::float32);
-    for (size_t i = 0; i < count; i++) CHECK(out[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)));
-    me.run(Collective::all_gather, Dtype::float32, -1, x.data(), many.data(), count);
-    for (size_t rank = 0; rank < n; rank++)
-      for (size_t i = 0; i < count; i++) CHECK(many[rank * count + i] == static_cast<float>(rank + i % 17));
-    for (int root = 0; root < size; root++) {
-      me.run(Collective::broadcast, Dtype::float32, root, x.data(), out.data(), count);
-      for (size_t i = 0; i < count; i++) CHECK(out[i] == static_cast<float>(root + i % 17));
-    }
-    me.run(Collective::barrier, Dtype::uint8, -1, nullptr, nullptr, 0);
-    me.all_reduce(x.data(), x.data(), count, Dtype::float32);
-    for (size_t i = 0; i < count; i++) CHECK(x[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)));
+void every_collective_by(const std::string& algorithm) {
+  for (int size : {1, 2, 3, 5, 8}) {
+    // On both sides of the windows.
+    const std::vector<size_t> sizes{0, 1, 7, 1000, 2 * window_bytes / 4 + 5};
+    const ThreadJob job(size);
+    const ThreadGroup world(job, job.all(), algorithm, false);
+    // A ring has an order of its own; integers have none.
+    const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
+    world.run([&](const ThreadRank& me) { every_case(me, inputs, sizes, {Memory::ours}); });
+  }
+}
+
+// Two hosts in turn, and a third: within a host in rank order, then over hosts by lowest rank.
+void hosts_are_added_in_order(const std::string& algorithm) {
+  const ThreadJob job(5, {0, 1, 0, 1, 2});
+  const ThreadGroup world(job, job.all(), algorithm, false);
+  const std::vector<size_t> sizes{7, 1000, 5000};
+  const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
+  world.run([&](const ThreadRank& me) { every_case(me, inputs, sizes, {Memory::ours}); });
+}
+
+// Sums over a ring differ by their order alone.
+void ring_is_close(const ThreadRank& me) {
+  constexpr size_t count = 400'001;
+  const auto n = static_cast<size_t>(me.group->size());
+  std::vector<float> x(count), out(count);
+  for (size_t i = 0; i < count; i++) x[i] = static_cast<float>(me.rank + static_cast<int>(i % 17));
+  me.all_reduce(x.data(), out.data(), count);  // whole numbers: exact in any order
+  for (size_t i = 0; i < count; i++)
+    if (!CHECK(out[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)))) return;
+}
+
+void started_calls_keep_their_order(const ThreadRank& me) {
+  constexpr size_t count = 1000;
+  std::vector<float> a(count, 1.0f), b(count), c(count);
+  for (int repeat = 0; repeat < 20; repeat++) {
+    const auto work =
+        me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, a.data(), count, b.data(), count, count), 60);
+    me.broadcast(b.data(), c.data(), count, repeat % 3);
+    CHECK(std::count(c.begin(), c.end(), 3.0f) == static_cast<long>(count));
+    CHECK(work->wait(60) && !work->error());
   }
 }
 
@@ -33,8 +58,8 @@ void crossed_roots(const ThreadRank& me) {
   float x[3] = {}, out[3];
   std::string kind;
   try {
-    me.run(Collective::broadcast, Dtype::float32, 1 - me.rank, x, out, 3);
-    me.run(Collective::barrier, Dtype::uint8, -1, nullptr, nullptr, 0);
+    me.broadcast(x, out, 3, 1 - me.rank);
+    me.barrier();
   } catch (const Error& error) {
     kind = error.kind;
   }
@@ -58,7 +83,7 @@ void garbage_is_refused() {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     std::vector<std::optional<Stream>> links(2);
     links[1].emplace(ends[0], "rank 1");
-    Mesh mesh(0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+    Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
 
     Signature mine;
     mine.number = 5;
@@ -93,9 +118,16 @@ void garbage_is_refused() {
 }  // namespace
 
 int main() {
-  for (const char* algorithm : {"direct", "ring", "tree"})
-    for (int size : {2, 3, 4, 5, 8}) on_threads(size, algorithm, false, [size](const ThreadRank& me) { calls(me, size); });
-  on_threads(5, "direct", false, [](const ThreadRank& me) { calls(me, 5); }, {0, 1, 0, 1, 2});
+  std::vector<std::string> names;
+  for (const Algorithm& row : algorithms())
+    if (row.carrier == Carrier::mesh && std::find(names.begin(), names.end(), row.name) == names.end())
+      names.emplace_back(row.name);
+  for (const std::string& algorithm : names) {
+    every_collective_by(algorithm);
+    if (algorithm != "ring") hosts_are_added_in_order(algorithm);
+    on_threads(3, algorithm, false, started_calls_keep_their_order);
+  }
+  on_threads(5, "ring", false, ring_is_close);
   on_threads(2, "tree", false, crossed_roots);
   garbage_is_refused();
   return test::failed();

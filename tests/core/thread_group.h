@@ -1,9 +1,11 @@
-// A group whose ranks are threads of one process, over one mapping of the arena's memory, so that the sanitizers see all of it.
+// The ranks of a job as threads of one process, over one mapping of each heap, so that the sanitizers see all of it.
 #pragma once
 
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <functional>
 #include <memory>
 #include <string>
@@ -15,90 +17,182 @@
 
 namespace mscomm {
 
-struct ThreadRank {
-  int rank;
-  Communicator* group;
-  std::shared_ptr<Heap> heap;
-  const Arena* arena;
+// The heaps of a job's ranks, and what each rank knows of the others.
+class ThreadJob {
+ public:
+  static constexpr size_t heap_bytes = 128u << 20;  // sparse
 
-  template <typename T>
-  void all_reduce(const T* x, T* out, size_t count, Dtype dtype, double timeout_s = 60) const {
-    run(Collective::all_reduce, dtype, -1, x, out, count, timeout_s);
+  // hosts: of each rank; empty: one for all.
+  explicit ThreadJob(int size, std::vector<int> hosts = {}) {
+    const auto n = static_cast<size_t>(size);
+    if (hosts.empty()) hosts.assign(n, 0);
+    std::vector<std::string> names;
+    for (int rank = 0; rank < size; rank++) {
+      names.push_back("rank " + std::to_string(rank));
+      const int fd = make_memory("test-heap", heap_bytes);
+      memory_.emplace_back(fd, heap_bytes);
+      heaps_.push_back(std::make_shared<Heap>(memory_.back().borrow()));
+      close(fd);
+    }
+    for (int rank = 0; rank < size; rank++) {
+      std::vector<Mapping> others(n);
+      for (size_t other = 0; other < n; other++)
+        if (static_cast<int>(other) != rank && hosts[other] == hosts[static_cast<size_t>(rank)])
+          others[other] = memory_[other].borrow();
+      auto all = std::make_shared<Heaps>(rank, heaps_[static_cast<size_t>(rank)], std::move(others));
+      peers_.push_back(std::make_shared<Peers>(rank, names, hosts, std::vector<int>(n, -1), std::move(all)));
+    }
   }
-  void run(Collective what, Dtype dtype, int root, const void* x, void* out, size_t count, double timeout_s = 60) const {
-    Signature signature;
-    signature.what = what;
-    signature.dtype = dtype;
-    signature.root = root;
-    const uint64_t shape[] = {count};
-    group->run(signature, {shape, what == Collective::barrier ? size_t{0} : size_t{1}}, x, out, timeout_s);
+
+  int size() const { return static_cast<int>(heaps_.size()); }
+  Heap& heap(int rank) const { return *heaps_[static_cast<size_t>(rank)]; }
+  const std::shared_ptr<Peers>& peers(int rank) const { return peers_[static_cast<size_t>(rank)]; }
+  std::vector<int> all() const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size(); rank++) ranks.push_back(rank);
+    return ranks;
+  }
+
+ private:
+  std::vector<Mapping> memory_;
+  std::vector<std::shared_ptr<Heap>> heaps_;
+  std::vector<std::shared_ptr<Peers>> peers_;
+};
+
+// A call without counts, where x and out are of the sizes that the collective gives them.
+inline Call make_call(Collective what, Dtype dtype, int root, const void* x, size_t x_count, void* out, size_t out_count,
+                      size_t count) {
+  Call call;
+  call.signature.what = what;
+  // In the order of the collectives, as far as they go.
+  call.signature.function = static_cast<Function>(what);
+  call.signature.dtype = dtype;
+  call.signature.root = root;
+  if (what != Collective::barrier) {
+    call.signature.dims = 1;
+    call.signature.shape[0] = call.signature.count = count;
+  }
+  call.x = x;
+  call.x_bytes = x_count * size_of(dtype);
+  call.out = out;
+  call.out_bytes = out_count * size_of(dtype);
+  return call;
+}
+
+struct ThreadRank {
+  int rank;  // in the group
+  Communicator* group;
+  Heap* heap;
+  const Arena* arena;  // nullptr: the group has a mesh
+
+  void all_reduce(const float* x, float* out, size_t count, double timeout_s = 60) const {
+    group->run(make_call(Collective::all_reduce, Dtype::float32, -1, x, count, out, count, count), timeout_s);
+  }
+  void broadcast(const float* x, float* out, size_t count, int root, double timeout_s = 60) const {
+    group->run(make_call(Collective::broadcast, Dtype::float32, root, x, count, out, count, count), timeout_s);
+  }
+  void barrier(double timeout_s = 60) const {
+    group->run(make_call(Collective::barrier, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), timeout_s);
   }
 };
 
-// Runs body on size threads, joined by an arena (algorithm "arena") or by socket pairs; hosts: the host of each rank.
+// A group of some of a job's ranks, joined by an arena (algorithm "arena") or by socket pairs.
+class ThreadGroup {
+ public:
+  ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
+      : job_(job), ranks_(std::move(ranks)) {
+    const size_t n = ranks_.size();
+    const int size = static_cast<int>(n);
+    const bool arena = algorithm == "arena";
+    Forced forced;
+    for (const Algorithm& row : algorithms())
+      if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
+
+    std::vector<std::vector<std::optional<Stream>>> links(n);
+    for (auto& row : links) row.resize(n);
+    for (size_t a = 0; a < n && !arena; a++)
+      for (size_t b = a + 1; b < n; b++) {
+        int ends[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
+        links[a][b].emplace(ends[0], "rank " + std::to_string(ranks_[b]));
+        links[b][a].emplace(ends[1], "rank " + std::to_string(ranks_[a]));
+      }
+    if (arena) control_ = Arena::reserve(lowest(), size);
+
+    for (int rank = 0; rank < size; rank++) {
+      const std::shared_ptr<Peers>& peers = job_.peers(in_job(rank));
+      recorders_.push_back(std::make_unique<Recorder>());
+      std::unique_ptr<Arena> own;
+      std::unique_ptr<Mesh> mesh;
+      if (arena) {
+        own = std::make_unique<Arena>(ranks_, rank, peers->heaps, *control_, spin);
+      } else {
+        const auto recorded = [recorder = recorders_.back().get()](uint64_t number) {
+          const auto record = recorder->find(number);
+          return record ? std::optional(record->signature) : std::nullopt;
+        };
+        mesh = std::make_unique<Mesh>(ranks_, rank, 0, std::move(links[static_cast<size_t>(rank)]), recorded);
+      }
+      arenas_.push_back(own.get());
+      auto backend = std::make_unique<HostBackend>(Layout{rank, size, hosts()}, forced, std::move(own), std::move(mesh));
+      groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), *recorders_.back(),
+                                                       Communicator::Hooks{}));
+    }
+  }
+  ~ThreadGroup() {
+    groups_.clear();
+    if (control_) Arena::release(lowest(), *control_, size());
+  }
+  ThreadGroup(const ThreadGroup&) = delete;
+  ThreadGroup& operator=(const ThreadGroup&) = delete;
+
+  int size() const { return static_cast<int>(ranks_.size()); }
+  Layout layout() const { return {0, size(), hosts()}; }
+  ThreadRank at(int rank) const {
+    const auto i = static_cast<size_t>(rank);
+    return {rank, groups_[i].get(), &job_.heap(in_job(rank)), arenas_[i]};
+  }
+  // The place of a rank of the job; -1: not a member.
+  int place_of(int rank) const {
+    const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
+    return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
+  }
+  // Runs body on one thread for each rank.
+  void run(const std::function<void(const ThreadRank&)>& body) const {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size(); rank++) threads.emplace_back([&, rank] { body(at(rank)); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
+  Heap& lowest() const { return job_.heap(*std::min_element(ranks_.begin(), ranks_.end())); }
+  // Numbered by their lowest rank in the group.
+  std::vector<int> hosts() const {
+    std::vector<int> seen, hosts;
+    for (int rank : ranks_) {
+      const int host = job_.peers(rank)->hosts[static_cast<size_t>(rank)];
+      const auto found = std::find(seen.begin(), seen.end(), host);
+      hosts.push_back(static_cast<int>(found - seen.begin()));
+      if (found == seen.end()) seen.push_back(host);
+    }
+    return hosts;
+  }
+
+  const ThreadJob& job_;
+  std::vector<int> ranks_;
+  std::optional<uint64_t> control_;
+  std::vector<std::unique_ptr<Recorder>> recorders_;
+  std::vector<std::unique_ptr<Communicator>> groups_;
+  std::vector<const Arena*> arenas_;
+};
+
+// A job, its world, and a thread for each rank.
 inline void on_threads(int size, const std::string& algorithm, bool spin, const std::function<void(const ThreadRank&)>& body,
                        std::vector<int> hosts = {}) {
-  const auto n = static_cast<size_t>(size);
-  constexpr size_t heap_bytes = 64u << 20;
-  if (hosts.empty()) hosts.assign(n, 0);
-  Forced forced;
-  for (const Algorithm& row : algorithms())
-    if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
-
-  const bool arena = algorithm == "arena";
-  const int control_fd = make_memory("test-control", Arena::control_bytes(size));
-  const Mapping control(control_fd, Arena::control_bytes(size));
-  std::vector<Mapping> heap_memory;
-  std::vector<std::shared_ptr<Heap>> heaps;
-  for (size_t rank = 0; rank < n; rank++) {
-    const int fd = make_memory("test-heap", heap_bytes);
-    heap_memory.emplace_back(fd, heap_bytes);
-    heaps.push_back(std::make_shared<Heap>(heap_memory.back().borrow()));
-    close(fd);
-  }
-  close(control_fd);
-
-  std::vector<std::vector<std::optional<Stream>>> links(n);
-  for (auto& row : links) row.resize(n);
-  for (size_t a = 0; a < n && !arena; a++)
-    for (size_t b = a + 1; b < n; b++) {
-      int ends[2];
-      if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-      links[a][b].emplace(ends[0], "rank " + std::to_string(b));
-      links[b][a].emplace(ends[1], "rank " + std::to_string(a));
-    }
-
-  std::vector<std::unique_ptr<Recorder>> recorders;
-  std::vector<std::unique_ptr<Communicator>> groups;
-  std::vector<const Arena*> arenas;
-  for (size_t rank = 0; rank < n; rank++) {
-    recorders.push_back(std::make_unique<Recorder>());
-    Recorder& recorder = *recorders.back();
-    std::unique_ptr<Arena> own;
-    std::unique_ptr<Mesh> mesh;
-    if (arena) {
-      std::vector<Mapping> mapped;
-      for (const Mapping& memory : heap_memory) mapped.push_back(memory.borrow());
-      own = std::make_unique<Arena>(static_cast<int>(rank), size, control.borrow(), heaps[rank], std::move(mapped), spin);
-    } else {
-      mesh = std::make_unique<Mesh>(static_cast<int>(rank), 0, std::move(links[rank]), [&recorder](uint64_t number) {
-        const auto record = recorder.find(number);
-        return record ? std::optional(record->signature) : std::nullopt;
-      });
-    }
-    arenas.push_back(own.get());
-    std::vector<std::string> names;
-    for (size_t peer = 0; peer < n; peer++) names.push_back("rank " + std::to_string(peer));
-    auto backend = std::make_unique<HostBackend>(Layout{static_cast<int>(rank), size, hosts}, forced, std::move(own),
-                                                 std::move(mesh), heaps[rank]);
-    groups.push_back(std::make_unique<Communicator>("world", static_cast<int>(rank),
-                                                    Communicator::Peers{std::move(names), std::vector<int>(n, -1)},
-                                                    std::move(backend), recorder, Communicator::Hooks{}));
-  }
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < n; rank++)
-    threads.emplace_back([&, rank] { body({static_cast<int>(rank), groups[rank].get(), heaps[rank], arenas[rank]}); });
-  for (std::thread& thread : threads) thread.join();
+  const ThreadJob job(size, std::move(hosts));
+  const ThreadGroup world(job, job.all(), algorithm, spin);
+  world.run(body);
 }
 
 }  // namespace mscomm

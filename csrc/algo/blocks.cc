@@ -1,0 +1,102 @@
+// A message and its parts, and the one order in which parts are added.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+Range part(size_t bytes, int parts, int index) {
+  constexpr size_t line = 64;
+  const size_t lines = (bytes + line - 1) / line, count = static_cast<size_t>(parts), i = static_cast<size_t>(index);
+  const size_t each = lines / count, more = lines % count;  // the first `more` parts have one line more
+  const size_t first = i * each + std::min(i, more);
+  return {std::min(bytes, first * line), std::min(bytes, (first + each + (i < more ? 1 : 0)) * line)};
+}
+
+Range piece(size_t bytes, size_t piece_bytes, size_t index) {
+  const size_t begin = std::min(bytes, index * piece_bytes);
+  return {begin, std::min(bytes, begin + piece_bytes)};
+}
+
+size_t pieces(size_t bytes, size_t piece_bytes) { return (bytes + piece_bytes - 1) / piece_bytes; }
+
+Blocks::Blocks(size_t each_bytes, int n) {
+  for (int rank = 1; rank <= n; rank++) ends_.push_back(static_cast<size_t>(rank) * each_bytes);
+}
+
+Blocks::Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes) {
+  size_t end = 0;
+  for (size_t rank = 0; rank < static_cast<size_t>(n); rank++) ends_.push_back(end += counts[rank * stride] * element_bytes);
+}
+
+Blocks Blocks::parts(size_t bytes, int n) {
+  Blocks blocks;
+  for (int rank = 0; rank < n; rank++) blocks.ends_.push_back(part(bytes, n, rank).end);
+  return blocks;
+}
+
+Blocks Blocks::window(size_t piece_bytes, size_t k, int first) const {
+  Blocks blocks;
+  size_t end = 0;
+  for (int i = 0; i < size(); i++) blocks.ends_.push_back(end += piece(bytes((first + i) % size()), piece_bytes, k).bytes());
+  return blocks;
+}
+
+size_t Blocks::largest() const {
+  size_t most = 0;
+  for (size_t rank = 0; rank < ends_.size(); rank++) most = std::max(most, bytes(static_cast<int>(rank)));
+  return most;
+}
+
+Blocks Blocks::gathered(const Call& call, int n) {
+  return call.counts.empty() ? Blocks(call.bytes(), n) : Blocks(call.counts.data(), n, 1, call.element_bytes());
+}
+
+Blocks Blocks::divided(const Call& call, int n) {
+  return call.counts.empty() ? Blocks(call.bytes() / static_cast<size_t>(n), n)
+                             : Blocks(call.counts.data(), n, 1, call.element_bytes());
+}
+
+Blocks Blocks::sent_by(const Call& call, int n, int rank) {
+  if (call.counts.empty()) return divided(call, n);
+  return Blocks(call.counts.data() + static_cast<size_t>(rank) * static_cast<size_t>(n), n, 1, call.element_bytes());
+}
+
+Blocks Blocks::got_by(const Call& call, int n, int rank) {
+  if (call.counts.empty()) return divided(call, n);
+  return Blocks(call.counts.data() + static_cast<size_t>(rank), n, static_cast<size_t>(n), call.element_bytes());
+}
+
+void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes) {
+  const Reduction& row = reduction(signature.dtype, signature.op);
+  const size_t count = bytes / row.element_bytes;
+  const int n = layout.size, hosts = layout.hosts();
+  if (hosts == 1) {
+    row.reduce(in, n, n, out, count);
+    return;
+  }
+  constexpr size_t block = 1024;
+  alignas(64) char total[block * 16], partial[block * 16];
+  for (size_t done = 0; done < count; done += block) {
+    const size_t now = std::min(block, count - done);
+    for (int host = 0; host < hosts; host++) {
+      char* sum = host == 0 ? total : partial;
+      bool first = true;
+      for (int rank = 0; rank < n; rank++) {
+        if (layout.host[static_cast<size_t>(rank)] != host) continue;
+        const char* from = static_cast<const char*>(in[rank]) + done * row.element_bytes;
+        first ? row.widen(from, sum, now) : row.fold(sum, from, now);
+        first = false;
+      }
+      if (host > 0) row.merge(total, partial, now);
+    }
+    row.finish(total, n, static_cast<char*>(out) + done * row.element_bytes, now);
+  }
+}
+
+const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got) {
+  if (call.x != call.out || call.x_bytes == 0 || sent == got) return call.in();
+  char* apart = ranks.scratch_of(call.x_bytes);
+  copy(apart, call.x, call.x_bytes);
+  return apart;
+}
+
+}  // namespace mscomm

@@ -1,0 +1,111 @@
+// What the algorithms over the mesh share: trees, windows up and down them, and the two ways to reduce block r on rank r.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+Tree::Tree(int rank, int size, int root) : relative((rank - root + size) % size), span(size), size(size), root(root) {
+  const auto absolute = [&](int r) { return (r + root) % size; };
+  int reach = 1;  // distance to the next child; ends at the lowest set bit of `relative`
+  for (; relative + reach < size && (relative & reach) == 0; reach *= 2) children.push_back(absolute(relative + reach));
+  if (relative == 0) return;
+  const int low = relative & -relative;
+  parent = absolute(relative - low);
+  span = std::min(low, size - relative);
+}
+
+void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait) {
+  const size_t bytes = call.bytes();
+  if (parent < 0) copy(call.out, call.x, bytes);
+  std::vector<Piece> down;
+  for (size_t k = 0; k < windows(bytes, window_bytes); k++) {
+    const Range window = piece(bytes, window_bytes, k);
+    char* at = call.result() + window.begin;
+    if (parent >= 0) {
+      const Piece in{parent, at, window.bytes()};
+      mesh.exchange({}, {&in, 1}, wait);
+    }
+    down.clear();
+    for (int child : children) down.push_back({child, at, window.bytes()});
+    mesh.exchange(down, {}, wait);
+  }
+}
+
+const char* gather_window(const Ranks& ranks, const Tree& tree, const Blocks& window, const void* mine, const Wait& wait) {
+  const size_t base = window.begin(tree.relative);
+  char* held = ranks.scratch_of(window.begin(tree.relative + tree.span) - base);
+  copy(held, mine, window.bytes(tree.relative));
+  std::vector<Piece> in;
+  for (int child : tree.children) {
+    const Tree below(child, tree.size, tree.root);
+    const size_t begin = window.begin(below.relative);
+    in.push_back({child, held + (begin - base), window.begin(below.relative + below.span) - begin});
+  }
+  ranks.mesh->exchange({}, in, wait);
+  if (tree.parent >= 0) {
+    const Piece up{tree.parent, held, window.begin(tree.relative + tree.span) - base};
+    ranks.mesh->exchange({&up, 1}, {}, wait);
+  }
+  return held;
+}
+
+void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range window, char* to, const Wait& wait) {
+  const size_t now = window.bytes();
+  const char* gathered = gather_window(ranks, tree, Blocks(now, tree.size), call.in() + window.begin, wait);
+  if (tree.parent >= 0) return;
+  std::vector<const void*> inputs(static_cast<size_t>(tree.size));
+  for (int i = 0; i < tree.size; i++) inputs[static_cast<size_t>(tree.rank_of(i))] = gathered + static_cast<size_t>(i) * now;
+  reduce_in_order(call.signature, ranks.layout, inputs.data(), to, now);
+}
+
+void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait) {
+  Mesh& mesh = *ranks.mesh;
+  const int n = mesh.size(), me = mesh.rank();
+  const Range here = piece(blocks.bytes(me), window_bytes, k);
+  char* scratch = ranks.scratch_of(static_cast<size_t>(n) * window_bytes);
+  std::vector<Piece> out, in;
+  std::vector<const void*> inputs(static_cast<size_t>(n));
+  inputs[static_cast<size_t>(me)] = call.in() + blocks.begin(me) + here.begin;
+  for (int i = 1; i < n; i++) {
+    const int to_rank = (me + i) % n, from = (me - i + n) % n;
+    const Range now = piece(blocks.bytes(to_rank), window_bytes, k);
+    char* at = scratch + static_cast<size_t>(from) * window_bytes;
+    inputs[static_cast<size_t>(from)] = at;
+    // The pieces of the first window go even when they are empty: their header says which call this is.
+    if (k == 0 || now.bytes())
+      out.push_back({to_rank, const_cast<char*>(call.in()) + blocks.begin(to_rank) + now.begin, now.bytes()});
+    if (k == 0 || here.bytes()) in.push_back({from, at, here.bytes()});
+  }
+  mesh.exchange(out, in, wait);
+  reduce_in_order(call.signature, ranks.layout, inputs.data(), to, here.bytes());
+}
+
+void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait) {
+  constexpr size_t ring_window_bytes = 1 << 20;  // a step's latency is little beside the time that it takes on the link
+  Mesh& mesh = *ranks.mesh;
+  const int n = mesh.size(), me = mesh.rank();
+  const int right = (me + 1) % n, left = (me - 1 + n) % n;
+  const Reduction& row = reduction(call.signature.dtype, call.signature.op);
+  const auto elements = [&](Range range) { return range.bytes() / row.element_bytes; };
+
+  char* held = ranks.scratch_of(2 * (std::min(blocks.largest(), ring_window_bytes) / row.element_bytes * row.accumulator_bytes));
+  char* coming = held + std::min(blocks.largest(), ring_window_bytes) / row.element_bytes * row.accumulator_bytes;
+  for (size_t k = 0; k < windows(blocks.largest(), ring_window_bytes); k++) {
+    const auto slice = [&](int index) {
+      const int rank = (index + 2 * n) % n;
+      const Range now = piece(blocks.bytes(rank), ring_window_bytes, k);
+      return Range{blocks.begin(rank) + now.begin, blocks.begin(rank) + now.end};
+    };
+    row.widen(call.in() + slice(me - 1).begin, held, elements(slice(me - 1)));
+    for (int step = 0; step < n - 1; step++) {
+      const Range sent = slice(me - 1 - step), got = slice(me - 2 - step);
+      const Piece out{right, held, elements(sent) * row.accumulator_bytes};
+      const Piece in{left, coming, elements(got) * row.accumulator_bytes};
+      mesh.exchange({&out, 1}, {&in, 1}, wait);
+      row.fold(coming, call.in() + got.begin, elements(got));
+      std::swap(held, coming);
+    }
+    row.finish(held, n, to + (slice(me).begin - blocks.begin(me)), elements(slice(me)));
+  }
+}
+
+}  // namespace mscomm

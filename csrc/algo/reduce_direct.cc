@@ -1,0 +1,33 @@
+// Reduce over the mesh in two latencies: every rank reduces its part of the message, as in all_reduce_direct, and sends it to the
+// root. The root receives (n-1)/n of the message twice, not n-1 messages.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Mesh& mesh = *ranks.mesh;
+  const int n = mesh.size(), me = mesh.rank();
+
+  const int root = call.signature.root;
+  const Blocks parts = Blocks::parts(call.bytes(), n);
+  std::vector<Piece> in;
+  for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++) {
+    const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
+    const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
+    // Elsewhere in this rank's own window of scratch, which reduce_window leaves alone.
+    char* reduced = ranks.scratch_of(static_cast<size_t>(n) * window_bytes) + static_cast<size_t>(me) * window_bytes;
+    if (me == root) reduced = at_root(me);
+    reduce_window(call, ranks, parts, k, reduced, wait);
+    if (me != root) {
+      const Piece result{root, reduced, of(me).bytes()};
+      mesh.exchange({&result, 1}, {}, wait);
+      continue;
+    }
+    in.clear();
+    for (int rank = 0; rank < n; rank++)
+      if (rank != me) in.push_back({rank, at_root(rank), of(rank).bytes()});
+    mesh.exchange({}, in, wait);
+  }
+}
+
+}  // namespace mscomm

@@ -1,0 +1,40 @@
+// Reduce-scatter in shared memory: rank r reduces block r of every x, which it reads where it lies, if in a heap, else piece by
+// piece from staging.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Arena& arena = *ranks.arena;
+  const int n = arena.size(), me = arena.rank();
+  const Blocks blocks = Blocks::divided(call, n);
+  const size_t begin = blocks.begin(me), bytes = blocks.bytes(me);
+  const bool tiny = blocks.total() <= tiny_bytes;
+  std::vector<const void*> in(static_cast<size_t>(n));
+  Staging staging(arena, call.x, blocks);
+  staging.enter(call, tiny, wait);
+  if (tiny) {
+    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank) + begin;
+    reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
+    return;
+  }
+  bool any_staged = false, any_shared = false;
+  for (int rank = 0; rank < n; rank++) (arena.x_in_heap(rank) ? any_shared : any_staged) = true;
+  const size_t steps = any_staged ? staging.steps(blocks.largest()) : 0;
+  for (size_t k = 0; k < std::max<size_t>(1, steps); k++) {
+    const bool last = k + 1 >= steps;
+    if (!last) staging.put(k + 1);
+    const Range now = any_staged ? piece(bytes, staging.piece_bytes(), k) : Range{0, bytes};
+    for (int rank = 0; rank < n; rank++) {
+      const void*& from = in[static_cast<size_t>(rank)];
+      if (rank == me) from = call.in() + begin + now.begin;
+      else if (arena.x_in_heap(rank)) from = arena.at(rank, arena.posted(rank).x_offset + begin, bytes) + now.begin;
+      else from = staging.at(rank, k);
+    }
+    reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + now.begin, now.bytes());
+    if (!last || any_shared) arena.round(wait);  // the last one for those whose x was read where it lies
+  }
+  arena.steps() += steps;
+}
+
+}  // namespace mscomm

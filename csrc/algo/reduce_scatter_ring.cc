@@ -1,0 +1,11 @@
+// Reduce-scatter around a ring in n-1 steps; only neighbours talk. The sum of block r starts at rank r+1, so the bits differ from
+// the other algorithms'.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+void reduce_scatter_ring(const Call& call, const Ranks& ranks, const Wait& wait) {
+  reduce_ring(call, ranks, Blocks::divided(call, ranks.mesh->size()), call.result(), wait);
+}
+
+}  // namespace mscomm

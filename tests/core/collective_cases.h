@@ -1,0 +1,227 @@
+// Every collective as a case: who gives what, what each rank must get, and where the arrays lie. Inputs are the same bytes in all
+// cases, so that what is expected is cut out of them and compared bit by bit.
+#pragma once
+
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "thread_group.h"
+
+namespace mscomm {
+
+// Elements of each rank, and their sum in the canonical order.
+class Inputs {
+ public:
+  Inputs(const Layout& layout, Dtype dtype, size_t count) : dtype_(dtype), x_(static_cast<size_t>(layout.size)), sum_(count) {
+    std::vector<const void*> in;
+    for (size_t rank = 0; rank < x_.size(); rank++) {
+      std::minstd_rand random(static_cast<unsigned>(rank + 1));
+      x_[rank].resize(count);
+      for (uint32_t& element : x_[rank]) {
+        // As a float of very different sizes, so that another order gives another sum; as an integer whatever.
+        const float value = static_cast<float>(random() % 2000) * (random() % 2 ? 1e-4f : 1e3f) - 500;
+        std::memcpy(&element, &value, 4);
+      }
+      in.push_back(x_[rank].data());
+    }
+    Signature signature;
+    signature.dtype = dtype;
+    signature.op = Op::sum;
+    reduce_in_order(signature, layout, in.data(), sum_.data(), 4 * count);
+  }
+
+  Dtype dtype() const { return dtype_; }
+  const uint32_t* x(size_t rank) const { return x_[rank].data(); }
+  const uint32_t* sum() const { return sum_.data(); }
+
+ private:
+  Dtype dtype_;
+  std::vector<std::vector<uint32_t>> x_;
+  std::vector<uint32_t> sum_;
+};
+
+// How much each rank gives to each: row a sender. even: all alike, and the call carries no counts.
+struct Amounts {
+  std::string name;
+  bool even;
+  std::vector<std::vector<size_t>> from_to;
+};
+
+inline size_t sum_of(const std::vector<size_t>& row, size_t end) {
+  size_t total = 0;
+  for (size_t i = 0; i < end; i++) total += row[i];
+  return total;
+}
+
+// Of about `size` elements a sender.
+inline std::vector<Amounts> amounts(size_t n, size_t size) {
+  const auto matrix = [n](auto&& of) {
+    std::vector<std::vector<size_t>> rows(n, std::vector<size_t>(n));
+    for (size_t s = 0; s < n; s++)
+      for (size_t d = 0; d < n; d++) rows[s][d] = of(s, d);
+    return rows;
+  };
+  const size_t each = (size + n - 1) / n;
+  return {
+      {"even", true, matrix([&](size_t, size_t) { return each; })},
+      // Nothing for every third; what s sends d is not what d sends s, and yet each gets as much as it sends.
+      {"circulant", false, matrix([&](size_t s, size_t d) {
+         const size_t k = (d + n - s) % n;
+         return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;
+       })},
+      // As much as d sends s: in place it needs no second copy.
+      {"symmetric", false, matrix([&](size_t s, size_t d) { return (s + d) % 3 == 2 ? 0 : each / 2 + (s + d) % 5 * each / 5; })},
+      {"one has all", false, matrix([&](size_t, size_t d) { return d + 1 == n ? size : 0; })},
+  };
+}
+
+enum class Memory { ours, heap, mixed };
+
+// One call of a collective with these amounts, and a look at what came of it, on one rank.
+class Case {
+ public:
+  Case(Collective what, const Inputs& inputs, const Amounts& amounts, int root, int rank)
+      : what_(what), inputs_(inputs), amounts_(amounts), root_(root), me_(static_cast<size_t>(rank)) {
+    n_ = amounts.from_to.size();
+    const auto& parts = amounts.from_to[0];  // of what is divided or gathered
+    const size_t whole = sum_of(parts, n_), own = parts[me_], begin = sum_of(parts, me_);
+    const bool at_root = rank == root;
+    switch (what) {
+      case Collective::all_reduce:
+        give(me_, 0, whole), expect(inputs.sum(), whole);
+        break;
+      case Collective::reduce:
+        give(me_, 0, whole);
+        if (at_root) expect(inputs.sum(), whole);
+        break;
+      case Collective::broadcast:
+        give(me_, 0, whole), expect(inputs.x(static_cast<size_t>(root)), whole);
+        break;
+      case Collective::reduce_scatter:
+        give(me_, 0, whole), expect(inputs.sum() + begin, own);
+        offset_of_out_ = begin;
+        break;
+      case Collective::scatter:
+        if (at_root) give(me_, 0, whole), offset_of_out_ = begin;
+        expect(inputs.x(static_cast<size_t>(root)) + begin, own);
+        break;
+      case Collective::all_gather:
+      case Collective::gather:
+        give(me_, 0, own);
+        if (what == Collective::gather && !at_root) break;
+        offset_of_x_ = begin;
+        for (size_t rank_of = 0; rank_of < n_; rank_of++) expect(inputs.x(rank_of), parts[rank_of]);
+        break;
+      case Collective::all_to_all:
+        give(me_, 0, sum_of(amounts.from_to[me_], n_));
+        for (size_t source = 0; source < n_; source++)
+          expect(inputs.x(source) + sum_of(amounts.from_to[source], me_), amounts.from_to[source][me_]);
+        break;
+      case Collective::barrier:
+        break;
+    }
+  }
+
+  // Whether x and out can be one array here.
+  bool fits_in_place() const {
+    if (!gives_ || !gets_) return false;
+    return what_ != Collective::all_to_all || x_count_ == expected_.size();
+  }
+
+  void run(const ThreadRank& me, bool x_in_heap, bool out_in_heap, bool in_place) {
+    const size_t x_room = x_count_ + offset_of_x_, out_room = expected_.size() + offset_of_out_;
+    in_place &= fits_in_place();
+    Array<uint32_t> given(me.heap, in_place ? std::max(x_room, out_room) : x_count_, x_in_heap);
+    Array<uint32_t> taken(me.heap, in_place ? 0 : expected_.size(), out_in_heap);
+    uint32_t* x = in_place ? given.data + offset_of_x_ : given.data;
+    uint32_t* out = in_place ? given.data + offset_of_out_ : taken.data;
+    if (x_count_) std::memcpy(x, x_, 4 * x_count_);
+    me.group->run(call(x, out), 60);
+    const bool right = expected_.empty() || std::memcmp(out, expected_.data(), 4 * expected_.size()) == 0;
+    // What was only read is unchanged.
+    const bool kept = in_place || x_count_ == 0 || std::memcmp(x, x_, 4 * x_count_) == 0;
+    if (!CHECK(right) || !CHECK(kept))
+      std::fprintf(stderr, "  %s, %zu ranks, %s, %zu of rank %zu, root %d%s%s%s\n", std::string(name(what_)).c_str(), n_,
+                   amounts_.name.c_str(), x_count_, me_, root_, x_in_heap ? ", x in heap" : "",
+                   out_in_heap ? ", out in heap" : "", in_place ? ", in place" : "");
+  }
+
+  Call call(const uint32_t* x, uint32_t* out) const {
+    const auto& parts = amounts_.from_to[0];
+    const bool gathers = what_ == Collective::all_gather || what_ == Collective::gather;
+    const bool whole = what_ == Collective::all_reduce || what_ == Collective::reduce || what_ == Collective::broadcast;
+    const size_t count = gathers && amounts_.even ? parts[0] : sum_of(parts, n_);
+    Call call = make_call(what_, inputs_.dtype(), root_, gives_ ? x : nullptr, x_count_, gets_ ? out : nullptr, expected_.size(),
+                          what_ == Collective::all_to_all && !amounts_.even ? 0 : count);
+    if (amounts_.even || whole) return call;
+    if (what_ == Collective::all_to_all)
+      for (const auto& row : amounts_.from_to) call.counts.insert(call.counts.end(), row.begin(), row.end());
+    else call.counts.assign(parts.begin(), parts.end());
+    call.signature.digest = 1 + call.counts.back();
+    return call;
+  }
+
+ private:
+  template <class T>
+  struct Array {
+    Array(Heap* heap, size_t count, bool in_heap) : heap(in_heap ? heap : nullptr), own(in_heap ? 0 : count) {
+      data = in_heap ? static_cast<T*>(heap->allocate(sizeof(T) * count)) : own.data();
+      CHECK(!in_heap || data);
+    }
+    ~Array() {
+      if (heap) heap->release(data);
+    }
+    Heap* heap;
+    std::vector<T> own;
+    T* data;
+  };
+
+  void give(size_t rank, size_t from, size_t count) { gives_ = true, x_ = inputs_.x(rank) + from, x_count_ = count; }
+  void expect(const uint32_t* values, size_t count) { gets_ = true, expected_.insert(expected_.end(), values, values + count); }
+
+  Collective what_;
+  const Inputs& inputs_;
+  const Amounts& amounts_;
+  int root_;
+  size_t n_, me_;
+  bool gives_ = false, gets_ = false;
+  const uint32_t* x_ = nullptr;
+  size_t x_count_ = 0;
+  std::vector<uint32_t> expected_;
+  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // in the one array of a call in place
+};
+
+// The collectives that move or combine something, of the registry.
+inline std::vector<Collective> collectives_with_data() {
+  std::vector<Collective> all;
+  for (size_t i = 0; i < collectives.size(); i++)
+    if (static_cast<Collective>(i) != Collective::barrier) all.push_back(static_cast<Collective>(i));
+  return all;
+}
+
+// Every collective with every kind of amounts, in each memory, in place or not, on one rank.
+inline void every_case(const ThreadRank& me, const Inputs& inputs, const std::vector<size_t>& sizes,
+                       const std::vector<Memory>& memories) {
+  const int n = me.group->size();
+  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // each rank's memory varies by itself where it is mixed
+  int root = 0;
+  for (size_t size : sizes)
+    for (const Amounts& some : amounts(static_cast<size_t>(n), size))
+      for (Collective what : collectives_with_data()) {
+        const bool rooted = what == Collective::broadcast || what == Collective::reduce || what == Collective::gather ||
+                            what == Collective::scatter;
+        root = (root + 1) % n;
+        for (Memory memory : memories)
+          for (bool in_place : {false, true}) {
+            const auto heap = [&] { return memory == Memory::mixed ? random() % 64 < 32 : memory == Memory::heap; };
+            const bool x_in_heap = heap(), out_in_heap = heap();
+            Case(what, inputs, some, rooted ? root : -1, me.rank).run(me, x_in_heap, out_in_heap, in_place);
+          }
+      }
+  me.barrier();
+}
+
+}  // namespace mscomm
