@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <utility>
 
 namespace mscomm {
@@ -33,6 +34,10 @@ bool over_network(const Stream& stream) {
   int domain = 0;
   socklen_t length = sizeof domain;
   return getsockopt(stream.fd(), SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain != AF_UNIX;
+}
+
+void end_stream(const std::optional<Stream>& stream) {
+  if (stream) stream->shut_down();
 }
 
 void copy(char* to, const char* from, size_t bytes) {
@@ -111,19 +116,16 @@ std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype
     header.tag = tag;
     header.dtype = dtype;
     header.count = bytes / size_of(dtype);
-    if (Shared recv = match(peer, header))
-      copy_to_self(send, recv);
-    else
-      self_sends_.push_back(send);
+    if (Shared recv = match(peer, header)) copy_to_self(send, recv);
+    else self_sends_.push_back(send);
   } else {
     Outgoing& link = outgoing_[static_cast<size_t>(peer)];
     if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
-    if (link.ended)
-      finish(send, lost(*send, *link.ended));
-    else
-      link.queue.push_back(send);
+    if (link.ended) finish(send, lost(*send, *link.ended));
+    else link.queue.push_back(send);
   }
   wake_driver();
+  tell_finished();
   return send;
 }
 
@@ -165,30 +167,27 @@ std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype
     link.posted.push_back(recv);
   }
   wake_driver();
+  tell_finished();
   return recv;
 }
 
 void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) {
   auto lock = enter();
   auto looked = Clock::now();
-  while (!transfer->done()) {
-    bool idle = false;
-    if (!driving_)
-      idle = !turn(lock);
-    else
-      idle = changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::timeout;
-    if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
-    lock.unlock();
-    try {
-      wait.look([&] { return transfer->done() ? std::vector<int>{} : std::vector<int>{transfer->peer}; });
-    } catch (...) {
+  try {
+    while (!transfer->done()) {
+      const bool idle = driving_ ? !await_change(lock) : !turn(lock);
+      if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
+      lock.unlock();
+      wait.look([&] { return missing(*transfer); });
+      looked = Clock::now();
       lock.lock();
-      drop(transfer, Error("Aborted", text(*transfer) + " was given up"));
-      changed_->notify_all();
-      throw;
     }
-    looked = Clock::now();
-    lock.lock();
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    drop(transfer, Error("Aborted", text(*transfer) + " was given up"));
+    changed_->notify_all();
+    throw;
   }
   changed_->notify_all();  // another one drives now
   if (transfer->error_) throw *transfer->error_;
@@ -197,8 +196,8 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
 void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended) {
   const auto lock = enter();
   if (stopping_) throw Error("RuntimeError", text(*transfer) + ": the group was released");
-  detached_.push_back({std::move(transfer), wait, std::move(ended)});
   if (!thread_) thread_ = std::make_unique<std::thread>([this] { serve(); });
+  detached_.push_back({std::move(transfer), wait, std::move(ended)});
   changed_->notify_all();
 }
 
@@ -228,11 +227,7 @@ void Mailbox::serve() {
       looked = Clock::now();
       continue;
     }
-    bool idle = false;
-    if (!driving_)
-      idle = !turn(lock);
-    else
-      idle = changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::timeout;
+    const bool idle = driving_ ? !await_change(lock) : !turn(lock);
     if (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3) continue;
     // Only this thread takes from the list, so the elements stay where they are.
     std::vector<Detached*> all;
@@ -242,7 +237,7 @@ void Mailbox::serve() {
     for (Detached* one : all) {
       const Transfer& transfer = *one->transfer;
       try {
-        one->wait.look([&] { return transfer.done() ? std::vector<int>{} : std::vector<int>{transfer.peer}; });
+        one->wait.look([&] { return missing(transfer); });
       } catch (const Error& error) {
         failed.emplace_back(one->transfer, error);
       } catch (const std::exception& error) {
@@ -262,8 +257,8 @@ void Mailbox::shut_down() {
   const auto lock = enter();
   if (!shut_) shut_.emplace("Aborted", "the group's links for messages were shut down");
   for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
-    for (const auto* stream : {&outgoing_[static_cast<size_t>(peer)].stream, &incoming_[static_cast<size_t>(peer)].stream})
-      if (*stream) (*stream)->shut_down();
+    end_stream(outgoing_[static_cast<size_t>(peer)].stream);
+    end_stream(incoming_[static_cast<size_t>(peer)].stream);
     end_outgoing(peer, {"Aborted", shut_->what()});
     end_incoming(peer, {"Aborted", shut_->what()});
   }
@@ -346,10 +341,14 @@ void Mailbox::wake_driver() const {
   if (driving_ && write(wake_fd_, &one, sizeof one) < 0) return;
 }
 
+void Mailbox::tell_finished() {
+  if (std::exchange(finished_, false)) changed_->notify_all();
+}
+
 // Moves what can move now for all transfers, else waits until something can. False: it waited in vain.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
-  if (std::exchange(finished_, false)) changed_->notify_all();
+  tell_finished();
   if (moved) {
     lock.unlock();
     for (int i = 0; i < 100 && entering_ > 0; i++) std::this_thread::yield();
@@ -368,20 +367,38 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
   lock.lock();
   driving_ = false;
-  uint64_t count;
-  if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_, &count, sizeof count) < 0 && errno != EAGAIN)
-    throw system_error("read of an eventfd", errno);
+  uint64_t wakes;
+  if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_, &wakes, sizeof wakes) < 0) return true;
   return ready > 0;
+}
+
+// While another thread drives. False: nothing changed.
+bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
+  return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
+}
+
+std::vector<int> Mailbox::missing(const Transfer& transfer) {
+  return transfer.done() ? std::vector<int>{} : std::vector<int>{transfer.peer};
 }
 
 bool Mailbox::move_some() {
   bool moved = false;
   for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
-    moved |= read_some(peer);
-    moved |= write_returns(peer);
-    // Credit that came back counts for what is written next.
-    moved |= read_returns(peer);
-    moved |= write_some(peer);
+    try {
+      moved |= read_some(peer);
+      moved |= write_returns(peer);
+      // Credit that came back counts for what is written next.
+      moved |= read_returns(peer);
+      moved |= write_some(peer);
+    } catch (const std::bad_alloc&) {
+      // A header without its payload, or half of a list: these links cannot go on.
+      const Ending ending{"MemoryError", "out of memory"};
+      end_stream(outgoing_[static_cast<size_t>(peer)].stream);
+      end_outgoing(peer, ending);
+      end_stream(incoming_[static_cast<size_t>(peer)].stream);
+      end_incoming(peer, ending);
+      moved = true;
+    }
   }
   return moved;
 }
@@ -437,10 +454,8 @@ bool Mailbox::write_some(int peer) {
   }
   if (link.head_sent < link.head.size() || link.payload_sent < payload) return moved > 0;
   const Shared written = std::exchange(link.current, nullptr);
-  if (link.kind == Kind::announce)
-    link.waiting.emplace(written->id_, written);
-  else
-    finish(written);
+  if (link.kind == Kind::announce) link.waiting.emplace(written->id_, written);
+  else finish(written);
   return true;
 }
 
@@ -449,7 +464,8 @@ bool Mailbox::read_returns(int peer) {
   bool moved = false;
   while (link.reads()) {
     try {
-      const size_t got = link.stream->receive(reinterpret_cast<char*>(&link.inbox) + link.inbox_got, sizeof link.inbox - link.inbox_got);
+      const size_t got =
+          link.stream->receive(reinterpret_cast<char*>(&link.inbox) + link.inbox_got, sizeof link.inbox - link.inbox_got);
       if (got == 0) return moved;
       link.inbox_got += got;
       moved = true;
@@ -474,7 +490,7 @@ void Mailbox::take_return(int peer) {
   } else if (valid(back, peer) && back.kind == Kind::credit && back.count <= eager_window - link.credit) {
     link.credit += back.count;
   } else {
-    link.stream->shut_down();
+    end_stream(link.stream);
     end_outgoing(peer, {"Error", "it sent a header that is none; the link cannot be trusted any more"});
   }
 }
@@ -502,7 +518,7 @@ bool Mailbox::read_some(int peer) {
         got = link.stream->receive(to + link.payload_got, std::min(payload_bytes(link.inbox) - link.payload_got, left));
         link.payload_got += got;
         left -= got;
-        if (link.payload_got == payload_bytes(link.inbox)) deliver(peer), messages++;
+        if (link.payload_got == payload_bytes(link.inbox)) deliver(peer);
       }
       if (got == 0) return moved;
       moved = true;
@@ -510,7 +526,10 @@ bool Mailbox::read_some(int peer) {
       end_incoming(peer, {"PeerLost", broken.why});
       return true;
     }
-    if (link.inbox_got == sizeof link.inbox && link.payload_got == 0 && !open(peer)) return true;
+    if (link.inbox_got == sizeof link.inbox && link.payload_got == 0) {
+      messages++;
+      if (!open(peer)) return true;
+    }
   }
   return moved;
 }
@@ -538,22 +557,18 @@ bool Mailbox::open(int peer) {
       if (whole) {
         link.uncredited += cost(bytes);
         link.current = recv;
-        if (recv)
-          recv->begun_ = true;
-        else
-          link.kept.resize(bytes);
+        if (recv) recv->begun_ = true;
+        else link.kept.resize(bytes);
       } else {
         link.inbox_got = 0;
-        if (recv)
-          clear_to_send(peer, recv, header.id);
-        else
-          link.unexpected.push_back({header, {}});
+        if (recv) clear_to_send(peer, recv, header.id);
+        else link.unexpected.push_back({header, {}});
         return true;
       }
     }
   }
   if (!good) {
-    link.stream->shut_down();
+    end_stream(link.stream);
     end_incoming(peer, {"Error", "it sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
                                      std::to_string(header.epoch) + "); the link cannot be trusted any more"});
     return false;
@@ -670,13 +685,11 @@ void Mailbox::drop(const Shared& transfer, const Error& error) {
     std::erase(incoming_[peer].posted, transfer);
     return;
   }
-  const Ending ending{"Aborted", std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"};
-  const auto& stream = transfer->sends ? outgoing_[peer].stream : incoming_[peer].stream;
-  if (stream) stream->shut_down();
-  if (transfer->sends)
-    end_outgoing(transfer->peer, ending);
-  else
-    end_incoming(transfer->peer, ending);
+  const Ending ending{"Aborted",
+                      std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"};
+  end_stream(transfer->sends ? outgoing_[peer].stream : incoming_[peer].stream);
+  if (transfer->sends) end_outgoing(transfer->peer, ending);
+  else end_incoming(transfer->peer, ending);
 }
 
 void Mailbox::end_outgoing(int peer, Ending ending) {
@@ -703,7 +716,8 @@ Error Mailbox::lost(const Transfer& transfer, const Ending& ending) const {
   const auto peer = static_cast<size_t>(transfer.peer);
   if (ending.kind == "Aborted") return {"Aborted", text(transfer) + ": " + ending.why};
   const auto& stream = transfer.sends ? outgoing_[peer].stream : incoming_[peer].stream;
-  return {ending.kind, text(transfer) + ": the link to " + (stream ? stream->peer() : named(transfer.peer)) + " ended: " + ending.why,
+  return {ending.kind,
+          text(transfer) + ": the link to " + (stream ? stream->peer() : named(transfer.peer)) + " ended: " + ending.why,
           {ranks_[peer]}};
 }
 

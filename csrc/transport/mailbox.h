@@ -1,13 +1,14 @@
 // The mailbox: a group's point-to-point messages, over links of their own, beside its collectives.
 //
-// A link carries messages from one rank to another; what comes back on it is small: leave to send, and credit. A message of at most
-// eager_bytes goes out whole while there is credit; any other is announced, and its data follows when a recv has been matched. So
-// large messages cost the receiver no memory, small ones at most eager_window for each source, and a recv always sees the
-// announcement of its message, whatever came before: no program hangs that would not hang if every send waited for its recv.
+// A link carries messages from one rank to another; what comes back on it is small: leave to send, and credit. A message of at
+// most eager_bytes goes out whole while there is credit; any other is announced, and its data follows when a recv has been
+// matched. So large messages cost the receiver no memory, small ones at most eager_window for each source, and a recv always sees
+// the announcement of its message, whatever came before: no program hangs that would not hang if every send waited for its recv.
 // A send of at most eager_bytes may return before its recv is called; programs must not rely on it.
 //
-// Who may touch which memory: x and out are touched with mutex_ held, and only while their transfer has not ended. So after wait()
-// has returned or thrown, and for all transfers after shut_down() has returned, nobody in this process touches them any more.
+// Who may touch which memory: x and out are touched with mutex_ held, and only while their transfer has not ended. So after
+// wait() has returned or thrown, and for all transfers after shut_down() has returned, nobody in this process touches them any
+// more.
 #pragma once
 
 #include <atomic>
@@ -32,8 +33,8 @@
 
 namespace mscomm {
 
-inline constexpr size_t eager_bytes = 16u << 10;    // the longest message that may go out before its recv was called
-inline constexpr size_t eager_window = 1u << 20;    // of such messages, headers included, on their way or not yet matched, a link
+inline constexpr size_t eager_bytes = 16u << 10;  // the longest message that may go out before its recv was called
+inline constexpr size_t eager_window = 1u << 20;  // of such messages, headers included, on their way or not yet matched, a link
 inline constexpr uint32_t envelope_magic = 0x5043534d;  // "MSCP" in memory
 
 // Opens a message, or is one.
@@ -104,8 +105,8 @@ class Mailbox {
   // Any number of threads at once. data must live until the transfer has ended. They do not wait, and move nothing yet.
   std::shared_ptr<Transfer> start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes);
   std::shared_ptr<Transfer> start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes);
-  // Returns when the transfer has ended well; throws its error, or what wait.look throws. One that did not end well is dropped, and
-  // its link ends if the peer knows of it.
+  // Returns when the transfer has ended well; throws its error, or what wait.look throws. One that did not end well is dropped,
+  // and its link ends if the peer knows of it.
   void wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait);
   // Leaves the waiting to the mailbox's own thread, which calls ended with the transfer's error, if any. The watch must not call
   // Python, and outlive close().
@@ -127,7 +128,7 @@ class Mailbox {
   struct Outgoing {
     std::optional<Stream> stream;
     std::optional<Ending> ended;
-    std::deque<Shared> queue;           // not begun, or cleared and not yet sent
+    std::deque<Shared> queue;            // not begun, or cleared and not yet sent
     std::map<uint64_t, Shared> waiting;  // announced, by id
     uint64_t last_id = 0;
     size_t credit = eager_window;
@@ -151,8 +152,8 @@ class Mailbox {
   struct Incoming {
     std::optional<Stream> stream;
     std::optional<Ending> ended;
-    std::deque<Shared> posted;  // recvs without a message, in order
-    std::deque<Unexpected> unexpected;  // messages without a recv, in order
+    std::deque<Shared> posted;           // recvs without a message, in order
+    std::deque<Unexpected> unexpected;   // messages without a recv, in order
     std::map<uint64_t, Shared> cleared;  // recvs whose data was asked for, by id
     uint64_t last_id = 0;
     size_t uncredited = 0;  // bytes of whole messages that came and were not given back
@@ -179,7 +180,10 @@ class Mailbox {
 
   std::unique_lock<std::mutex> enter() const;
   void wake_driver() const;
+  void tell_finished();
   bool turn(std::unique_lock<std::mutex>& lock);
+  bool await_change(std::unique_lock<std::mutex>& lock);
+  static std::vector<int> missing(const Transfer& transfer);
   void serve();
   void stop_thread();
 
@@ -216,13 +220,13 @@ class Mailbox {
 
   // Protects all below. Held while bytes move, never while somebody waits or is called.
   mutable std::mutex mutex_;
-  mutable std::atomic<int> entering_{0};  // threads at mutex_ that the driver lets go first
+  mutable std::atomic<int> entering_{0};              // threads at mutex_ that the driver lets go first
   std::unique_ptr<std::condition_variable> changed_;  // a transfer ended, the driver left, a detached one came, or the end
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;  // by source; this rank's own has no stream
   std::deque<Shared> self_sends_;
   std::list<Detached> detached_;
-  bool driving_ = false;  // a thread is in poll() for all
+  bool driving_ = false;   // a thread is in poll() for all
   bool finished_ = false;  // a transfer has ended since changed_ was notified
   bool stopping_ = false;
   std::optional<Error> shut_;
