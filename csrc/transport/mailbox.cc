@@ -1,0 +1,728 @@
+#include "transport/mailbox.h"
+
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <utility>
+
+namespace mscomm {
+
+namespace {
+
+constexpr size_t piece_bytes = 256u << 10;  // by one system call; mutex_ is held for it
+constexpr int messages_a_turn = 64;         // read from one link, before others have their turn
+
+using Kind = Envelope::Kind;
+
+size_t payload_bytes(const Envelope& envelope) {
+  return envelope.kind == Kind::announce ? 0 : envelope.count * size_of(envelope.dtype);
+}
+
+// What a whole message takes of the window.
+size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
+
+bool over_network(const Stream& stream) {
+  int domain = 0;
+  socklen_t length = sizeof domain;
+  return getsockopt(stream.fd(), SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain != AF_UNIX;
+}
+
+void end_stream(const std::optional<Stream>& stream) {
+  if (stream) stream->shut_down();
+}
+
+void copy(char* to, const char* from, size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
+    : ranks_(std::move(ranks)),
+      rank_(rank),
+      epoch_(epoch),
+      wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      changed_(std::make_unique<std::condition_variable>()),
+      outgoing_(ranks_.size()),
+      incoming_(ranks_.size()) {
+  if (wake_fd_ < 0) throw system_error("eventfd", errno);
+}
+
+Mailbox::~Mailbox() {
+  if (wake_fd_ < 0) return;  // closed in a forked child, whose copy of the mutex may be locked for ever
+  shut_down();
+  stop_thread();
+  ::close(wake_fd_);
+}
+
+// --- links ---
+
+void Mailbox::add_outgoing(int peer, Stream stream) {
+  check_peer(peer);
+  const auto lock = enter();
+  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  if (link.stream) throw Error("RuntimeError", "a second link for messages to " + named(peer));
+  link.stream.emplace(std::move(stream));
+  if (shut_) link.stream->shut_down();
+}
+
+void Mailbox::add_incoming(int peer, Stream stream) {
+  check_peer(peer);
+  const auto lock = enter();
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  if (link.stream) throw Error("RuntimeError", "a second link for messages from " + named(peer));
+  link.stream.emplace(std::move(stream));
+  if (shut_) link.stream->shut_down();
+  wake_driver();
+}
+
+bool Mailbox::has_outgoing(int peer) const {
+  check_peer(peer);
+  const auto lock = enter();
+  return outgoing_[static_cast<size_t>(peer)].stream.has_value();
+}
+
+bool Mailbox::has_incoming(int peer) const {
+  check_peer(peer);
+  const auto lock = enter();
+  return incoming_[static_cast<size_t>(peer)].stream.has_value();
+}
+
+void Mailbox::check_peer(int peer) const {
+  if (peer < 0 || static_cast<size_t>(peer) >= ranks_.size())
+    throw Error("ValueError", "rank " + std::to_string(peer) + " is not one of the group's " + std::to_string(ranks_.size()));
+}
+
+// --- transfers ---
+
+std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes) {
+  check_peer(peer);
+  // A send only reads; Transfer has one pointer for both directions.
+  auto send = std::make_shared<Transfer>(true, peer, tag, dtype, const_cast<char*>(static_cast<const char*>(data)), bytes);
+  const auto lock = enter();
+  if (shut_) {
+    finish(send, shut_);
+  } else if (peer == rank_) {
+    Envelope header = envelope(Kind::announce, 0);
+    header.tag = tag;
+    header.dtype = dtype;
+    header.count = bytes / size_of(dtype);
+    if (Shared recv = match(peer, header)) copy_to_self(send, recv);
+    else self_sends_.push_back(send);
+  } else {
+    Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+    if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
+    if (link.ended) finish(send, lost(*send, *link.ended));
+    else link.queue.push_back(send);
+  }
+  wake_driver();
+  tell_finished();
+  return send;
+}
+
+std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes) {
+  check_peer(peer);
+  auto recv = std::make_shared<Transfer>(false, peer, tag, dtype, static_cast<char*>(data), bytes);
+  const auto lock = enter();
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  if (shut_) {
+    finish(recv, shut_);
+    return recv;
+  }
+  const auto own = std::find_if(self_sends_.begin(), self_sends_.end(), [&](const Shared& send) { return send->tag == tag; });
+  const auto early = std::find_if(link.unexpected.begin(), link.unexpected.end(),
+                                  [&](const Unexpected& message) { return message.envelope.tag == tag; });
+  if (peer == rank_ && own != self_sends_.end()) {
+    const Shared send = *own;
+    if (fits(recv, send->dtype, send->bytes / size_of(send->dtype))) {
+      self_sends_.erase(own);
+      copy_to_self(send, recv);
+    }
+  } else if (early != link.unexpected.end()) {
+    if (fits(recv, early->envelope.dtype, early->envelope.count)) {
+      const Unexpected message = std::move(*early);
+      link.unexpected.erase(early);
+      if (message.envelope.kind == Kind::whole) {
+        copy(recv->data_, message.payload.data(), bytes);
+        give_back(link, cost(bytes));
+        finish(recv);
+      } else if (link.ended) {
+        finish(recv, lost(*recv, *link.ended));
+      } else {
+        clear_to_send(peer, recv, message.envelope.id);
+      }
+    }
+  } else if (link.ended) {
+    finish(recv, lost(*recv, *link.ended));
+  } else {
+    link.posted.push_back(recv);
+  }
+  wake_driver();
+  tell_finished();
+  return recv;
+}
+
+void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) {
+  auto lock = enter();
+  auto looked = Clock::now();
+  try {
+    while (!transfer->done()) {
+      const bool idle = driving_ ? !await_change(lock) : !turn(lock);
+      if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
+      lock.unlock();
+      wait.look([&] { return missing(*transfer); });
+      looked = Clock::now();
+      lock.lock();
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    drop(transfer, Error("Aborted", text(*transfer) + " was given up"));
+    changed_->notify_all();
+    throw;
+  }
+  changed_->notify_all();  // another one drives now
+  if (transfer->error_) throw *transfer->error_;
+}
+
+void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended) {
+  const auto lock = enter();
+  if (stopping_) throw Error("RuntimeError", text(*transfer) + ": the group was released");
+  if (!thread_) thread_ = std::make_unique<std::thread>([this] { serve(); });
+  detached_.push_back({std::move(transfer), wait, std::move(ended)});
+  changed_->notify_all();
+}
+
+// The own thread: waits for the transfers that nobody else waits for.
+void Mailbox::serve() {
+  std::unique_lock lock(mutex_);
+  auto looked = Clock::now();
+  while (true) {
+    std::list<Detached> ended;
+    for (auto it = detached_.begin(); it != detached_.end();) {
+      const auto next = std::next(it);
+      if (stopping_) drop(it->transfer, Error("Aborted", text(*it->transfer) + " had not ended when the group was released"));
+      if (it->transfer->done()) ended.splice(ended.end(), detached_, it);
+      it = next;
+    }
+    if (!ended.empty()) {
+      lock.unlock();
+      for (const Detached& one : ended) one.ended(one.transfer->error_);
+      ended.clear();
+      lock.lock();
+      continue;
+    }
+    if (stopping_) return;
+    if (detached_.empty()) {
+      changed_->notify_all();  // another one drives now
+      changed_->wait(lock, [this] { return stopping_ || !detached_.empty(); });
+      looked = Clock::now();
+      continue;
+    }
+    const bool idle = driving_ ? !await_change(lock) : !turn(lock);
+    if (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3) continue;
+    // Only this thread takes from the list, so the elements stay where they are.
+    std::vector<Detached*> all;
+    for (Detached& one : detached_) all.push_back(&one);
+    lock.unlock();
+    std::vector<std::pair<Shared, Error>> failed;
+    for (Detached* one : all) {
+      const Transfer& transfer = *one->transfer;
+      try {
+        one->wait.look([&] { return missing(transfer); });
+      } catch (const Error& error) {
+        failed.emplace_back(one->transfer, error);
+      } catch (const std::exception& error) {
+        failed.emplace_back(one->transfer, Error("Error", text(transfer) + ": " + error.what()));
+      }
+    }
+    lock.lock();
+    for (const auto& [transfer, error] : failed) drop(transfer, error);
+    changed_->notify_all();
+    looked = Clock::now();
+  }
+}
+
+// --- the end ---
+
+void Mailbox::shut_down() {
+  const auto lock = enter();
+  if (!shut_) shut_.emplace("Aborted", "the group's links for messages were shut down");
+  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
+    end_stream(outgoing_[static_cast<size_t>(peer)].stream);
+    end_stream(incoming_[static_cast<size_t>(peer)].stream);
+    end_outgoing(peer, {"Aborted", shut_->what()});
+    end_incoming(peer, {"Aborted", shut_->what()});
+  }
+  wake_driver();
+  changed_->notify_all();
+}
+
+void Mailbox::close(double timeout_s) {
+  const Deadline deadline(timeout_s);
+  stop_thread();
+  std::vector<Stream> delivering;
+  {
+    auto lock = enter();
+    if (!shut_) shut_.emplace("Aborted", "the group was released");
+    for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
+      end_outgoing(peer, {"Aborted", shut_->what()});
+      end_incoming(peer, {"Aborted", shut_->what()});
+    }
+    wake_driver();
+    changed_->notify_all();
+    changed_->wait(lock, [this] { return !driving_; });
+    for (Outgoing& link : outgoing_) {
+      // On a unix socket what was sent lies in the other side's queue already.
+      if (link.stream && over_network(*link.stream)) delivering.push_back(std::move(*link.stream));
+      link.stream.reset();
+    }
+    for (Incoming& link : incoming_) link.stream.reset();
+  }
+  for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
+  for (Stream& stream : delivering) {
+    // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
+    char scrap[4096];
+    try {
+      for (int unsent = 1; unsent > 0 && !deadline.passed();) {
+        while (stream.receive(scrap, sizeof scrap) > 0) {
+        }
+        if (ioctl(stream.fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
+        pollfd one{stream.fd(), POLLIN, 0};
+        poll(&one, 1, 1);
+      }
+    } catch (const Stream::Broken&) {
+      // The other side has ended too: nothing more to deliver.
+    }
+  }
+}
+
+void Mailbox::stop_thread() {
+  std::unique_ptr<std::thread> thread;
+  {
+    const auto lock = enter();
+    stopping_ = true;
+    thread = std::move(thread_);
+    wake_driver();
+    changed_->notify_all();
+  }
+  if (thread) thread->join();
+}
+
+void Mailbox::close_descriptors() {
+  for (Outgoing& link : outgoing_) link.stream.reset();
+  for (Incoming& link : incoming_) link.stream.reset();
+  ::close(std::exchange(wake_fd_, -1));
+  // The parent's: a thread that is not here, and waiters that the destructor would wait for.
+  (void)thread_.release();
+  (void)changed_.release();
+}
+
+// --- the driver ---
+
+std::unique_lock<std::mutex> Mailbox::enter() const {
+  entering_++;
+  std::unique_lock lock(mutex_);
+  entering_--;
+  return lock;
+}
+
+void Mailbox::wake_driver() const {
+  const uint64_t one = 1;
+  // It fails only when the count is full, and then the driver wakes anyway.
+  if (driving_ && write(wake_fd_, &one, sizeof one) < 0) return;
+}
+
+void Mailbox::tell_finished() {
+  if (std::exchange(finished_, false)) changed_->notify_all();
+}
+
+// Moves what can move now for all transfers, else waits until something can. False: it waited in vain.
+bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
+  const bool moved = move_some();
+  tell_finished();
+  if (moved) {
+    lock.unlock();
+    for (int i = 0; i < 100 && entering_ > 0; i++) std::this_thread::yield();
+    lock.lock();
+    return true;
+  }
+  std::vector<pollfd> polled{{wake_fd_, POLLIN, 0}};
+  const auto add = [&](const auto& link) {
+    const int events = (link.reads() ? POLLIN : 0) | (link.writes() ? POLLOUT : 0);
+    if (events) polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
+  };
+  for (const Outgoing& link : outgoing_) add(link);
+  for (const Incoming& link : incoming_) add(link);
+  driving_ = true;
+  lock.unlock();
+  const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
+  lock.lock();
+  driving_ = false;
+  uint64_t wakes;
+  if (ready > 0 && (polled[0].revents & POLLIN) && read(wake_fd_, &wakes, sizeof wakes) < 0) return true;
+  return ready > 0;
+}
+
+// While another thread drives. False: nothing changed.
+bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
+  return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
+}
+
+std::vector<int> Mailbox::missing(const Transfer& transfer) {
+  return transfer.done() ? std::vector<int>{} : std::vector<int>{transfer.peer};
+}
+
+bool Mailbox::move_some() {
+  bool moved = false;
+  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
+    try {
+      moved |= read_some(peer);
+      moved |= write_returns(peer);
+      // Credit that came back counts for what is written next.
+      moved |= read_returns(peer);
+      moved |= write_some(peer);
+    } catch (const std::bad_alloc&) {
+      // A header without its payload, or half of a list: these links cannot go on.
+      const Ending ending{"MemoryError", "out of memory"};
+      end_stream(outgoing_[static_cast<size_t>(peer)].stream);
+      end_outgoing(peer, ending);
+      end_stream(incoming_[static_cast<size_t>(peer)].stream);
+      end_incoming(peer, ending);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+// --- as the sender ---
+
+Envelope Mailbox::envelope(Kind kind, uint64_t id) const {
+  Envelope envelope;
+  envelope.kind = kind;
+  envelope.epoch = epoch_;
+  envelope.source = static_cast<uint32_t>(rank_);
+  envelope.id = id;
+  return envelope;
+}
+
+bool Mailbox::write_some(int peer) {
+  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  if (!link.writes()) return false;
+  if (!link.current) {
+    link.current = std::move(link.queue.front());
+    link.queue.pop_front();
+    Transfer& send = *link.current;
+    const bool whole = send.bytes <= eager_bytes && cost(send.bytes) <= link.credit;
+    link.kind = send.cleared_ ? Kind::data : whole ? Kind::whole : Kind::announce;
+    if (!send.cleared_) send.id_ = ++link.last_id;
+    send.begun_ = true;
+    Envelope header = envelope(link.kind, send.id_);
+    header.tag = send.tag;
+    header.dtype = send.dtype;
+    header.count = send.bytes / size_of(send.dtype);
+    const auto* bytes = reinterpret_cast<const char*>(&header);
+    link.head.assign(bytes, bytes + sizeof header);
+    if (link.kind == Kind::whole) {
+      link.head.insert(link.head.end(), send.data_, send.data_ + send.bytes);
+      link.credit -= cost(send.bytes);
+    }
+    link.head_sent = link.payload_sent = 0;
+  }
+  const Transfer& send = *link.current;
+  const size_t payload = link.kind == Kind::data ? send.bytes : 0;
+  size_t moved = 0;
+  try {
+    if (link.head_sent < link.head.size()) {
+      moved = link.stream->send(link.head.data() + link.head_sent, link.head.size() - link.head_sent);
+      link.head_sent += moved;
+    } else {
+      moved = link.stream->send(send.data_ + link.payload_sent, std::min(payload - link.payload_sent, piece_bytes));
+      link.payload_sent += moved;
+    }
+  } catch (const Stream::Broken& broken) {
+    end_outgoing(peer, {"PeerLost", broken.why});
+    return true;
+  }
+  if (link.head_sent < link.head.size() || link.payload_sent < payload) return moved > 0;
+  const Shared written = std::exchange(link.current, nullptr);
+  if (link.kind == Kind::announce) link.waiting.emplace(written->id_, written);
+  else finish(written);
+  return true;
+}
+
+bool Mailbox::read_returns(int peer) {
+  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  bool moved = false;
+  while (link.reads()) {
+    try {
+      const size_t got =
+          link.stream->receive(reinterpret_cast<char*>(&link.inbox) + link.inbox_got, sizeof link.inbox - link.inbox_got);
+      if (got == 0) return moved;
+      link.inbox_got += got;
+      moved = true;
+    } catch (const Stream::Broken& broken) {
+      end_outgoing(peer, {"PeerLost", broken.why});
+      return true;
+    }
+    if (link.inbox_got == sizeof link.inbox) take_return(peer);
+  }
+  return moved;
+}
+
+void Mailbox::take_return(int peer) {
+  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  const Envelope& back = link.inbox;
+  link.inbox_got = 0;
+  const auto announced = link.waiting.find(back.id);
+  if (valid(back, peer) && back.kind == Kind::clear && announced != link.waiting.end()) {
+    announced->second->cleared_ = true;
+    link.queue.push_back(std::move(announced->second));
+    link.waiting.erase(announced);
+  } else if (valid(back, peer) && back.kind == Kind::credit && back.count <= eager_window - link.credit) {
+    link.credit += back.count;
+  } else {
+    end_stream(link.stream);
+    end_outgoing(peer, {"Error", "it sent a header that is none; the link cannot be trusted any more"});
+  }
+}
+
+// --- as the receiver ---
+
+bool Mailbox::valid(const Envelope& envelope, int peer) const {
+  return envelope.magic == envelope_magic && envelope.wire == wire_version && envelope.epoch == epoch_ &&
+         envelope.source == static_cast<uint32_t>(peer) && envelope.kind <= Kind::credit && envelope.dtype <= Dtype::complex128 &&
+         envelope.count <= std::numeric_limits<size_t>::max() / size_of(envelope.dtype);
+}
+
+bool Mailbox::read_some(int peer) {
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  bool moved = false;
+  size_t left = piece_bytes;
+  for (int messages = 0; left > 0 && messages < messages_a_turn && link.reads();) {
+    try {
+      size_t got = 0;
+      if (link.inbox_got < sizeof link.inbox) {
+        got = link.stream->receive(reinterpret_cast<char*>(&link.inbox) + link.inbox_got, sizeof link.inbox - link.inbox_got);
+        link.inbox_got += got;
+      } else {
+        char* to = link.current ? link.current->data_ : link.kept.data();
+        got = link.stream->receive(to + link.payload_got, std::min(payload_bytes(link.inbox) - link.payload_got, left));
+        link.payload_got += got;
+        left -= got;
+        if (link.payload_got == payload_bytes(link.inbox)) deliver(peer);
+      }
+      if (got == 0) return moved;
+      moved = true;
+    } catch (const Stream::Broken& broken) {
+      end_incoming(peer, {"PeerLost", broken.why});
+      return true;
+    }
+    if (link.inbox_got == sizeof link.inbox && link.payload_got == 0) {
+      messages++;
+      if (!open(peer)) return true;
+    }
+  }
+  return moved;
+}
+
+// A header is complete: decides where its payload goes. False: it is none.
+bool Mailbox::open(int peer) {
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  const Envelope& header = link.inbox;
+  bool good = valid(header, peer);
+  const size_t bytes = good ? payload_bytes(header) : 0;
+  if (good && header.kind == Kind::data) {
+    const auto cleared = link.cleared.find(header.id);
+    good = cleared != link.cleared.end();
+    if (good) {
+      link.current = std::move(cleared->second);
+      link.cleared.erase(cleared);
+      good = link.current->tag == header.tag && link.current->dtype == header.dtype && link.current->bytes == bytes;
+    }
+  } else if (good) {
+    const bool whole = header.kind == Kind::whole;
+    good = (whole || header.kind == Kind::announce) && header.id == ++link.last_id &&
+           (!whole || (bytes <= eager_bytes && cost(bytes) <= eager_window - link.uncredited));
+    if (good) {
+      const Shared recv = match(peer, header);
+      if (whole) {
+        link.uncredited += cost(bytes);
+        link.current = recv;
+        if (recv) recv->begun_ = true;
+        else link.kept.resize(bytes);
+      } else {
+        link.inbox_got = 0;
+        if (recv) clear_to_send(peer, recv, header.id);
+        else link.unexpected.push_back({header, {}});
+        return true;
+      }
+    }
+  }
+  if (!good) {
+    end_stream(link.stream);
+    end_incoming(peer, {"Error", "it sent a header that is none (wire " + std::to_string(header.wire) + ", epoch " +
+                                     std::to_string(header.epoch) + "); the link cannot be trusted any more"});
+    return false;
+  }
+  if (bytes == 0) deliver(peer);
+  return true;
+}
+
+// A payload is complete.
+void Mailbox::deliver(int peer) {
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  link.inbox_got = link.payload_got = 0;
+  const size_t bytes = payload_bytes(link.inbox);
+  Shared recv = std::exchange(link.current, nullptr);
+  std::vector<char> kept = std::move(link.kept);
+  link.kept.clear();
+  if (!recv) {
+    // One may have been posted while the payload came.
+    recv = match(peer, link.inbox);
+    if (!recv) {
+      link.unexpected.push_back({link.inbox, std::move(kept)});
+      return;
+    }
+    copy(recv->data_, kept.data(), bytes);
+  }
+  if (link.inbox.kind == Kind::whole) give_back(link, cost(bytes));
+  finish(recv);
+}
+
+// The first recv that waits for this tag. One that waits for another type or size ends with Mismatch, and the message stays.
+std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
+  auto& posted = incoming_[static_cast<size_t>(peer)].posted;
+  for (auto it = posted.begin(); it != posted.end();) {
+    if ((*it)->tag != envelope.tag) {
+      ++it;
+      continue;
+    }
+    const Shared recv = std::move(*it);
+    it = posted.erase(it);
+    if (fits(recv, envelope.dtype, envelope.count)) return recv;
+  }
+  return nullptr;
+}
+
+bool Mailbox::fits(const Shared& recv, Dtype dtype, uint64_t count) {
+  const uint64_t expected = recv->bytes / size_of(recv->dtype);
+  if (recv->dtype == dtype && expected == count) return true;
+  finish(recv, Error("Mismatch",
+                     text(*recv) + ": expects " + std::string(name(recv->dtype)) + " x " + std::to_string(expected) + ", " +
+                         named(recv->peer) + " sent " + std::string(name(dtype)) + " x " + std::to_string(count),
+                     {ranks_[static_cast<size_t>(recv->peer)]}));
+  return false;
+}
+
+void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  recv->begun_ = true;
+  link.cleared.emplace(id, recv);
+  link.outbox.push_back(envelope(Kind::clear, id));
+}
+
+// Not each time: credit costs a header.
+void Mailbox::give_back(Incoming& link, size_t bytes) {
+  link.matched += bytes;
+  if (link.matched < eager_window / 2) return;
+  Envelope credit = envelope(Kind::credit, 0);
+  credit.count = link.matched;
+  link.outbox.push_back(credit);
+  link.uncredited -= std::exchange(link.matched, 0);
+}
+
+bool Mailbox::write_returns(int peer) {
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  bool moved = false;
+  while (link.writes()) {
+    try {
+      const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
+      const size_t sent = link.stream->send(bytes + link.outbox_sent, sizeof(Envelope) - link.outbox_sent);
+      if (sent == 0) return moved;
+      link.outbox_sent += sent;
+      moved = true;
+    } catch (const Stream::Broken&) {
+      link.deaf = true;  // what it sent before is still to be read, and then its end
+      return true;
+    }
+    if (link.outbox_sent == sizeof(Envelope)) link.outbox.pop_front(), link.outbox_sent = 0;
+  }
+  return moved;
+}
+
+void Mailbox::copy_to_self(const Shared& send, const Shared& recv) {
+  if (send->bytes) std::memmove(recv->data_, send->data_, send->bytes);
+  finish(send);
+  finish(recv);
+}
+
+// --- ends ---
+
+void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
+  if (transfer->done()) return;
+  transfer->error_ = std::move(error);
+  transfer->done_ = true;
+  finished_ = true;
+}
+
+// The waiter gave up.
+void Mailbox::drop(const Shared& transfer, const Error& error) {
+  if (transfer->done()) return;
+  finish(transfer, error);
+  const auto peer = static_cast<size_t>(transfer->peer);
+  std::erase(self_sends_, transfer);
+  if (!transfer->begun_) {
+    std::erase(outgoing_[peer].queue, transfer);
+    std::erase(incoming_[peer].posted, transfer);
+    return;
+  }
+  const Ending ending{"Aborted",
+                      std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"};
+  end_stream(transfer->sends ? outgoing_[peer].stream : incoming_[peer].stream);
+  if (transfer->sends) end_outgoing(transfer->peer, ending);
+  else end_incoming(transfer->peer, ending);
+}
+
+void Mailbox::end_outgoing(int peer, Ending ending) {
+  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  if (!link.ended) link.ended.emplace(std::move(ending));
+  const auto fail = [&](const Shared& send) { finish(send, lost(*send, *link.ended)); };
+  if (link.current) fail(std::exchange(link.current, nullptr));
+  for (const auto& [id, send] : std::exchange(link.waiting, {})) fail(send);
+  for (const Shared& send : std::exchange(link.queue, {})) fail(send);
+  if (peer == rank_)
+    for (const Shared& send : std::exchange(self_sends_, {})) fail(send);
+}
+
+void Mailbox::end_incoming(int peer, Ending ending) {
+  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  if (!link.ended) link.ended.emplace(std::move(ending));
+  const auto fail = [&](const Shared& recv) { finish(recv, lost(*recv, *link.ended)); };
+  if (link.current) fail(std::exchange(link.current, nullptr));
+  for (const auto& [id, recv] : std::exchange(link.cleared, {})) fail(recv);
+  for (const Shared& recv : std::exchange(link.posted, {})) fail(recv);
+}
+
+Error Mailbox::lost(const Transfer& transfer, const Ending& ending) const {
+  const auto peer = static_cast<size_t>(transfer.peer);
+  if (ending.kind == "Aborted") return {"Aborted", text(transfer) + ": " + ending.why};
+  const auto& stream = transfer.sends ? outgoing_[peer].stream : incoming_[peer].stream;
+  return {ending.kind,
+          text(transfer) + ": the link to " + (stream ? stream->peer() : named(transfer.peer)) + " ended: " + ending.why,
+          {ranks_[peer]}};
+}
+
+std::string Mailbox::text(const Transfer& transfer) const {
+  return (transfer.sends ? "send to " : "recv from ") + named(transfer.peer) + ", tag " + std::to_string(transfer.tag);
+}
+
+}  // namespace mscomm

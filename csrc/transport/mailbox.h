@@ -1,0 +1,236 @@
+// The mailbox: a group's point-to-point messages, over links of their own, beside its collectives.
+//
+// A link carries messages from one rank to another; what comes back on it is small: leave to send, and credit. A message of at
+// most eager_bytes goes out whole while there is credit; any other is announced, and its data follows when a recv has been
+// matched. So large messages cost the receiver no memory, small ones at most eager_window for each source, and a recv always sees
+// the announcement of its message, whatever came before: no program hangs that would not hang if every send waited for its recv.
+// A send of at most eager_bytes may return before its recv is called; programs must not rely on it.
+//
+// Who may touch which memory: x and out are touched with mutex_ held, and only while their transfer has not ended. So after
+// wait() has returned or thrown, and for all transfers after shut_down() has returned, nobody in this process touches them any
+// more.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "base/types.h"
+#include "net/frame.h"
+#include "net/stream.h"
+#include "net/wait.h"
+
+namespace mscomm {
+
+inline constexpr size_t eager_bytes = 16u << 10;  // the longest message that may go out before its recv was called
+inline constexpr size_t eager_window = 1u << 20;  // of such messages, headers included, on their way or not yet matched, a link
+inline constexpr uint32_t envelope_magic = 0x5043534d;  // "MSCP" in memory
+
+// Opens a message, or is one.
+struct Envelope {
+  enum class Kind : uint8_t {
+    whole,     // the payload follows
+    announce,  // the payload will follow when `clear` with this id has come
+    data,      // of an announced message; the payload follows
+    clear,     // receiver to sender: a recv was matched to the message with this id
+    credit,    // receiver to sender: `count` bytes of whole messages were matched
+  };
+
+  uint32_t magic = envelope_magic;
+  uint16_t wire = wire_version;
+  Kind kind = Kind::whole;
+  Dtype dtype = Dtype::uint8;
+  uint32_t epoch = 0;
+  uint32_t source = 0;  // the rank that sends this header
+  int64_t tag = 0;
+  uint64_t count = 0;  // elements
+  uint64_t id = 0;     // the message's place on its link, from 1
+};
+static_assert(sizeof(Envelope) == 40);
+
+// One send or recv.
+class Transfer {
+ public:
+  Transfer(bool sends, int peer, int64_t tag, Dtype dtype, char* data, size_t bytes)
+      : sends(sends), peer(peer), tag(tag), dtype(dtype), bytes(bytes), data_(data) {}
+
+  // Whether it has ended, well or not.
+  bool done() const { return done_.load(); }
+
+  const bool sends;
+  const int peer;
+  const int64_t tag;
+  const Dtype dtype;
+  const size_t bytes;
+
+ private:
+  friend class Mailbox;
+  // With the mailbox's mutex.
+  char* const data_;
+  bool begun_ = false;  // the peer was told of it, or it of the peer's message: it cannot be taken back from its link
+  uint64_t id_ = 0;     // once begun
+  bool cleared_ = false;
+  std::optional<Error> error_;
+  std::atomic<bool> done_{false};
+};
+
+class Mailbox {
+ public:
+  // ranks: of the group, as ranks of the job, for errors.
+  Mailbox(std::vector<int> ranks, int rank, uint32_t epoch);
+  ~Mailbox();
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  // From any thread. The outgoing link must be there before the first send to the peer; the incoming one may come while a recv
+  // waits for it.
+  void add_outgoing(int peer, Stream stream);
+  void add_incoming(int peer, Stream stream);
+  bool has_outgoing(int peer) const;
+  // Whether a link from the peer was added: then the end of the link, after all that it brought, tells of the peer's end. Without
+  // one the watch must.
+  bool has_incoming(int peer) const;
+
+  // Any number of threads at once. data must live until the transfer has ended. They do not wait, and move nothing yet.
+  std::shared_ptr<Transfer> start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes);
+  std::shared_ptr<Transfer> start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes);
+  // Returns when the transfer has ended well; throws its error, or what wait.look throws. One that did not end well is dropped,
+  // and its link ends if the peer knows of it.
+  void wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait);
+  // Leaves the waiting to the mailbox's own thread, which calls ended with the transfer's error, if any. The watch must not call
+  // Python, and outlive close().
+  using Ended = std::function<void(const std::optional<Error>&)>;
+  void detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended);
+
+  // From any thread, at any time: ends all links and transfers. Calls nobody, and waits for nobody but for a copy of a piece.
+  void shut_down();
+  // Ends all links after what was sent has reached the other side's kernel, for at most timeout_s.
+  void close(double timeout_s);
+  // In a forked child: closes the child's copies of the descriptors. Takes no lock.
+  void close_descriptors();
+
+ private:
+  using Shared = std::shared_ptr<Transfer>;
+  struct Ending {
+    std::string kind, why;
+  };
+  struct Outgoing {
+    std::optional<Stream> stream;
+    std::optional<Ending> ended;
+    std::deque<Shared> queue;            // not begun, or cleared and not yet sent
+    std::map<uint64_t, Shared> waiting;  // announced, by id
+    uint64_t last_id = 0;
+    size_t credit = eager_window;
+    // What is being written.
+    Shared current;
+    Envelope::Kind kind{};
+    std::vector<char> head;  // the header, and the payload of a whole message
+    size_t head_sent = 0;
+    size_t payload_sent = 0;
+    // What comes back.
+    Envelope inbox;
+    size_t inbox_got = 0;
+
+    bool writes() const { return stream && !ended && (current || !queue.empty()); }
+    bool reads() const { return stream && !ended && (writes() || !waiting.empty()); }
+  };
+  struct Unexpected {
+    Envelope envelope;
+    std::vector<char> payload;  // of a whole message
+  };
+  struct Incoming {
+    std::optional<Stream> stream;
+    std::optional<Ending> ended;
+    std::deque<Shared> posted;           // recvs without a message, in order
+    std::deque<Unexpected> unexpected;   // messages without a recv, in order
+    std::map<uint64_t, Shared> cleared;  // recvs whose data was asked for, by id
+    uint64_t last_id = 0;
+    size_t uncredited = 0;  // bytes of whole messages that came and were not given back
+    size_t matched = 0;     // of them, those that were matched
+    // What is being read.
+    Envelope inbox;
+    size_t inbox_got = 0;
+    Shared current;  // whose out the payload goes to; nullptr: it goes to `kept`
+    std::vector<char> kept;
+    size_t payload_got = 0;
+    // What goes back.
+    std::deque<Envelope> outbox;
+    size_t outbox_sent = 0;
+    bool deaf = false;  // the peer takes nothing any more; what it sent is still to be read
+
+    bool reads() const { return stream && !ended && (!posted.empty() || !cleared.empty() || current); }
+    bool writes() const { return stream && !ended && !deaf && !outbox.empty(); }
+  };
+  struct Detached {
+    Shared transfer;
+    Wait wait;
+    Ended ended;
+  };
+
+  std::unique_lock<std::mutex> enter() const;
+  void wake_driver() const;
+  void tell_finished();
+  bool turn(std::unique_lock<std::mutex>& lock);
+  bool await_change(std::unique_lock<std::mutex>& lock);
+  static std::vector<int> missing(const Transfer& transfer);
+  void serve();
+  void stop_thread();
+
+  bool move_some();
+  bool write_some(int peer);
+  bool read_returns(int peer);
+  bool read_some(int peer);
+  bool write_returns(int peer);
+  void take_return(int peer);
+  bool open(int peer);
+  void deliver(int peer);
+  bool valid(const Envelope& envelope, int peer) const;
+  Envelope envelope(Envelope::Kind kind, uint64_t id) const;
+
+  Shared match(int peer, const Envelope& envelope);
+  bool fits(const Shared& recv, Dtype dtype, uint64_t count);
+  void clear_to_send(int peer, const Shared& recv, uint64_t id);
+  void give_back(Incoming& link, size_t bytes);
+  void copy_to_self(const Shared& send, const Shared& recv);
+
+  void finish(const Shared& transfer, std::optional<Error> error = {});
+  void drop(const Shared& transfer, const Error& error);
+  void end_outgoing(int peer, Ending ending);
+  void end_incoming(int peer, Ending ending);
+  Error lost(const Transfer& transfer, const Ending& ending) const;
+  std::string text(const Transfer& transfer) const;
+  std::string named(int peer) const { return "rank " + std::to_string(ranks_[static_cast<size_t>(peer)]); }
+  void check_peer(int peer) const;
+
+  const std::vector<int> ranks_;
+  const int rank_;
+  const uint32_t epoch_;
+  int wake_fd_;  // an eventfd: the driver's poll has something new to look at
+
+  // Protects all below. Held while bytes move, never while somebody waits or is called.
+  mutable std::mutex mutex_;
+  mutable std::atomic<int> entering_{0};              // threads at mutex_ that the driver lets go first
+  std::unique_ptr<std::condition_variable> changed_;  // a transfer ended, the driver left, a detached one came, or the end
+  std::vector<Outgoing> outgoing_;
+  std::vector<Incoming> incoming_;  // by source; this rank's own has no stream
+  std::deque<Shared> self_sends_;
+  std::list<Detached> detached_;
+  bool driving_ = false;   // a thread is in poll() for all
+  bool finished_ = false;  // a transfer has ended since changed_ was notified
+  bool stopping_ = false;
+  std::optional<Error> shut_;
+  std::unique_ptr<std::thread> thread_;  // made by the first detach()
+};
+
+}  // namespace mscomm

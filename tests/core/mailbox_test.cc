@@ -1,0 +1,479 @@
+// Point-to-point messages with ranks as threads over socket pairs: what arrives, in which order, and how it ends.
+#include "transport/mailbox.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "check.h"
+
+using namespace mscomm;
+
+namespace {
+
+struct TestWatch : Watch {
+  void look(const Deadline& deadline, const Missing& missing) override {
+    if (deadline.passed()) throw Error("CollectiveTimeout", "deadline", {}, missing());
+  }
+  bool broken() const override { return false; }
+};
+TestWatch watch;
+
+Wait within(double timeout_s = 120) { return {watch, Deadline(timeout_s)}; }
+
+std::array<int, 2> unix_pair() {
+  std::array<int, 2> ends{};
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) < 0) throw system_error("socketpair", errno);
+  return ends;
+}
+
+std::array<int, 2> tcp_pair() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  const int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  auto* raw = reinterpret_cast<sockaddr*>(&address);
+  if (bind(door, raw, length) < 0 || listen(door, 1) < 0 || getsockname(door, raw, &length) < 0 || connect(from, raw, length) < 0)
+    throw system_error("loopback", errno);
+  const int to = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+  close(door);
+  return {from, to};
+}
+
+struct Group {
+  explicit Group(int size, bool linked = true, std::array<int, 2> (*pair)() = unix_pair) {
+    std::vector<int> ranks(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int rank = 0; rank < size; rank++) boxes.push_back(std::make_unique<Mailbox>(ranks, rank, 7));
+    for (int from = 0; from < size && linked; from++)
+      for (int to = 0; to < size; to++)
+        if (from != to) link(from, to, pair);
+  }
+  void link(int from, int to, std::array<int, 2> (*pair)() = unix_pair) {
+    const auto [out, in] = pair();
+    (*this)[from].add_outgoing(to, Stream(out, "rank " + std::to_string(to)));
+    (*this)[to].add_incoming(from, Stream(in, "rank " + std::to_string(from)));
+  }
+  Mailbox& operator[](int rank) { return *boxes[static_cast<size_t>(rank)]; }
+  void on_threads(const std::function<void(int, Mailbox&)>& body) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < static_cast<int>(boxes.size()); rank++)
+      threads.emplace_back([&, rank] { body(rank, (*this)[rank]); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  std::vector<std::unique_ptr<Mailbox>> boxes;
+};
+
+using Ints = std::vector<int64_t>;
+
+Ints ints(size_t count, int64_t first) {
+  Ints x(count);
+  std::iota(x.begin(), x.end(), first);
+  return x;
+}
+
+std::shared_ptr<Transfer> start_send(Mailbox& box, int dst, const Ints& x, int64_t tag = 0) {
+  return box.start_send(dst, tag, Dtype::int64, x.data(), x.size() * 8);
+}
+std::shared_ptr<Transfer> start_recv(Mailbox& box, int src, Ints& out, int64_t tag = 0) {
+  return box.start_recv(src, tag, Dtype::int64, out.data(), out.size() * 8);
+}
+void send(Mailbox& box, int dst, const Ints& x, int64_t tag = 0) { box.wait(start_send(box, dst, x, tag), within()); }
+Ints recv(Mailbox& box, int src, size_t count, int64_t tag = 0) {
+  Ints out(count);
+  box.wait(start_recv(box, src, out, tag), within());
+  return out;
+}
+
+// The kind and text of the error that waiting ends with; "" for none.
+std::string error_of(Mailbox& box, const std::shared_ptr<Transfer>& transfer, double timeout_s = 120) {
+  try {
+    box.wait(transfer, within(timeout_s));
+    return "";
+  } catch (const Error& error) {
+    return error.kind + ": " + error.what();
+  }
+}
+
+bool has(const std::string& text, const std::string& part) {
+  const bool found = text.find(part) != std::string::npos;
+  if (!found) std::fprintf(stderr, "no \"%s\" in \"%s\"\n", part.c_str(), text.c_str());
+  return found;
+}
+
+constexpr size_t large = 1u << 18;  // 2 MiB: announced
+
+void messages_of_one_tag_keep_their_order() {
+  Group group(2);
+  const std::vector<size_t> counts{1, large, 0, 3, 2048, 2049, large, 7};
+  group.on_threads([&](int rank, Mailbox& box) {
+    for (size_t i = 0; i < counts.size(); i++) {
+      const Ints x = ints(counts[i], static_cast<int64_t>(i));
+      if (rank == 0) send(box, 1, x, -5);
+      if (rank == 1) CHECK(recv(box, 0, counts[i], -5) == x);
+    }
+  });
+}
+
+void tags_are_received_in_any_order() {
+  Group group(2);
+  for (size_t count : {size_t{4}, large}) {
+    group.on_threads([&](int rank, Mailbox& box) {
+      if (rank == 0) {
+        std::vector<Ints> x;
+        std::vector<std::shared_ptr<Transfer>> sends;
+        for (int64_t i = 0; i < 20; i++) x.push_back(ints(count, i));
+        for (int64_t i = 0; i < 20; i++) sends.push_back(start_send(box, 1, x[static_cast<size_t>(i)], i % 10));
+        for (const auto& one : sends) box.wait(one, within());
+      } else {
+        for (int64_t tag = 9; tag >= 0; tag--)
+          for (int64_t i : {tag, tag + 10}) CHECK(recv(box, 0, count, tag) == ints(count, i));
+      }
+    });
+  }
+}
+
+// More than the window of small messages before the one that is received first: a legal program, as all are sent asynchronously.
+void a_recv_sees_past_more_than_the_window() {
+  Group group(2);
+  constexpr int64_t many = 20'000;
+  static_assert(many * 800 > 4 * static_cast<int64_t>(eager_window));
+  group.on_threads([&](int rank, Mailbox& box) {
+    const Ints last = ints(5, -1);
+    for (int round = 0; round < 2; round++) {
+      if (rank == 0) {
+        const Ints x = ints(100 + many, 0);
+        std::vector<std::shared_ptr<Transfer>> sends;
+        for (int64_t i = 0; i < many; i++) sends.push_back(box.start_send(1, 1, Dtype::int64, x.data() + i, 800));
+        sends.push_back(start_send(box, 1, last, 2));
+        for (const auto& one : sends) box.wait(one, within());
+      } else {
+        CHECK(recv(box, 0, 5, 2) == last);
+        for (int64_t i = 0; i < many; i++) CHECK(recv(box, 0, 100, 1) == ints(100, i));
+      }
+    }
+  });
+}
+
+void rings_of_large_messages_do_not_deadlock() {
+  Group group(4);
+  group.on_threads([&](int rank, Mailbox& box) {
+    for (int round = 0; round < 5; round++) {
+      const Ints x = ints(large, rank);
+      std::vector<Ints> in(4);
+      std::vector<std::shared_ptr<Transfer>> all;
+      for (int peer = 0; peer < 4; peer++) {
+        if (peer == rank) continue;
+        in[static_cast<size_t>(peer)].resize(large);
+        all.push_back(start_send(box, peer, x));
+        all.push_back(start_recv(box, peer, in[static_cast<size_t>(peer)]));
+      }
+      for (const auto& one : all) box.wait(one, within());
+      for (int peer = 0; peer < 4; peer++) CHECK(peer == rank || in[static_cast<size_t>(peer)] == ints(large, peer));
+    }
+  });
+}
+
+void a_rank_sends_to_itself() {
+  Group group(1);
+  Mailbox& box = group[0];
+  for (size_t count : {size_t{0}, size_t{3}, large}) {
+    const Ints x = ints(count, 1), y = ints(count, 2), z = ints(count, 3);
+    Ints early(count);
+    const auto first = start_send(box, 0, x), other = start_send(box, 0, y, 1);
+    CHECK(recv(box, 0, count, 1) == y);
+    CHECK(recv(box, 0, count) == x);
+    box.wait(first, within());
+    box.wait(other, within());
+    const auto waiting = start_recv(box, 0, early);
+    send(box, 0, z);
+    box.wait(waiting, within());
+    CHECK(early == z);
+  }
+}
+
+void threads_share_a_mailbox() {
+  Group group(2);
+  group.on_threads([&](int rank, Mailbox& box) {
+    std::vector<std::thread> threads;
+    for (int64_t tag = 0; tag < 6; tag++)
+      threads.emplace_back([&, tag] {
+        for (size_t i = 0; i < 100; i++) {
+          const size_t count = i % 10 ? i : 20'000;
+          const Ints x = ints(count, tag * 1000 + static_cast<int64_t>(i));
+          // Half of the threads one way, half the other.
+          if ((tag % 2 == 0) == (rank == 0)) send(box, 1 - rank, x, tag);
+          else CHECK(recv(box, 1 - rank, count, tag) == x);
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+void detached_transfers_end_by_themselves() {
+  Group group(2);
+  group.on_threads([&](int rank, Mailbox& box) {
+    constexpr size_t n = 30;
+    std::vector<Ints> x, out(n, Ints(1000 * (n - 1) + 1));
+    std::atomic<size_t> ended{0};
+    std::atomic<int> errors{0};
+    for (size_t i = 0; i < n; i++) {
+      x.push_back(ints(i * 1000 + 1, static_cast<int64_t>(i)));
+      out[i].resize(x[i].size());
+    }
+    const auto end = [&](const std::optional<Error>& error) { errors += error.has_value(), ended++, ended.notify_all(); };
+    for (size_t i = 0; i < n; i++) {
+      box.detach(start_send(box, 1 - rank, x[i], static_cast<int64_t>(i)), within(), end);
+      box.detach(start_recv(box, 1 - rank, out[n - 1 - i], static_cast<int64_t>(n - 1 - i)), within(), end);
+    }
+    // One that is waited for, beside them.
+    if (rank == 0) CHECK(recv(box, 1, 2, 99) == ints(2, 1));
+    if (rank == 1) send(box, 0, ints(2, 1), 99);
+    for (size_t seen = 0; (seen = ended) < 2 * n;) ended.wait(seen);
+    box.close(30);  // its thread has left `end`
+    CHECK(errors == 0);
+    CHECK(out == x);
+  });
+}
+
+void a_detached_transfer_keeps_its_deadline() {
+  std::atomic<bool> ended{false};
+  std::string kind;
+  Ints out(3);
+  Group group(2);  // last: its end joins the thread that uses the others
+  group[0].detach(start_recv(group[0], 1, out), within(0.1), [&](const std::optional<Error>& error) {
+    kind = error ? error->kind : "none";
+    ended = true;
+    ended.notify_all();
+  });
+  ended.wait(false);
+  CHECK(kind == "CollectiveTimeout");
+}
+
+void a_link_may_come_late() {
+  Group group(2, false);
+  CHECK(!group[1].has_incoming(0) && !group[0].has_outgoing(1));
+  std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
+  poll(nullptr, 0, 120);  // the receiver has looked around at least once; a shorter sleep tests less, not wrongly
+  group.link(0, 1);
+  CHECK(group[1].has_incoming(0) && group[0].has_outgoing(1));
+  send(group[0], 1, ints(3, 5));
+  receiver.join();
+}
+
+void what_was_sent_before_a_close_arrives() {
+  for (auto* pair : {unix_pair, tcp_pair}) {
+    Group group(2, true, pair);
+    const Ints x = ints(1000, 0);
+    std::thread receiver([&] { CHECK(recv(group[1], 0, 1000, 99) == x); });
+    for (int i = 0; i < 103; i++) send(group[0], 1, x, i);
+    receiver.join();
+    group[0].close(30);
+    group.boxes[0].reset();
+    // The receiver gives credit to a sender that is gone, and then reads what still lies in the kernel.
+    for (int i = 0; i < 99; i++) CHECK(recv(group[1], 0, 1000, i) == x);
+    for (int i = 102; i > 99; i--) CHECK(recv(group[1], 0, 1000, i) == x);
+    Ints out(1);
+    CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost: recv from rank 0, tag 0: the link to rank 0 ended"));
+    CHECK(has(error_of(group[1], start_send(group[1], 0, ints(large, 0))), "PeerLost: send to rank 0, tag 0"));
+  }
+}
+
+void a_peer_that_is_gone_fails_an_announced_message() {
+  Group group(2);
+  const Ints x = ints(large, 0);
+  Ints out(large);
+  const auto sending = start_send(group[0], 1, x);
+  CHECK(has(error_of(group[0], sending, 0.1), "CollectiveTimeout"));  // announced, and given up
+  CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
+  CHECK(has(error_of(group[0], start_send(group[0], 1, x)), "Aborted: send to rank 1, tag 0: an earlier send was given up"));
+}
+
+void a_recv_that_was_given_up_takes_no_message() {
+  Group group(2);
+  Ints old(3);
+  CHECK(has(error_of(group[1], start_recv(group[1], 0, old), 0.1), "CollectiveTimeout"));
+  send(group[0], 1, ints(3, 1));
+  CHECK(recv(group[1], 0, 3) == ints(3, 1));
+  CHECK(old == Ints(3));
+}
+
+void other_types_and_sizes_are_named() {
+  for (size_t count : {size_t{4}, large})
+    for (int from : {0, 1}) {  // over a link, and to itself
+      Group group(2);
+      const Ints x = ints(count, 0);
+      std::vector<float> out(10);
+      // The recv first, then the message first.
+      auto wrong = group[1].start_recv(from, 0, Dtype::float32, out.data(), 40);
+      const auto sending = start_send(group[from], 1, x);
+      std::thread sender([&] { group[from].wait(sending, within()); });
+      const std::string expected = "Mismatch: recv from rank " + std::to_string(from) + ", tag 0: expects float32 x 10, rank " +
+                                   std::to_string(from) + " sent int64 x " + std::to_string(count);
+      CHECK(error_of(group[1], wrong) == expected);
+      wrong = group[1].start_recv(from, 0, Dtype::float32, out.data(), 40);
+      CHECK(error_of(group[1], wrong) == expected);
+      CHECK(recv(group[1], from, count) == x);
+      sender.join();
+    }
+}
+
+void shut_down_ends_all_waits() {
+  std::atomic<int> aborted{0}, detached{0};
+  std::vector<std::thread> threads;
+  std::vector<Ints> memory(4, Ints(large));
+  Group group(3);
+  for (int i = 0; i < 4; i++)
+    threads.emplace_back([&, i] {
+      Ints& mine = memory[static_cast<size_t>(i)];
+      const auto one = i % 2 ? start_send(group[0], 1, mine, i) : start_recv(group[0], 2, mine, i);
+      if (error_of(group[0], one).find("Aborted") == 0) aborted++;
+    });
+  Ints out(3);
+  group[0].detach(start_recv(group[0], 1, out), within(), [&](const std::optional<Error>& error) {
+    CHECK(error && error->kind == "Aborted");
+    detached++, detached.notify_all();
+  });
+  poll(nullptr, 0, 60);
+  group[0].shut_down();
+  // Nobody touches them from here on: the sanitizers would see it.
+  for (Ints& mine : memory) mine.assign(large, 1);
+  for (std::thread& thread : threads) thread.join();
+  detached.wait(0);
+  CHECK(aborted == 4);
+  CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted"));
+  CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
+}
+
+// In the middle of data that flows: after shut_down() x and out belong to the caller.
+void shut_down_lets_go_of_memory() {
+  for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
+    Group group(2);
+    Ints x(large * 8), out(large * 8);
+    std::thread sender([&] { error_of(group[0], start_send(group[0], 1, x)); });
+    std::thread receiver([&] { error_of(group[1], start_recv(group[1], 0, out)); });
+    poll(nullptr, 0, delay_ms);
+    group[0].shut_down();
+    x.assign(x.size(), -1);
+    group[1].shut_down();
+    out.assign(out.size(), -1);
+    sender.join();
+    receiver.join();
+    CHECK(out == Ints(out.size(), -1));
+  }
+}
+
+// Whatever bytes come instead of a header: an error, never a crash, never data.
+void garbage_is_refused() {
+  std::mt19937 random(3);
+  constexpr int tries = 400;
+  int refused = 0, returns_refused = 0;
+  for (int i = 0; i < tries; i++) {
+    Envelope header;
+    header.kind = i % 2 ? Envelope::Kind::whole : Envelope::Kind::announce;
+    header.epoch = 7;
+    header.source = 1;
+    header.count = 2;
+    header.id = 1;
+    header.dtype = Dtype::int64;
+    auto* bytes = reinterpret_cast<unsigned char*>(&header);
+    const size_t at = random() % sizeof header;
+    bytes[at] = static_cast<unsigned char>(bytes[at] + 1 + random() % 255);
+    const auto [wire, end] = unix_pair();
+    Mailbox box({0, 1}, 0, 7);
+    box.add_incoming(1, Stream(end, "rank 1"));
+    CHECK(::send(wire, bytes, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header));
+    close(wire);
+    Ints out(2, 42);
+    refused += !error_of(box, start_recv(box, 1, out)).empty();
+    CHECK(out == Ints(2, 42));
+  }
+  CHECK(refused == tries);
+  // To a sender: leave for what was not announced, credit for what was not sent, and what only a sender sends.
+  for (Envelope::Kind kind : {Envelope::Kind::clear, Envelope::Kind::credit, Envelope::Kind::whole}) {
+    Envelope back;
+    back.kind = kind;
+    back.epoch = 7;
+    back.source = 1;
+    back.count = 1;
+    back.id = 2;
+    const auto [end, wire] = unix_pair();
+    Mailbox box({0, 1}, 0, 7);
+    box.add_outgoing(1, Stream(end, "rank 1"));
+    CHECK(::send(wire, &back, sizeof back, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof back));
+    returns_refused += has(error_of(box, start_send(box, 1, ints(large, 0))), "Error: send to rank 1, tag 0");
+    close(wire);
+  }
+  CHECK(returns_refused == 3);
+}
+
+// A sender that takes no notice of the window is refused before it fills the memory.
+void the_window_bounds_what_is_kept() {
+  const auto [wire, end] = unix_pair();
+  Mailbox box({0, 1}, 0, 7);
+  box.add_incoming(1, Stream(end, "rank 1"));
+  std::thread flood([wire = wire] {
+    for (uint64_t id = 1;; id++) {
+      std::vector<char> message(sizeof(Envelope) + eager_bytes);
+      Envelope header;
+      header.epoch = 7;
+      header.source = 1;
+      header.tag = 1;
+      header.count = eager_bytes;
+      header.id = id;
+      std::memcpy(message.data(), &header, sizeof header);
+      if (::send(wire, message.data(), message.size(), MSG_NOSIGNAL) < 0) break;
+    }
+    close(wire);
+  });
+  Ints out(1);
+  CHECK(has(error_of(box, start_recv(box, 1, out, 2)), "a header that is none"));
+  flood.join();
+}
+
+void more_than_2_GiB() {
+  Group group(2);
+  const size_t count = (size_t{1} << 28) + 5;  // of 8 bytes
+  group.on_threads([&](int rank, Mailbox& box) {
+    if (rank == 0) send(box, 1, ints(count, 3));
+    if (rank == 1) CHECK(recv(box, 0, count) == ints(count, 3));
+  });
+}
+
+}  // namespace
+
+// With the argument "large": only the message of more than 2 GiB, which takes 8 GiB of memory.
+int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "large") == 0) {
+    more_than_2_GiB();
+    return test::failed();
+  }
+  messages_of_one_tag_keep_their_order();
+  tags_are_received_in_any_order();
+  a_recv_sees_past_more_than_the_window();
+  rings_of_large_messages_do_not_deadlock();
+  a_rank_sends_to_itself();
+  threads_share_a_mailbox();
+  detached_transfers_end_by_themselves();
+  a_detached_transfer_keeps_its_deadline();
+  a_link_may_come_late();
+  what_was_sent_before_a_close_arrives();
+  a_peer_that_is_gone_fails_an_announced_message();
+  a_recv_that_was_given_up_takes_no_message();
+  other_types_and_sizes_are_named();
+  shut_down_ends_all_waits();
+  shut_down_lets_go_of_memory();
+  garbage_is_refused();
+  the_window_bounds_what_is_kept();
+  return test::failed();
+}
