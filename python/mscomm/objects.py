@@ -375,7 +375,8 @@ def _dtype(name: str) -> np.dtype[Any]:
             import ml_dtypes
         except ImportError:
             raise Error("unpack: an array of bfloat16 came, which needs ml-dtypes: pip install ml-dtypes") from None
-        return np.dtype[Any](ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     if not _DTYPE.fullmatch(name):
         raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
     try:
