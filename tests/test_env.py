@@ -1,4 +1,4 @@
-"""The table of environment variables is that of the code, docs/env.md is that of the table, and MSCOMM_DEBUG's lines."""
+"""The table of environment variables, its page docs/env.md, and the lines of MSCOMM_DEBUG."""
 
 from __future__ import annotations
 

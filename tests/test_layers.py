@@ -56,7 +56,7 @@ def core_layer(path: Path) -> str:
 
 
 def python_layer(path: Path) -> str:
-    """errors, cluster, ...; the package's own __init__ is "mscomm"; `python -m mscomm` and bench are the command line."""
+    """errors, cluster, ...; the package's own __init__ is "mscomm"; __main__ and bench are the command line."""
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return {"__init__": "mscomm", "__main__": "cli", "bench": "cli"}.get(first, first)
 

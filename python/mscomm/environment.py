@@ -167,7 +167,8 @@ VARIABLES = (
         None,
         words,
         "Which network interfaces carry data: names or prefixes (`eth`), `=eth0` for exactly that one, `^docker` to"
-        " exclude, or a network (`10.0.0.0/8`); several with commas. Default: the address that routes to the scheduler.",
+        " exclude, or a network (`10.0.0.0/8`); several with commas."
+        " Default: the address that routes to the scheduler.",
         (),
         planned=True,
     ),
