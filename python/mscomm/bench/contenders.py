@@ -47,16 +47,17 @@ class Local:
         case: Case,
         make: Callable[..., Array],
         bind: Callable[[Case, Buffers], Callable[[], object]],
+        end: Callable[[], object] = lambda: None,
     ) -> None:
         self.name, self.about = name, about
-        self._case, self._make, self._bind = case, make, bind
+        self._case, self._make, self._bind, self._end = case, make, bind, end
 
     def cell(self, count: int, in_place: bool) -> Cell:
         buffers = Buffers(self._case, count, in_place, self._make)
         return _LocalCell(buffers, self._bind(self._case, buffers))
 
     def close(self) -> None:
-        pass
+        self._end()
 
 
 class _LocalCell:

@@ -24,8 +24,9 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).parents[2]))  # after numpy and mpi4py have come from the environment
 table = importlib.import_module("mscomm.bench.table")
 
+# The second of each: for bool.
 OPS = {
-    "sum": (MPI.SUM, MPI.LOR),  # the second: for bool
+    "sum": (MPI.SUM, MPI.LOR),
     "prod": (MPI.PROD, MPI.LAND),
     "min": (MPI.MIN, MPI.LAND),
     "max": (MPI.MAX, MPI.LOR),
@@ -39,7 +40,7 @@ THREADS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", 
 def bind(case: Any, buffers: Any) -> Callable[[], object]:
     """One call of MPI on these buffers."""
     comm, x, out, root = MPI.COMM_WORLD, buffers.x, buffers.out, case.root
-    op = OPS[case.op][case.dtype == np.bool_] if case.row.reduces else None
+    op = OPS.get(case.op, OPS["sum"])[case.dtype == np.bool_]
     send = MPI.IN_PLACE if buffers.in_place and out is not None else x
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: comm.Allreduce(send, out, op),
@@ -111,6 +112,7 @@ class Rank:
 
 def main(address: str) -> None:
     rank = Rank()
+    answer: dict[str, Any]
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         file = sock.makefile("rb")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,15 +94,16 @@ def _start_gloo(case: Case, prefix: Path | None) -> Contender:
     def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
         x = _tensor(buffers.x)
         out = x if buffers.out is None or buffers.in_place else _tensor(buffers.out)
-        parts_of = lambda whole: list(whole.chunk(n)) if case.rank == root else None  # noqa: E731
+        row = case.row
+        parts = list((out if row.out_in_parts else x).chunk(n)) if row.rooted and case.rank == root else None
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(x, ops[case.op]),
             "all_gather": lambda: dist.all_gather_into_tensor(out, x),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x, ops[case.op]),
             "broadcast": lambda: dist.broadcast(x, root),
             "reduce": lambda: dist.reduce(x, root, ops[case.op]),
-            "gather": lambda parts=parts_of(out): dist.gather(x, parts, root),  # type: ignore[misc]
-            "scatter": lambda parts=parts_of(x): dist.scatter(out, parts, root),  # type: ignore[misc]
+            "gather": lambda: dist.gather(x, parts, root),
+            "scatter": lambda: dist.scatter(out, parts, root),
             "all_to_all": lambda: dist.all_to_all_single(out, x),
             "send_recv": lambda: ring(
                 lambda to: dist.send(x, to), lambda source: dist.recv(out, source), case.rank, case.ranks
@@ -113,7 +114,7 @@ def _start_gloo(case: Case, prefix: Path | None) -> Contender:
 
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     about = f"torch {torch.__version__}, private arrays, 1 thread, GLOO_SOCKET_IFNAME={interface}"
-    return Local("torch-gloo", about, case, np.empty, bind)
+    return Local("torch-gloo", about, case, np.empty, bind, dist.destroy_process_group)
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:
@@ -218,7 +219,7 @@ class Mpi:
 
     def _start(self, installed: Installed, flavour: Flavour) -> None:
         folder = self._files.enter_context(tempfile.TemporaryDirectory(prefix="mscomm-bench-"))
-        self._log: IO[bytes] = self._files.enter_context(open(f"{folder}/log", "w+b"))
+        self._log = Path(folder, "log")
         listener = self._files.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(f"{folder}/socket")
         listener.listen(self._case.ranks)
@@ -228,14 +229,15 @@ class Mpi:
             *(str(installed.mpirun), *flavour.flags(self._case.ranks), "-n", str(self._case.ranks)),
             *(str(installed.python), str(script), f"{folder}/socket"),
         ]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment_for_mpirun(os.environ),
-            start_new_session=True,
-        )
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment_for_mpirun(os.environ),
+                start_new_session=True,
+            )
         came: dict[int, _Link] = {}
         until = time.monotonic() + START_S
         while len(came) < self._case.ranks:
@@ -249,9 +251,10 @@ class Mpi:
         case = self._case
         plan = {"row": case.row.name, "dtype": case.dtype.name, "op": case.op, "root": case.root}
         said = self._all([{"do": "plan", "cpus": self._masks[rank], **plan} for rank in range(case.ranks)])
-        self.about = f"{said[0]['library']}, mpi4py {said[0]['mpi4py']}, private arrays, {said[0]['thread']}"
-        if not re.search(flavour.words, said[0]["library"]):
-            raise Unfit(f"{self.name}: mpi4py of {installed.python} loads {said[0]['library']}, not {flavour.name}")
+        library = re.sub(r"\s+", " ", said[0]["library"].replace("Version:", "").partition(",")[0])
+        if not re.search(flavour.words, library):
+            raise Unfit(f"{self.name}: mpi4py of {installed.python} loads {library}, not {flavour.name}")
+        self.about = f"{library}, mpi4py {said[0]['mpi4py']}, private arrays, {said[0]['thread']}"
 
     def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
         """Every MPI rank obeys; the answers, when all have come."""
@@ -272,8 +275,7 @@ class Mpi:
         assert self._process is not None
         code = self._process.poll()
         state = "still runs" if code is None else f"ended with {code}"
-        self._log.seek(0)
-        last = "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LAST_LINES:])
+        last = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         return RuntimeError(f"{self.name}: {what}; mpirun {state}. Its last lines:\n{last}")
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
@@ -347,7 +349,7 @@ class _Link:
 
 
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """env without what a launcher around us has set. The user's own OMPI_MCA_* stay, but for those of an outer mpirun."""
+    """env without what a launcher around us has set. OMPI_MCA_* stay, the user's own, unless an mpirun is around us."""
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env
     return {

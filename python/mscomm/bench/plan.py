@@ -93,7 +93,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
             import ml_dtypes
         except ImportError as error:
             raise ImportError("bfloat16 needs ml_dtypes: pip install ml-dtypes") from error
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     try:
         return np.dtype(name)
     except TypeError as error:

@@ -155,7 +155,8 @@ def buckets_head(plan: Plan, ranks: int, env: dict[str, Any]) -> None:
     say("# the gradients of a ResNet-50, in place; fused: one all_reduce_many; each: an all_reduce for each array")
     say("#")
     say(
-        f"# {'list':<14}{'arrays':>7}{'size':>12}{'type':>10}{'redop':>7}{'fused':>12}{'each':>12}{'each/fused':>12}  #wrong"
+        f"# {'list':<14}{'arrays':>7}{'size':>12}{'type':>10}{'redop':>7}{'fused':>12}{'each':>12}{'each/fused':>12}"
+        f"{'#wrong':>8}"
     )
     say(f"# {'':<14}{'':>7}{'(B)':>12}{'':>10}{'':>7}{'(us)':>12}{'(us)':>12}")
 
@@ -211,7 +212,9 @@ def _average_busbw(plan: Plan, result: dict[str, Any]) -> float:
     name, ours = ("all_reduce", "fused") if plan.collective == BUCKETS else (plan.collective, "mscomm")
     ranks = result["environment"]["ranks"]
     factor = COLLECTIVES[name].bus(ranks)
-    rates = [row["size"] / cell["us"] / 1e3 for row in result["rows"] for cell in row["results"][ours].values()]
+    rates: list[float] = [
+        row["size"] / cell["us"] / 1e3 for row in result["rows"] for cell in row["results"][ours].values()
+    ]
     return sum(rates) / len(rates) * factor
 
 

@@ -1,4 +1,4 @@
-"""The collectives that can be measured: what each rank gives and gets, how fast a wire that would be, and what is right.
+"""The collectives that can be measured: what each rank gives and gets, how its bandwidth counts, and what is right.
 
 Needs NumPy alone, because the ranks of other libraries' launchers use it too. Sizes are those of nccl-tests: all that
 one rank sends or all that it receives, whichever is more.
@@ -87,8 +87,8 @@ class Contents:
         return _repeated(combined.astype(self._dtype), start, count)
 
     def _pattern(self, rank: int) -> Array:
-        i = np.arange(PERIOD)
-        moved = (31 * i + 17 * rank) % PERIOD  # differs between ranks and between places
+        i: Array = np.arange(PERIOD)
+        moved: Array = (31 * i + 17 * rank) % PERIOD  # differs between ranks and between places
         if self._dtype == np.bool_:
             return moved & 1
         if self._op == "sum":
@@ -100,7 +100,7 @@ class Contents:
         return moved
 
 
-_REDUCE: dict[str, Callable[[Array], Array]] = {
+_REDUCE: dict[str, Callable[[Array], Any]] = {
     "sum": lambda stack: stack.any(axis=0) if stack.dtype == np.bool_ else stack.sum(axis=0),
     "prod": lambda stack: stack.all(axis=0) if stack.dtype == np.bool_ else stack.prod(axis=0),
     "min": lambda stack: stack.min(axis=0),

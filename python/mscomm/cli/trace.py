@@ -74,7 +74,8 @@ _DIR = click.argument("folder", metavar="DIR", type=click.Path(exists=True, file
     "trace",
     cls=_ShowUnlessNamed,
     help="""Tell who waited for whom, from the records in DIR: after a failure each rank writes DIR/rank_<rank>.json,
-with MSCOMM_RECORD=DIR or `mscomm run --log_dir DIR`. `merge` makes one file for Perfetto or chrome://tracing of them.""",
+with MSCOMM_RECORD=DIR or `mscomm run --log_dir DIR`. `merge` makes one file of them for Perfetto or
+chrome://tracing.""",
 )
 def command() -> None:
     pass
