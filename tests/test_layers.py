@@ -20,9 +20,11 @@ CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 CORE_LAYERS = ("base", "net", "transport", "algo", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
-BELOW = {"errors", "_core"}
+BELOW = {"errors", "environment", "log", "_core"}
 PYTHON_SEES = {
     "errors": set(),
+    "environment": set(),
+    "log": {"environment"},
     "context": {"errors"},
     "arrays": BELOW,
     "cluster": BELOW,
@@ -55,9 +57,9 @@ def core_layer(path: Path) -> str:
 
 
 def python_layer(path: Path) -> str:
-    """errors, cluster, ...; the package's own __init__ is "mscomm", and `python -m mscomm` is the command line."""
+    """errors, cluster, ...; the package's own __init__ is "mscomm"; __main__ and bench are the command line."""
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return {"__init__": "mscomm", "__main__": "cli"}.get(first, first)
+    return {"__init__": "mscomm", "__main__": "cli", "bench": "cli"}.get(first, first)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
