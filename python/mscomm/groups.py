@@ -17,7 +17,7 @@ import numpy as np
 
 from mscomm import bootstrap
 from mscomm.cluster import assemble, links
-from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.member import Member
@@ -26,7 +26,7 @@ from mscomm.errors import BackendUnavailable, Error, make
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
-_JOIN_S, _CALL_S = 600.0, 1800.0
+_CALL_S = 1800.0
 _LINES_KEPT = 1024
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
@@ -197,7 +197,7 @@ def init(
     )
     algo = os.environ.get("MSCOMM_ALGO", "")
     forced = assemble.forced_algorithms(algo)
-    deadline = Deadline(seconds_of(os.environ.get("MS_TOPO_TIMEOUT") or _JOIN_S, "MS_TOPO_TIMEOUT"))
+    deadline = Deadline(join_timeout_s(os.environ))
 
     launcher = bootstrap.find(os.environ)
     if launcher is None:

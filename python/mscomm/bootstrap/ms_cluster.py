@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from mscomm.bootstrap import Invitation
 from mscomm.cluster import links, security
-from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
@@ -84,13 +84,7 @@ def read(env: Mapping[str, str]) -> Settings:
     size = _number(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process", 1, 1 << 20)
     if env.get("MS_SERVER_NUM"):
         _number(env, "MS_SERVER_NUM", "0: mscomm has no parameter servers", 0, 0)
-    timeout = env.get("MS_TOPO_TIMEOUT") or "600"
-    try:
-        topo_timeout_s = float(timeout)
-    except ValueError:
-        topo_timeout_s = 0.0
-    if not topo_timeout_s > 0:
-        raise _wrong(env, "MS_TOPO_TIMEOUT", "a number of seconds more than 0, in which all workers must have joined")
+    topo_timeout_s = join_timeout_s(env)
     return Settings(host, port, size, env.get("MS_NODE_ID") or None, env.get("MS_WORKER_IP") or None, topo_timeout_s)
 
 
