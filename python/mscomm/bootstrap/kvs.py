@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.rendezvous import Place, invitation
 from mscomm.cluster import hub, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
@@ -37,15 +38,6 @@ class Names(NamedTuple):
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]  # not a number, but Slurm's "4(x2)": several hosts
-
-
-class Place(NamedTuple):
-    """Where this process stands in the job, as the launcher says."""
-
-    rank: int
-    size: int
-    local_rank: int
-    one_host: bool
 
 
 class Store(NamedTuple):
@@ -85,13 +77,13 @@ def join(
             f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )
     if fields["key"]:
-        return _invitation(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
+        return _connect(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
     try:
         host = interfaces.dial_address(fields["host"], env=env)
     except ValueError as error:
         raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is no address") from error
     port = int(fields["port"])
-    return _invitation(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
+    return _connect(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
 
 
 def _host(
@@ -105,7 +97,7 @@ def _host(
         raise
     try:
         store.publish(text, deadline)
-        return _invitation(launcher, at, address, key, deadline, process)
+        return _connect(launcher, at, address, key, deadline, process)
     except BaseException:
         process.kill()
         process.wait()
@@ -150,7 +142,7 @@ def _own_address(launcher: str, env: Mapping[str, str]) -> str:
         raise BackendUnavailable(f"{launcher}: the ranks are on several hosts: {error}") from error
 
 
-def _invitation(
+def _connect(
     launcher: str,
     at: Place,
     address: links.Address,
@@ -158,7 +150,7 @@ def _invitation(
     deadline: Deadline,
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
-    where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a unix socket of this host"
+    where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
     try:
         sock = links.connect(address, deadline)
     except OSError as error:
@@ -166,15 +158,4 @@ def _invitation(
             f"{launcher}: rank {at.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return Invitation(
-        sock=sock,
-        key=key,
-        greeted=False,
-        rank=at.rank,
-        size=at.size,
-        local_rank=at.local_rank,
-        node_id=None,
-        launcher=launcher,
-        hub=process,
-        where=f"the hub that rank 0 started at {where}",
-    )
+    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", process=process)
