@@ -46,8 +46,18 @@ class Launcher(Protocol):
         """Connect to the job; an Error that says what was tried if that fails."""
 
 
-# In this order; torchrun stands before pmix once it is there.
-LAUNCHERS = ("launcher", "ms_cluster", "pmix", "pmi")
+# In this order: what stands before says more about the ranks than what it may have been started by.
+LAUNCHERS = (
+    "launcher",
+    "ms_cluster",
+    "torchrun",
+    "pmix",
+    "pmi",
+    "slurm",
+    "torch_env",
+    "rank_table",
+    "kubernetes",
+)
 
 
 def find(

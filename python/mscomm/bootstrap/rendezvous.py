@@ -85,6 +85,21 @@ def invitation(
     return Invitation(sock, key, greeted, at.rank, at.size, at.local_rank, None, launcher, process, where)
 
 
+def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
+    """The variable's value; BackendUnavailable if it is no whole number from low to high."""
+    text = env.get(name, "").strip()
+    if not (text.isascii() and text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)):
+        value = f"{name}={env[name]!r}" if name in env else f"{name} is not set"
+        limits = f"a number from {low} to {high}" if high is not None else f"a number of at least {low}"
+        raise BackendUnavailable(f"{launcher}: {value}, expected {limits}; the launcher should set it")
+    return int(text)
+
+
+def ports_after(port: int) -> Sequence[int]:
+    """Where the hub may listen when that port is somebody else's."""
+    return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
+
+
 # -- the others
 
 
