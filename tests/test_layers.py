@@ -34,7 +34,9 @@ PYTHON_SEES = {
 }
 # What stands on the public functions.
 UPPER = BELOW | {"arrays", "groups", "collectives", "context"}
-PYTHON_SEES |= {layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")}
+PYTHON_SEES |= {
+    layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
+}
 PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
