@@ -22,12 +22,12 @@ def gradients() -> list[int]:
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            for convolution in (inputs * width, width * width * 9, width * 4 * width):
-                outputs = 4 * width if convolution == width * 4 * width and len(sizes) else width
-                sizes += [convolution, outputs, outputs]
+            outputs = 4 * width
+            for source, target, kernel in ((inputs, width, 1), (width, width, 9), (width, outputs, 1)):
+                sizes += [source * target * kernel, target, target]
             if block == 0:  # the shortcut changes the number of channels
-                sizes += [inputs * 4 * width, 4 * width, 4 * width]
-            inputs = 4 * width
+                sizes += [inputs * outputs, outputs, outputs]
+            inputs = outputs
     return [*sizes, inputs * 1000, 1000]
 
 

@@ -87,17 +87,15 @@ class Contents:
         return _repeated(combined.astype(self._dtype), start, count)
 
     def _pattern(self, rank: int) -> Array:
-        i: Array = np.arange(PERIOD)
+        i = np.arange(PERIOD)
         moved: Array = (31 * i + 17 * rank) % PERIOD  # differs between ranks and between places
-        if self._dtype == np.bool_:
-            return moved & 1
-        if self._op == "sum":
-            return moved % max(2, min(8, 256 // self.ranks))
-        if self._op == "prod":
-            return 1 + (i % self.ranks == rank)
-        if self._op == "avg":
-            return i % 4 + self.ranks * (i % self.ranks == rank)
-        return moved
+        mine = i % self.ranks == rank
+        patterns: dict[str, Array] = {
+            "sum": moved % max(2, min(8, 256 // self.ranks)),
+            "prod": 1 + mine,
+            "avg": i % 4 + self.ranks * mine,
+        }
+        return moved % 2 if self._dtype == np.bool_ else patterns.get(self._op, moved)
 
 
 _REDUCE: dict[str, Callable[[Array], Any]] = {

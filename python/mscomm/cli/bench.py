@@ -63,6 +63,7 @@ def command(ranks: int | None, vs: str, **options: Any) -> None:
 def _plan(vs: str, **options: Any) -> Any:
     """The options as a Plan; ClickException for what makes no sense, before a rank is started."""
     from mscomm.bench import plan
+    from mscomm.bench.contenders import available
     from mscomm.bench.peers import PEERS
     from mscomm.bench.table import COLLECTIVES, OPS
 
@@ -70,6 +71,8 @@ def _plan(vs: str, **options: Any) -> Any:
     if collective not in (*COLLECTIVES, plan.BUCKETS):
         known = ", ".join((*COLLECTIVES, plan.BUCKETS))
         raise click.UsageError(f"{collective!r} is none of {known}")
+    if collective in COLLECTIVES and not available(COLLECTIVES[collective]):
+        raise click.ClickException(f"{collective} is not in this release of mscomm")
     if options["op"] not in OPS:
         raise click.UsageError(f"-o {options['op']} is none of {', '.join(OPS)}")
     peers = tuple(dict.fromkeys(name.strip() for name in vs.split(",") if name.strip()))
