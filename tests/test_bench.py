@@ -202,7 +202,7 @@ def test_a_peer_that_is_not_there_is_an_error_that_says_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(peers.Missing, match="no mpirun of MPICH .* pip install mpich mpi4py$"):
+    with pytest.raises(peers.Missing, match=r"no mpirun of MPICH .* pip install mpich mpi4py$"):
         peers.find_mpi("mpich", None)
     with pytest.raises(peers.Missing, match="no mpirun of Open MPI"):
         peers.find_mpi("openmpi", tmp_path)
