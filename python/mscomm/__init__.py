@@ -57,12 +57,14 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 __all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'mscomm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"mscomm.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'mscomm' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"mscomm.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
