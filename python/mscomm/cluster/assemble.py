@@ -276,7 +276,7 @@ def _pidfds(rank: int, hosts: list[int], everyone: list[dict[str, Any]], names: 
                 fds[peer] = os.pidfd_open(fact["pid"])
             except ProcessLookupError:
                 raise PeerLost(f"{names[peer]} ended while the group was set up", [peer]) from None
-            except OSError:  # not in this kernel, or forbidden: the hub tells
+            except (OSError, AttributeError):  # not in this kernel or this Python, or forbidden: the hub tells
                 return fds
     return fds
 
