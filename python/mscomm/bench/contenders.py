@@ -32,6 +32,9 @@ class Contender(Protocol):
     name: str
     about: str  # versions and settings, for the header
 
+    def plan(self, case: Case) -> None:
+        """The cells from here on are of that case."""
+
     def cell(self, count: int, in_place: bool) -> Cell: ...
 
     def close(self) -> None: ...
@@ -51,6 +54,9 @@ class Local:
     ) -> None:
         self.name, self.about = name, about
         self._case, self._make, self._bind, self._end = case, make, bind, end
+
+    def plan(self, case: Case) -> None:
+        self._case = case
 
     def cell(self, count: int, in_place: bool) -> Cell:
         buffers = Buffers(self._case, count, in_place, self._make)

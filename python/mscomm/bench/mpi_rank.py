@@ -67,20 +67,22 @@ class Rank:
         self._cells: dict[int, tuple[Any, Callable[[], object]]] = {}
         self._case: Any = None
 
-    def plan(self, row: str, dtype: str, op: str, root: int, cpus: list[int]) -> dict[str, Any]:
+    def settle(self, cpus: list[int]) -> dict[str, Any]:
         os.sched_setaffinity(0, cpus)
-        collective = table.COLLECTIVES[row]
         library = MPI.Get_library_version().strip("\0").splitlines()[0].strip()
-        said = {"library": library, "mpi4py": mpi4py.__version__, "thread": THREADS[MPI.Query_thread()]}
+        return {"library": library, "mpi4py": mpi4py.__version__, "thread": THREADS[MPI.Query_thread()]}
+
+    def plan(self, row: str, dtype: str, op: str, root: int) -> dict[str, Any]:
+        collective = table.COLLECTIVES[row]
         if collective.reduces and op not in OPS:
-            return {**said, "error": f"MPI has no {op}"}
+            return {"error": f"MPI has no {op}"}
         try:
             MPI.Datatype.fromcode(np.dtype(dtype).char)
         except (TypeError, ValueError, KeyError):
-            return {**said, "error": f"MPI has no {dtype}"}
+            return {"error": f"MPI has no {dtype}"}
         rank, ranks = self._comm.Get_rank(), self._comm.Get_size()
         self._case = table.Case(collective, np.dtype(dtype), op, root, ranks, rank)
-        return said
+        return {}
 
     def cell(self, number: int, count: int, in_place: bool) -> dict[str, Any]:
         buffers = table.Buffers(self._case, count, in_place, np.empty)

@@ -89,12 +89,11 @@ def _start_gloo(case: Case, prefix: Path | None) -> Contender:
         mscomm.barrier()
         if case.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    name, root, n = case.row.name, case.root, case.ranks
 
     def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
         x = _tensor(buffers.x)
         out = x if buffers.out is None or buffers.in_place else _tensor(buffers.out)
-        row = case.row
+        row, root, n = case.row, case.root, case.ranks
         parts = list((out if row.out_in_parts else x).chunk(n)) if row.rooted and case.rank == root else None
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(x, ops[case.op]),
@@ -110,7 +109,7 @@ def _start_gloo(case: Case, prefix: Path | None) -> Contender:
             ),
             "barrier": dist.barrier,
         }
-        return calls[name]
+        return calls[row.name]
 
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     about = f"torch {torch.__version__}, private arrays, 1 thread, GLOO_SOCKET_IFNAME={interface}"
@@ -248,13 +247,12 @@ class Mpi:
                 link = _Link(sock)
                 came[link.ask(None)["rank"]] = link
         self._links = [came[rank] for rank in range(self._case.ranks)]
-        case = self._case
-        plan = {"row": case.row.name, "dtype": case.dtype.name, "op": case.op, "root": case.root}
-        said = self._all([{"do": "plan", "cpus": self._masks[rank], **plan} for rank in range(case.ranks)])
+        said = self._all([{"do": "settle", "cpus": mask} for mask in self._masks])
         library = re.sub(r"\s+", " ", said[0]["library"].replace("Version:", "").partition(",")[0])
         if not re.search(flavour.words, library):
             raise Unfit(f"{self.name}: mpi4py of {installed.python} loads {library}, not {flavour.name}")
         self.about = f"{library}, mpi4py {said[0]['mpi4py']}, private arrays, {said[0]['thread']}"
+        self._all(_words_of(self._case))
 
     def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
         """Every MPI rank obeys; the answers, when all have come."""
@@ -284,6 +282,10 @@ class Mpi:
             return self._all(command) if self._case.rank == 0 else []
         finally:
             mscomm.barrier()
+
+    def plan(self, case: Case) -> None:
+        """The cells from here on are of that case."""
+        self.ask(**_words_of(case))
 
     def cell(self, count: int, in_place: bool) -> Cell:
         self._cells += 1
@@ -346,6 +348,10 @@ class _Link:
     def close(self) -> None:
         self._file.close()
         self._sock.close()
+
+
+def _words_of(case: Case) -> dict[str, Any]:
+    return {"do": "plan", "row": case.row.name, "dtype": case.dtype.name, "op": case.op, "root": case.root}
 
 
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
