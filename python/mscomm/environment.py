@@ -169,24 +169,21 @@ VARIABLES = (
         "Which network interfaces carry data: names or prefixes (`eth`), `=eth0` for exactly that one, `^docker` to"
         " exclude, or a network (`10.0.0.0/8`); several with commas."
         " Default: the address that routes to the scheduler.",
-        (),
-        planned=True,
+        ("cluster.interfaces",),
     ),
     Variable(
         "NCCL_SOCKET_IFNAME",
         None,
         words,
         "Read where `MSCOMM_SOCKET_IFNAME` is unset.",
-        (),
-        planned=True,
+        ("cluster.interfaces",),
     ),
     Variable(
         "GLOO_SOCKET_IFNAME",
         None,
         words,
         "Read where neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
-        ("bench.peers",),
-        planned=True,
+        ("cluster.interfaces", "bench.peers"),
     ),
     Variable(
         "MSCOMM_HOST_ID",
@@ -208,7 +205,7 @@ VARIABLES = (
         600.0,
         seconds,
         "Seconds in which all ranks must have joined.",
-        ("groups", "bootstrap.ms_cluster", "cli.run"),
+        ("cluster.deadline",),
     ),
     Variable(
         "MS_NODE_TIMEOUT",
@@ -321,9 +318,9 @@ VARIABLES = (
     _given("JSM_NAMESPACE_SIZE", "bootstrap.pmix", meaning=f"LSF: {_SIZE}"),
     _given("JSM_NAMESPACE_LOCAL_RANK", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_RANK}"),
     _given("JSM_NAMESPACE_LOCAL_SIZE", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_SIZE}"),
-    _given("RANK_TABLE_FILE", meaning="a rank table: the file", planned=True),
-    _given("RANK_ID", meaning=f"with a rank table: {_RANK}", planned=True),
-    _given("RANK_SIZE", meaning=f"with a rank table: {_SIZE}", planned=True),
+    _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
+    _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
+    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}"),
     _given("DEVICE_ID", meaning="with a rank table: the accelerator's index", planned=True),
 )
 
