@@ -74,6 +74,23 @@ def test_a_call_that_a_rank_never_reached_blames_nobody_who_did(job: Path) -> No
     assert [late.number for late in trace.lateness(records)] == [1, 2]
 
 
+def test_each_group_of_a_rank_has_a_file_and_numbers_of_its_own(tmp_path: Path) -> None:
+    leave(tmp_path, 0, [call(1, 0.0)])
+    leave(tmp_path, 2, [call(1, 0.1)])
+    for rank, began in ((0, 0.5), (2, 0.3)):
+        words = {"rank": rank, "size": 2, "group": "pair", "cause": "rank 1 was lost", "calls": [call(1, began)]}
+        (tmp_path / f"rank_{rank}.pair.json").write_text(json.dumps(words))
+    records, complaints = trace.read(tmp_path)
+    assert (complaints, [(record.rank, record.size) for record in records]) == ([], [(0, 3), (2, 3)])
+    assert [(late.group, late.number, late.rank) for late in trace.lateness(records)] == [
+        ("pair", 1, 0),
+        ("world", 1, 2),
+    ]
+    output = run(tmp_path).output
+    assert output.startswith("2 of 3 ranks left a record\nNo record of rank 1")
+    assert "pair: all_reduce #1 (float32[4], sum)" in output
+
+
 def test_top_says_how_many_calls_are_listed(job: Path) -> None:
     assert "The 1 calls of 2 in which" in run("--top", 1, job).output
 

@@ -35,10 +35,10 @@ class Call(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank left."""
+    """What one rank left: a file for each group that failed."""
 
     rank: int
-    size: int
+    size: int  # of the world; 0 if it left nothing about that
     cause: str
     calls: list[Call]
 
@@ -133,11 +133,13 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
     """The records of the folder by rank, and what was wrong with the files that are not among them."""
     records: dict[int, Record] = {}
     complaints = []
-    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):
+    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):  # the world's first
         try:
             record = parse(path.read_bytes())
             if not re.fullmatch(rf"rank_{record.rank}\D.*", path.name):
                 raise ValueError(f"it says that it is rank {record.rank}'s")
+            if first := records.get(record.rank):
+                record = first._replace(size=max(first.size, record.size), calls=[*first.calls, *record.calls])
             records[record.rank] = record
         except (OSError, ValueError) as error:
             complaints.append(f"{path}: {error}; it is left out")
@@ -155,7 +157,8 @@ def parse(data: bytes) -> Record:
     for key, kind in {"rank": int, "size": int, "cause": str, "calls": list}.items():
         if not isinstance(found.get(key), kind):
             raise ValueError(f"no record: {key!r} is missing or no {kind.__name__}")
-    return Record(found["rank"], found["size"], found["cause"], [_call(entry, found) for entry in found["calls"]])
+    size = found["size"] if found.get("group", "world") == "world" else 0
+    return Record(found["rank"], size, found["cause"], [_call(entry, found) for entry in found["calls"]])
 
 
 def _call(entry: Any, record: dict[str, Any]) -> Call:
@@ -172,7 +175,7 @@ def _call(entry: Any, record: dict[str, Any]) -> Call:
 def report(records: list[Record], top: int) -> Iterator[str]:
     """The lines of `mscomm trace DIR`."""
     size = max(record.size for record in records)
-    yield f"{len(records)} of {size} ranks left a record"
+    yield f"{len(records)} of {size or 'an unknown number of'} ranks left a record"
     if missing := sorted(set(range(size)) - {record.rank for record in records}):
         yield f"No record of {_ranks(missing)}: killed, or ended without noticing the failure"
     yield ""
@@ -294,7 +297,7 @@ def chrome(records: list[Record]) -> dict[str, Any]:
                 del event["dur"]
             events.append(event)
         if record.calls:
-            last = record.calls[-1]
+            last = max(record.calls, key=lambda call: call.began_s)
             end_s = last.began_s + last.took_s - start_s
             events.append(
                 {
