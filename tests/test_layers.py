@@ -20,9 +20,11 @@ CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 CORE_LAYERS = ("base", "net", "transport", "algo", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
-BELOW = {"errors", "_core"}
+BELOW = {"errors", "environment", "log", "_core"}
 PYTHON_SEES = {
     "errors": set(),
+    "environment": set(),
+    "log": {"environment"},
     "context": {"errors"},
     "arrays": BELOW,
     "cluster": BELOW,
@@ -32,7 +34,10 @@ PYTHON_SEES = {
 }
 # What stands on the public functions.
 UPPER = BELOW | {"arrays", "groups", "collectives", "context"}
-PYTHON_SEES |= {layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "ops", "communication")}
+PYTHON_SEES |= {
+    layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
+}
+PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
 HEADERS = [path for path in CORE_FILES if path.suffix == ".h"]
@@ -54,9 +59,9 @@ def core_layer(path: Path) -> str:
 
 
 def python_layer(path: Path) -> str:
-    """errors, cluster, ...; the package's own __init__ is "mscomm", and `python -m mscomm` is the command line."""
+    """errors, cluster, ...; the package's own __init__ is "mscomm"; __main__ and bench are the command line."""
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return {"__init__": "mscomm", "__main__": "cli"}.get(first, first)
+    return {"__init__": "mscomm", "__main__": "cli", "bench": "cli"}.get(first, first)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,5 @@
-"""The types that editors see are true: _core.pyi against the compiled module, and mypy --strict over the package."""
+"""The types that editors see are true: _core.pyi against the compiled module, mypy --strict over the package, and the
+public names as a program sees them that imports the installed package."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import mscomm
 from mscomm import _core
 
 ROOT = Path(__file__).parent.parent
@@ -78,3 +80,36 @@ def test_the_stub_has_the_parameters_of_the_core(name):
 def test_the_package_passes_mypy_strict():
     checked = subprocess.run([sys.executable, "-m", "mypy", "--strict"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def typed_names() -> set[str]:
+    """What mscomm/__init__.py imports for type checkers alone."""
+    tree = ast.parse((ROOT / "python/mscomm/__init__.py").read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def test_type_checkers_see_the_public_names_and_no_others():
+    assert typed_names() | {"__version__"} == set(mscomm.__all__)
+
+
+def test_every_public_name_is_there():
+    assert [name for name in mscomm.__all__ if not hasattr(mscomm, name)] == []
+
+
+@needs_mypy
+def test_a_strict_program_knows_the_type_of_every_public_name(tmp_path):
+    lines = ["import mscomm", *(f"reveal_type(mscomm.{name})" for name in mscomm.__all__), "mscomm.no_such_name"]
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", "cache", "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    shown = dict(re.findall(r"^program\.py:(\d+): note: Revealed type is \"(.*)\"$", checked.stdout, flags=re.M))
+    types = {name: shown.get(str(number), "") for number, name in enumerate(mscomm.__all__, start=2)}
+    assert {name: kind for name, kind in types.items() if kind in ("", "Any")} == {}, checked.stdout + checked.stderr
+    errors = [line for line in checked.stdout.splitlines() if " error: " in line]
+    assert errors == [f'program.py:{len(lines)}: error: Module has no attribute "no_such_name"  [attr-defined]']

@@ -50,23 +50,29 @@ _WHERE = {
         "empty",
         "zeros",
     ),
+    "objects": ("all_gather_object", "broadcast_object"),
     "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
 }
+_MODULES = ("communication", "context", "ops")  # after a bare `import mscomm` too, as in MindSpore
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'mscomm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"mscomm.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"mscomm.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'mscomm' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"mscomm.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]
+    return [*globals(), *_MODULES, *_MODULE_OF]
 
 
 if TYPE_CHECKING:
@@ -103,3 +109,5 @@ if TYPE_CHECKING:
     from mscomm.groups import init as init
     from mscomm.groups import is_initialized as is_initialized
     from mscomm.groups import release as release
+    from mscomm.objects import all_gather_object as all_gather_object
+    from mscomm.objects import broadcast_object as broadcast_object

@@ -27,11 +27,14 @@ def set_context(**options: Any) -> None:
     """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them.
     mode has no effect.
 
-    device_target other than "CPU" raises BackendUnavailable in this release; an unknown option ValueError.
+    device_target other than "CPU" raises BackendUnavailable in this release; an unknown option or mode ValueError.
+    Nothing is set then.
     """
     for name, value in options.items():
         if name not in _KNOWN:
             raise ValueError(f"set_context: {name!r} is none of {', '.join(_KNOWN)}")
+        if name == "mode" and value not in (GRAPH_MODE, PYNATIVE_MODE):
+            raise ValueError(f"set_context: mode={value!r} is neither GRAPH_MODE nor PYNATIVE_MODE")
         if name == "device_target" and value != "CPU":
             raise BackendUnavailable(f'set_context: device_target={value!r} is not in this release; use "CPU"')
     _context.update(options)
@@ -44,11 +47,11 @@ def get_context(name: str) -> Any:
     return _context[name]
 
 
-def set_ps_context(*, enable_ssl: bool = False, **options: Any) -> None:
+def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
     """How a scheduler and its workers protect their links.
 
-    An explicit enable_ssl=False permits links off loopback without a job key. enable_ssl=True needs TLS, which is
-    not in this release: NotImplementedError.
+    An explicit enable_ssl=False permits links off loopback without a job key; a call that does not name enable_ssl
+    permits nothing. enable_ssl=True needs TLS, which is not in this release: NotImplementedError.
     """
     global _plain_links
     unknown = options.keys() - {"config_file_path", "client_password", "server_password"}
@@ -58,7 +61,8 @@ def set_ps_context(*, enable_ssl: bool = False, **options: Any) -> None:
         raise NotImplementedError(
             "set_ps_context(enable_ssl=True): TLS is not in this release; use MSCOMM_JOB_KEY_FILE"
         )
-    _plain_links = True
+    if enable_ssl is not None:
+        _plain_links = True
 
 
 def plain_links_permitted() -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mscomm import bootstrap
 from mscomm.cluster import assemble, links
-from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.member import Member
@@ -26,7 +26,7 @@ from mscomm.errors import BackendUnavailable, Error, make
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
-_JOIN_S, _CALL_S = 600.0, 1800.0
+_CALL_S = 1800.0
 _LINES_KEPT = 1024
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
@@ -166,9 +166,12 @@ def init(
     and "hccl" are not in this release: BackendUnavailable. timeout: the default of the collective calls, in seconds
     (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
 
-    Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), mpirun of Open MPI and of MPICH.
-    Without one: a job of one. In the process whose MS_ROLE is MS_SCHED, init() serves the job and ends the process
-    with it.
+    Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun, Slurm, Kubernetes, a
+    rank table; bootstrap.LAUNCHERS has them in the order in which they count. Without one: a job of one. In the
+    process whose MS_ROLE is MS_SCHED, init() serves the job and ends the process with it.
+
+    By hand: init_method="tcp://host:port" with rank and world_size; rank 0 listens there. Or init_method=comm, an
+    mpi4py communicator.
 
     Calling it again with the same backend does nothing; with another it raises RuntimeError.
 
@@ -185,10 +188,6 @@ def init(
                 f'init("{backend_name}"): this process has joined with backend {_world.backend}; call release() first'
             )
         return
-    if init_method is not None or rank is not None or world_size is not None:
-        raise NotImplementedError(
-            "init: init_method, rank and world_size are not in this release; start with mscomm run, mpirun or MS_*"
-        )
     del device  # an index of an accelerator; the CPU has none
     timeout_s = (
         seconds_of(os.environ.get("MSCOMM_TIMEOUT") or _CALL_S, "MSCOMM_TIMEOUT")
@@ -197,9 +196,9 @@ def init(
     )
     algo = os.environ.get("MSCOMM_ALGO", "")
     forced = assemble.forced_algorithms(algo)
-    deadline = Deadline(seconds_of(os.environ.get("MS_TOPO_TIMEOUT") or _JOIN_S, "MS_TOPO_TIMEOUT"))
+    deadline = Deadline(join_timeout_s(os.environ))
 
-    launcher = bootstrap.find(os.environ)
+    launcher = bootstrap.find(os.environ, init_method, rank, world_size)
     if launcher is None:
         group = Group("world", [0], 0, assemble.alone("world"), None, timeout_s)
         _world = _World(group, backend, "none", 0, None, None)

@@ -6,7 +6,7 @@ import importlib
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mscomm.cluster.deadline import Deadline
 
@@ -46,12 +46,28 @@ class Launcher(Protocol):
         """Connect to the job; an Error that says what was tried if that fails."""
 
 
-# In this order; torchrun stands before pmix once it is there.
-LAUNCHERS = ("launcher", "ms_cluster", "pmix", "pmi")
+# In this order: what stands before says more about the ranks than what it may have been started by.
+LAUNCHERS = (
+    "launcher",
+    "ms_cluster",
+    "torchrun",
+    "pmix",
+    "pmi",
+    "slurm",
+    "torch_env",
+    "rank_table",
+    "kubernetes",
+)
 
 
-def find(env: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started this process, or None: then it is a job of one."""
+def find(
+    env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
+) -> Launcher | None:
+    """The launcher that started this process, or what init's arguments say instead; None: it is a job of one."""
+    if init_method not in (None, "env://") or rank is not None or world_size is not None:
+        from mscomm.bootstrap import by_hand
+
+        return by_hand.launcher(init_method, rank, world_size)
     for name in LAUNCHERS:
         launcher = cast(Launcher, importlib.import_module(f"{__name__}.{name}"))
         if launcher.detect(env):

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from mscomm.bootstrap import Invitation
-from mscomm.cluster import hub, links, security
+from mscomm.bootstrap.rendezvous import Place, invitation
+from mscomm.cluster import hub, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
@@ -24,7 +25,7 @@ INSTEAD = "Start the ranks with `mscomm run -n N script.py`, which needs no othe
 
 _PUBLISHED = re.compile(
     r"mscomm1,(?:unix,(?P<name>mscomm-[0-9a-f]{32}),(?P<key>[0-9a-f]{64})"
-    r"|tcp,(?P<host>\d{1,3}(?:\.\d{1,3}){3}),(?P<port>\d{1,5}))",
+    r"|tcp,(?P<host>[0-9a-f.:]{2,45}),(?P<port>\d{1,5}))",
     re.ASCII,
 )
 _FAILED = "mscomm1,failed"
@@ -37,15 +38,6 @@ class Names(NamedTuple):
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]  # not a number, but Slurm's "4(x2)": several hosts
-
-
-class Place(NamedTuple):
-    """Where this process stands in the job, as the launcher says."""
-
-    rank: int
-    size: int
-    local_rank: int
-    one_host: bool
 
 
 class Store(NamedTuple):
@@ -85,9 +77,13 @@ def join(
             f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )
     if fields["key"]:
-        return _invitation(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
-    host, port = fields["host"], int(fields["port"])
-    return _invitation(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
+        return _connect(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
+    try:
+        host = interfaces.dial_address(fields["host"], env=env)
+    except ValueError as error:
+        raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is no address") from error
+    port = int(fields["port"])
+    return _connect(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
 
 
 def _host(
@@ -101,7 +97,7 @@ def _host(
         raise
     try:
         store.publish(text, deadline)
-        return _invitation(launcher, at, address, key, deadline, process)
+        return _connect(launcher, at, address, key, deadline, process)
     except BaseException:
         process.kill()
         process.wait()
@@ -112,22 +108,26 @@ def _open(
     launcher: str, at: Place, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
     """A new hub, its address, the job's key, and what to publish."""
-    with _listen(launcher, at) as listener:
+    with _listen(launcher, at, env) as listener:
         address: links.Address = listener.getsockname()
         if isinstance(address, tuple):
-            host, port = address
+            host, port = address = address[:2]
             key = security.worker_key(env, host, port, permit_plain)
-            text = f"mscomm1,tcp,{host},{port}"
+            text = f"mscomm1,tcp,{host.partition('%')[0]},{port}"
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
         return hub.spawn(listener, at.size, key, deadline.left()), address, key, text
 
 
-def _listen(launcher: str, at: Place) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX if at.one_host else socket.AF_INET)
+def _listen(launcher: str, at: Place, env: Mapping[str, str]) -> socket.socket:
+    host = None if at.one_host else _own_address(launcher, env)
+    listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener.bind(f"\0mscomm-{secrets.token_hex(16)}" if at.one_host else (_own_address(launcher), 0))
+        if host is None:
+            listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
+        else:
+            listener.bind(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4])  # with a link-local one's scope
         listener.listen(at.size + 64)
     except BaseException:
         listener.close()
@@ -135,21 +135,14 @@ def _listen(launcher: str, at: Place) -> socket.socket:
     return listener
 
 
-def _own_address(launcher: str) -> str:
-    """The address of this host from which packets for other networks leave; no packet is sent."""
-    several = f"{launcher}: the ranks are on several hosts, and rank 0's host has no address for them"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: only the route is looked up
-            host = str(probe.getsockname()[0])
-        except OSError as error:
-            raise BackendUnavailable(f"{several}: {error}") from error
-    if security.is_loopback(host):
-        raise BackendUnavailable(f"{several}: only {host}")
-    return host
+def _own_address(launcher: str, env: Mapping[str, str]) -> str:
+    try:
+        return interfaces.host_address(env)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{launcher}: the ranks are on several hosts: {error}") from error
 
 
-def _invitation(
+def _connect(
     launcher: str,
     at: Place,
     address: links.Address,
@@ -157,7 +150,7 @@ def _invitation(
     deadline: Deadline,
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
-    where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a unix socket of this host"
+    where = interfaces.endpoint(*address) if isinstance(address, tuple) else "a unix socket of this host"
     try:
         sock = links.connect(address, deadline)
     except OSError as error:
@@ -165,15 +158,4 @@ def _invitation(
             f"{launcher}: rank {at.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return Invitation(
-        sock=sock,
-        key=key,
-        greeted=False,
-        rank=at.rank,
-        size=at.size,
-        local_rank=at.local_rank,
-        node_id=None,
-        launcher=launcher,
-        hub=process,
-        where=f"the hub that rank 0 started at {where}",
-    )
+    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", process=process)

@@ -13,20 +13,17 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
-from mscomm.bootstrap import Invitation
-from mscomm.cluster import links, security
-from mscomm.cluster.deadline import Deadline
+from mscomm.bootstrap import Invitation, rendezvous
+from mscomm.cluster import interfaces, links, security
+from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
 NAME = "MS_* cluster"
-_RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
-_SAYS_WAITING_AFTER_S = 10.0
 
 
 class Settings(NamedTuple):
@@ -56,41 +53,47 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         )
     settings = read(env)
     deadline = deadline.within(settings.topo_timeout_s)
-    where = f"the scheduler at {settings.host}:{settings.port}"
-    for last in (False, False, True):
-        sock = _connect(settings, deadline)
+    where = f"the scheduler at {interfaces.endpoint(settings.host, settings.port)}"
+    key = b""
+
+    def admit(sock: socket.socket) -> None:
+        nonlocal key
+        host, port = sock.getpeername()[:2]
+        key = security.worker_key(env, host, port, permit_plain)
+        links.greet(sock, key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
+
+    if settings.worker_ip:
+        _require_own(settings.worker_ip)
+    sock = rendezvous.reach(
+        [(settings.host, settings.port)],
+        deadline,
+        admit,
+        f"no scheduler at {interfaces.endpoint(settings.host, settings.port)} (MS_SCHED_HOST, MS_SCHED_PORT)",
+        "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`",
+        source=settings.worker_ip,
+    )
+    return Invitation(sock, key, True, None, settings.size, None, settings.node_id, NAME, where=where)
+
+
+def _require_own(worker_ip: str) -> None:
+    """ValueError unless this host has the address of MS_WORKER_IP."""
+    with socket.socket(socket.AF_INET6 if ":" in worker_ip else socket.AF_INET) as probe:
         try:
-            host, port = sock.getpeername()[:2]
-            key = security.worker_key(env, host, port, permit_plain)
-            links.greet(sock, key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
-            return Invitation(sock, key, True, None, settings.size, None, settings.node_id, NAME, where=where)
-        except links.NotMscomm as error:
-            sock.close()
-            if last or not isinstance(error.__cause__, ConnectionError):
-                raise
-            # It closed without a word: perhaps the scheduler of the last job, which just ended. Try the next one.
-        except BaseException:
-            sock.close()
-            raise
-    raise AssertionError("the last attempt returns or raises")
+            probe.bind((worker_ip, 0))
+        except OSError as error:
+            raise ValueError(f"MS_WORKER_IP={worker_ip!r}: this host does not have that address ({error})") from error
 
 
 def read(env: Mapping[str, str]) -> Settings:
     """Check every variable; ValueError names it, its value, and what is expected."""
-    host = env.get("MS_SCHED_HOST", "")
+    host = env.get("MS_SCHED_HOST", "").strip("[]")  # as IPv6 addresses stand in URLs
     if not host:
         raise _wrong(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
     port = _number(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers", 1, 65535)
     size = _number(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process", 1, 1 << 20)
     if env.get("MS_SERVER_NUM"):
         _number(env, "MS_SERVER_NUM", "0: mscomm has no parameter servers", 0, 0)
-    timeout = env.get("MS_TOPO_TIMEOUT") or "600"
-    try:
-        topo_timeout_s = float(timeout)
-    except ValueError:
-        topo_timeout_s = 0.0
-    if not topo_timeout_s > 0:
-        raise _wrong(env, "MS_TOPO_TIMEOUT", "a number of seconds more than 0, in which all workers must have joined")
+    topo_timeout_s = join_timeout_s(env)
     return Settings(host, port, size, env.get("MS_NODE_ID") or None, env.get("MS_WORKER_IP") or None, topo_timeout_s)
 
 
@@ -104,48 +107,6 @@ def _number(env: Mapping[str, str], name: str, expected: str, low: int, high: in
 def _wrong(env: Mapping[str, str], name: str, expected: str) -> ValueError:
     value = f"{name}={env[name]!r}" if env.get(name) else f"{name} is not set"
     return ValueError(f"{value}: expected {expected}")
-
-
-# -- the worker
-
-
-def _connect(settings: Settings, deadline: Deadline) -> socket.socket:
-    """A connection to the scheduler, which may start after us; BackendUnavailable at the deadline: what was tried."""
-    address = (settings.host, settings.port)
-    started, pause_s, said = time.monotonic(), _RETRY_S[0], False
-    while True:
-        try:
-            sock = links.connect(address, deadline, source=settings.worker_ip)
-            if sock.getsockname() != sock.getpeername():
-                return sock
-            # Without a listener, TCP may connect a port of the ephemeral range to itself.
-            sock.close()
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        except OSError as error:
-            if isinstance(error, socket.gaierror):
-                what = f"the name cannot be resolved ({error.strerror})"
-            elif error.errno == errno.EADDRNOTAVAIL and settings.worker_ip:
-                raise ValueError(
-                    f"MS_WORKER_IP={settings.worker_ip!r}: this host does not have that address"
-                ) from error
-            else:
-                what = error.strerror or str(error)
-            waited_s = time.monotonic() - started
-            if deadline.passed:
-                raise BackendUnavailable(
-                    f"no scheduler at {settings.host}:{settings.port} (MS_SCHED_HOST, MS_SCHED_PORT) "
-                    f"within {waited_s:.3g} s: {what}. "
-                    "Start one with MS_ROLE=MS_SCHED and the same variables, or with `mscomm sched`"
-                ) from error
-            if waited_s > _SAYS_WAITING_AFTER_S and not said:
-                said = True
-                print(
-                    f"mscomm: still no scheduler at {settings.host}:{settings.port}: {what}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        time.sleep(min(pause_s, deadline.left()))  # a port that nobody listens on gives no event to wait for
-        pause_s = min(2 * pause_s, _RETRY_S[1])
 
 
 # -- the scheduler
@@ -177,7 +138,7 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         hub = Hub(settings.size, key=key, topo_timeout_s=settings.topo_timeout_s, ranks_known=False, log=_log)
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
-        _log(f"waiting at {host}:{port} for {settings.size} workers")
+        _log(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")
         outcome = hub.serve()
     _leave(0 if outcome.ok else 1)
 

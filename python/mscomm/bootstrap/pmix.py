@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 
 from mscomm.bootstrap import Invitation, kvs
@@ -78,10 +79,22 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
 
 
 def libraries(env: Mapping[str, str]) -> list[str]:
-    """Where libpmix may be: the launcher's own, which fits the server; the loader's; the one beside mpirun."""
+    """Where libpmix may be: the launcher's own, which fits the server; the loader's; the one beside mpirun; ours.
+
+    On a host to which mpirun sent a daemon neither PMIX_PREFIX nor PATH need lead there, but the daemon is our parent.
+    """
     folders = env.get("PATH", "").split(":")
     mpirun = next((folder for folder in folders if os.access(f"{folder}/mpirun", os.X_OK)), "")
-    return [*_below(env.get("PMIX_PREFIX", "")), "libpmix.so.2", *_below(os.path.dirname(mpirun))]
+    try:
+        daemon = os.path.dirname(os.readlink(f"/proc/{os.getppid()}/exe"))
+    except OSError:  # another user's, or it has ended
+        daemon = ""
+    prefixes = [os.path.dirname(daemon), os.path.dirname(mpirun), sys.prefix]
+    return [
+        *_below(env.get("PMIX_PREFIX", "")),
+        "libpmix.so.2",
+        *(path for prefix in dict.fromkeys(prefixes) for path in _below(prefix)),
+    ]
 
 
 def _below(prefix: str) -> list[str]:

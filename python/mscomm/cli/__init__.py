@@ -11,6 +11,8 @@ COMMANDS = {
     "run": ("mscomm.cli.run", "Start and watch the ranks of a job on this host."),
     "doctor": ("mscomm.cli.doctor", "Tell what is here, what is missing, and try two ranks."),
     "sched": ("mscomm.cli.sched", "Be the scheduler of a job with MS_* variables."),
+    "bench": ("mscomm.cli.bench", "Measure a collective, alone or beside gloo and MPI."),
+    "trace": ("mscomm.cli.trace", "Tell who waited for whom, from the records of a failed job."),
 }
 
 

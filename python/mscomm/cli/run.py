@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from mscomm.cluster.deadline import join_timeout_s
+
 _HELP = """Start SCRIPT (a .py file, a module after -m, pytest, or any program) as N ranks on this host and watch them.
 
 Output comes in whole lines with the rank before them. When a rank fails, the others have 5 s to report, then they are
@@ -43,7 +45,10 @@ def command(
     size = _size({"-n": ranks, "--worker_num": worker_num, "--local_worker_num": local_worker_num})
     line = command_line(script, args, module)
     env = environment(size, log_dir)
-    topo_timeout_s = _topo_timeout_s(env)
+    try:
+        topo_timeout_s = join_timeout_s(env)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
     if log_dir:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -108,14 +113,3 @@ def environment(size: int, log_dir: Path | None) -> dict[str, str]:
     if log_dir:
         env.setdefault("MSCOMM_RECORD", str(log_dir.absolute()))
     return env
-
-
-def _topo_timeout_s(env: dict[str, str]) -> float:
-    text = env.get("MS_TOPO_TIMEOUT") or "600"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise click.ClickException(f"MS_TOPO_TIMEOUT={text!r}: expected a number of seconds more than 0")
-    return seconds

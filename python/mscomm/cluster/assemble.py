@@ -378,7 +378,7 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
                 fds[peer] = os.pidfd_open(everyone[peer]["pid"])
             except ProcessLookupError:
                 raise PeerLost(f"{names[peer]} ended while the group was set up", [peer]) from None
-            except OSError:  # not in this kernel, or forbidden: the hub tells
+            except (OSError, AttributeError):  # not in this kernel or this Python, or forbidden: the hub tells
                 return fds
     return fds
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Mapping
+
+_JOIN_S = 600.0
 
 
 class Deadline:
@@ -37,3 +40,17 @@ def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
     while not poller.poll(deadline.left() * 1000):
         if deadline.passed:
             raise TimeoutError(f"nothing happened on the socket for {deadline.seconds:g} s")
+
+
+def join_timeout_s(env: Mapping[str, str]) -> float:
+    """MS_TOPO_TIMEOUT: seconds in which all ranks must have joined, `inf` for no limit (600)."""
+    text = env.get("MS_TOPO_TIMEOUT") or str(_JOIN_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(
+            f"MS_TOPO_TIMEOUT={text!r}: expected a number of seconds more than 0, in which all ranks must have joined"
+        )
+    return seconds

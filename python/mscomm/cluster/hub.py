@@ -555,7 +555,7 @@ def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float)
         stack.callback(os.close, writer)
         os.write(writer, key)  # 32 bytes: a pipe takes them at once
         passed = [listener.fileno(), reader]
-        with contextlib.suppress(OSError):  # a kernel without pidfds, or a sandbox that forbids them
+        with contextlib.suppress(OSError, AttributeError):  # a kernel or a Python without pidfds, or a sandbox
             passed.append(os.pidfd_open(os.getpid()))
             stack.callback(os.close, passed[-1])
         # If our standard streams are closed, these may have their numbers, which the child needs for its own.

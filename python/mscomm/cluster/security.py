@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import ipaddress
 import os
 import secrets
@@ -32,7 +33,7 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
     if env.get("MSCOMM_JOB_KEY_FILE"):
         return read_key(env["MSCOMM_JOB_KEY_FILE"]), None
     if is_loopback(host):
-        file = KeyFile(host, port)
+        file = KeyFile(key_path(_sched_name(host, port)))
         return file.key, file
     return _plain_key(host, port, permit_plain), None
 
@@ -43,7 +44,7 @@ def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool)
         return read_key(env["MSCOMM_JOB_KEY_FILE"])
     if is_loopback(host):
         return read_key(
-            _sched_key_path(host, port), f"the scheduler at {host}:{port} (same user, same TMPDIR) writes it"
+            key_path(_sched_name(host, port)), f"the scheduler at {host}:{port} (same user, same TMPDIR) writes it"
         )
     return _plain_key(host, port, permit_plain)
 
@@ -104,21 +105,31 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 
 
-# -- the key file of a scheduler on loopback
+def derived_key(key: bytes, job: str) -> bytes:
+    """The key of one of several jobs that have the same key file: a rank of another job is a stranger."""
+    return hmac.new(key, b"mscomm job " + job.encode(), hashlib.sha256).digest()
 
 
-def _sched_key_path(host: str, port: int) -> str:
+# -- key files that one process of a job writes for the others
+
+
+def key_path(name: str) -> str:
+    """Where the processes of one user on one host look for the key of that name."""
     import tempfile  # slow to import, and the hub's small process never comes here
 
-    return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"sched-{host}-{port}.key")
+    return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}.key")
+
+
+def _sched_name(host: str, port: int) -> str:
+    return f"sched-{host}-{port}"
 
 
 class KeyFile:
-    """A new key in a file that only our user can read, where the workers of a scheduler on loopback look for it."""
+    """A new key in a file that only our user can read, in a folder that only our user can enter."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, path: str) -> None:
         self.key = new_key()
-        self.path = _sched_key_path(host, port)
+        self.path = path
         _private_folder(os.path.dirname(self.path))
         draft = f"{self.path}.{secrets.token_hex(8)}"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,1 @@
+"""What `mscomm bench` measures with. A collective is a row in table.py, a peer to compare with one in peers.py."""

@@ -1,0 +1,127 @@
+"""Who is measured: mscomm itself, and peers whose ranks are these processes.
+
+A contender makes a cell for each size; all ranks of the job make the same cells and call the same methods of them in
+the same order. A cell's results are those of rank 0; the others' mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+import mscomm
+from mscomm.bench.table import Array, Buffers, Case, Collective, ring, times_ns
+
+
+class Cell(Protocol):
+    """One contender's messages of one size."""
+
+    def measure(self, warmup: int, iterations: int) -> list[float]:
+        """Microseconds of each call, of the slowest rank."""
+
+    def wrong(self) -> int:
+        """How many elements of one call's results are wrong, over all ranks."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class Contender(Protocol):
+    name: str
+    about: str  # versions and settings, for the header
+
+    def plan(self, case: Case) -> None:
+        """The cells from here on are of that case."""
+
+    def cell(self, count: int, in_place: bool) -> Cell: ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    """A contender whose ranks are those of the mscomm job. `bind(case, buffers)` gives the call."""
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        case: Case,
+        make: Callable[..., Array],
+        bind: Callable[[Case, Buffers], Callable[[], object]],
+        end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name, self.about = name, about
+        self._case, self._make, self._bind, self._end = case, make, bind, end
+
+    def plan(self, case: Case) -> None:
+        self._case = case
+
+    def cell(self, count: int, in_place: bool) -> Cell:
+        buffers = Buffers(self._case, count, in_place, self._make)
+        return _LocalCell(buffers, self._bind(self._case, buffers))
+
+    def close(self) -> None:
+        self._end()
+
+
+class _LocalCell:
+    def __init__(self, buffers: Buffers, call: Callable[[], object]) -> None:
+        self._buffers, self._call = buffers, call
+
+    def measure(self, warmup: int, iterations: int) -> list[float]:
+        self._buffers.fill_for_repetition()
+        for _ in range(warmup):
+            self._call()
+        mscomm.barrier()
+        slowest: Array = mscomm.all_reduce(times_ns(self._call, iterations), "max")
+        return [float(ns) / 1e3 for ns in slowest]
+
+    def wrong(self) -> int:
+        self._buffers.fill()
+        mscomm.barrier()  # a peer's memory may be written from here on
+        self._call()
+        return int(mscomm.all_reduce(np.array([self._buffers.wrong()]))[0])
+
+    def close(self) -> None:
+        del self._buffers, self._call
+
+
+def available(row: Collective) -> bool:
+    """Whether this release of mscomm has the collective."""
+    return all(hasattr(mscomm, name) for name in _functions(row))
+
+
+def _functions(row: Collective) -> tuple[str, ...]:
+    return ("send", "recv") if row.name == "send_recv" else (row.name,)
+
+
+def mscomm_call(case: Case, buffers: Buffers) -> Callable[[], object]:
+    """One call of mscomm on these buffers."""
+    functions = [getattr(mscomm, name) for name in _functions(case.row)]
+    x, out = buffers.x, buffers.out
+    if case.row.name == "barrier":
+        return functions[0]  # type: ignore[no-any-return]
+    if case.row.name == "send_recv":
+        send, recv = functions
+        return lambda: ring(lambda to: send(x, to), lambda source: recv(out, source), case.rank, case.ranks)
+    arguments: dict[str, Any] = {}
+    if case.row.reduces:
+        arguments["op"] = case.op
+    if case.row.rooted:
+        arguments["root"] = case.root
+    if out is not None:
+        arguments["out"] = out
+    function = functions[0]
+    return lambda: function(x, **arguments)
+
+
+def ourselves(case: Case, shared: bool) -> Contender:
+    """mscomm, on arrays of mscomm.empty or on ordinary ones."""
+    from mscomm.groups import resolve
+
+    chosen = resolve(None).core.chosen().get(case.row.name, "not known")
+    memory = "arrays of mscomm.empty" if shared else "private arrays"
+    about = f"mscomm {mscomm.__version__}, {memory}, algorithm {chosen}"
+    return Local("mscomm", about, case, mscomm.empty if shared else np.empty, mscomm_call)

@@ -1,0 +1,139 @@
+"""A rank of an MPI that `mscomm bench` compares with: obeys commands from a unix socket, and sleeps between them.
+
+    mpirun -n 4 python mpi_rank.py SOCKET
+
+Runs in the MPI's own environment, which needs numpy and mpi4py, and not mscomm: table.py is loaded from beside this
+file. Commands and answers are lines of JSON; peers.py sends them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # after numpy and mpi4py have come from the environment
+table = importlib.import_module("mscomm.bench.table")
+
+# The second of each: for bool.
+OPS = {
+    "sum": (MPI.SUM, MPI.LOR),
+    "prod": (MPI.PROD, MPI.LAND),
+    "min": (MPI.MIN, MPI.LAND),
+    "max": (MPI.MAX, MPI.LOR),
+    "band": (MPI.BAND, MPI.LAND),
+    "bor": (MPI.BOR, MPI.LOR),
+    "bxor": (MPI.BXOR, MPI.LXOR),
+}
+THREADS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+
+
+def bind(case: Any, buffers: Any) -> Callable[[], object]:
+    """One call of MPI on these buffers."""
+    comm, x, out, root = MPI.COMM_WORLD, buffers.x, buffers.out, case.root
+    op = OPS.get(case.op, OPS["sum"])[case.dtype == np.bool_]
+    send = MPI.IN_PLACE if buffers.in_place and out is not None else x
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.Allreduce(send, out, op),
+        "all_gather": lambda: comm.Allgather(x, out),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(x, out, op=op),
+        "broadcast": lambda: comm.Bcast(x, root),
+        "reduce": lambda: comm.Reduce(send, out, op, root),
+        "gather": lambda: comm.Gather(x, out, root),
+        "scatter": lambda: comm.Scatter(x if case.rank == root else None, out, root),
+        "all_to_all": lambda: comm.Alltoall(x, out),
+        "send_recv": lambda: table.ring(
+            lambda to: comm.Send(x, to), lambda source: comm.Recv(out, source), case.rank, case.ranks
+        ),
+        "barrier": comm.Barrier,
+    }
+    return calls[case.row.name]
+
+
+class Rank:
+    """One method for each command."""
+
+    def __init__(self) -> None:
+        self._comm = MPI.COMM_WORLD
+        self._cells: dict[int, tuple[Any, Callable[[], object]]] = {}
+        self._case: Any = None
+
+    def settle(self, cpus: list[int]) -> dict[str, Any]:
+        os.sched_setaffinity(0, cpus)
+        library = MPI.Get_library_version().strip("\0").splitlines()[0].strip()
+        return {"library": library, "mpi4py": mpi4py.__version__, "thread": THREADS[MPI.Query_thread()]}
+
+    def plan(self, row: str, dtype: str, op: str, root: int) -> dict[str, Any]:
+        collective = table.COLLECTIVES[row]
+        if collective.reduces and op not in OPS:
+            return {"error": f"MPI has no {op}"}
+        try:
+            MPI.Datatype.fromcode(np.dtype(dtype).char)
+        except (TypeError, ValueError, KeyError):
+            return {"error": f"MPI has no {dtype}"}
+        rank, ranks = self._comm.Get_rank(), self._comm.Get_size()
+        self._case = table.Case(collective, np.dtype(dtype), op, root, ranks, rank)
+        return {}
+
+    def cell(self, number: int, count: int, in_place: bool) -> dict[str, Any]:
+        buffers = table.Buffers(self._case, count, in_place, np.empty)
+        self._cells[number] = buffers, bind(self._case, buffers)
+        return {}
+
+    def measure(self, number: int, warmup: int, iterations: int) -> dict[str, Any]:
+        buffers, call = self._cells[number]
+        buffers.fill_for_repetition()
+        for _ in range(warmup):
+            call()
+        self._comm.Barrier()
+        mine = table.times_ns(call, iterations)
+        slowest = np.empty_like(mine)
+        self._comm.Allreduce(mine, slowest, MPI.MAX)
+        return {"us": [float(ns) / 1e3 for ns in slowest]} if self._case.rank == 0 else {}
+
+    def wrong(self, number: int) -> dict[str, Any]:
+        buffers, call = self._cells[number]
+        buffers.fill()
+        self._comm.Barrier()
+        call()
+        return {"wrong": buffers.wrong()}
+
+    def close(self, number: int) -> dict[str, Any]:
+        del self._cells[number]
+        return {}
+
+
+def main(address: str) -> None:
+    rank = Rank()
+    answer: dict[str, Any]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        file = sock.makefile("rb")
+        for line in file:  # asleep here between commands; the end of the link ends this rank
+            command = json.loads(line)
+            if command is None:
+                answer = {"rank": MPI.COMM_WORLD.Get_rank()}
+            elif command["do"] == "quit":
+                answer = {}
+            else:
+                try:
+                    answer = getattr(rank, command.pop("do"))(**command)
+                except MPI.Exception as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+            sock.sendall(json.dumps(answer).encode() + b"\n")
+            if command and command.get("do") == "quit":
+                return
+    MPI.COMM_WORLD.Abort(1)  # whoever drives us is gone: do not wait for others in MPI_Finalize
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,384 @@
+"""The peers to compare with: torch.distributed's gloo in the ranks' own processes, and MPIs in processes of their own.
+
+Of each: where it is looked for and what to install if it is not there, which is found out before anything is
+measured, and how its ranks do a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import mscomm
+from mscomm.bench.contenders import Cell, Contender, Local
+from mscomm.bench.table import Buffers, Case, ring
+
+START_S = 120.0
+ROUND_S = 1800.0
+_LAST_LINES = 12
+
+
+class Missing(Exception):
+    """A peer is not installed; the text says what to do."""
+
+
+class Unfit(Exception):
+    """A peer cannot do what is asked; the text says what."""
+
+
+class Peer(NamedTuple):
+    """One row: `check` raises Missing; `start` is called by all ranks, after init, and raises Unfit on all."""
+
+    check: Callable[[Path | None], object]
+    start: Callable[[Case, Path | None], Contender]
+
+
+# -- gloo --------------------------------------------------------------------------------------------------------------
+
+
+def _check_gloo(prefix: Path | None) -> None:
+    if find_spec("torch") is None:
+        raise Missing("torch-gloo: torch is not in this environment. Run: pip install torch")
+
+
+def _start_gloo(case: Case, prefix: Path | None) -> Contender:
+    import torch
+    import torch.distributed as dist
+
+    ops = {
+        "sum": dist.ReduceOp.SUM,
+        "prod": dist.ReduceOp.PRODUCT,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "band": dist.ReduceOp.BAND,
+        "bor": dist.ReduceOp.BOR,
+        "bxor": dist.ReduceOp.BXOR,
+    }
+    if case.row.reduces and case.op not in ops:
+        raise Unfit(f"torch-gloo has no {case.op}")
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about functions that it renames
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    folder = _said_by_rank_0(tempfile.mkdtemp(prefix="mscomm-bench-") if case.rank == 0 else "")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=case.rank,
+            world_size=case.ranks,
+            timeout=timedelta(seconds=ROUND_S),
+        )
+    finally:
+        mscomm.barrier()
+        if case.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
+        x = _tensor(buffers.x)
+        out = x if buffers.out is None or buffers.in_place else _tensor(buffers.out)
+        row, root, n = case.row, case.root, case.ranks
+        parts = list((out if row.out_in_parts else x).chunk(n)) if row.rooted and case.rank == root else None
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(x, ops[case.op]),
+            "all_gather": lambda: dist.all_gather_into_tensor(out, x),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x, ops[case.op]),
+            "broadcast": lambda: dist.broadcast(x, root),
+            "reduce": lambda: dist.reduce(x, root, ops[case.op]),
+            "gather": lambda: dist.gather(x, parts, root),
+            "scatter": lambda: dist.scatter(out, parts, root),
+            "all_to_all": lambda: dist.all_to_all_single(out, x),
+            "send_recv": lambda: ring(
+                lambda to: dist.send(x, to), lambda source: dist.recv(out, source), case.rank, case.ranks
+            ),
+            "barrier": dist.barrier,
+        }
+        return calls[row.name]
+
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    about = f"torch {torch.__version__}, private arrays, 1 thread, GLOO_SOCKET_IFNAME={interface}"
+    return Local("torch-gloo", about, case, np.empty, bind, dist.destroy_process_group)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Any:
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _said_by_rank_0(text: str) -> str:
+    letters = np.zeros(4096, np.uint8)
+    said = text.encode()
+    letters[: len(said)] = list(said)
+    return bytes(mscomm.broadcast(letters)).rstrip(b"\0").decode()
+
+
+# -- MPI ---------------------------------------------------------------------------------------------------------------
+
+
+class Flavour(NamedTuple):
+    """One MPI: the words by which its mpirun and its library give themselves away, and what to install."""
+
+    name: str
+    words: str  # a regular expression
+    package: str
+    flags: Callable[[int], list[str]]  # for so many ranks
+
+
+def _openmpi_flags(ranks: int) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*root, "--oversubscribe", "--bind-to", "none"]
+
+
+FLAVOURS = {
+    "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags),
+    "mpich": Flavour("MPICH", r"MPICH|HYDRA", "mpich", lambda ranks: []),
+}
+
+
+class Installed(NamedTuple):
+    """An MPI that was found: its mpirun, and a Python with mpi4py for it."""
+
+    mpirun: Path
+    python: Path
+
+
+def find_mpi(peer: str, prefix: Path | None) -> Installed:
+    """In prefix; else beside this Python; else on PATH. Missing says what to install."""
+    flavour = FLAVOURS[peer]
+    on_path = shutil.which("mpirun")
+    places = [prefix] if prefix else [Path(sys.prefix), *([Path(on_path).parent.parent] if on_path else [])]
+    for place in places:
+        mpirun = place / "bin" / "mpirun"
+        if not os.access(mpirun, os.X_OK):
+            continue
+        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
+        if not re.search(flavour.words, said.stdout + said.stderr):
+            continue
+        python = place / "bin" / "python"
+        if not python.exists():
+            python = Path(sys.executable)
+        test = subprocess.run(
+            [python, "-c", "import mpi4py, numpy"], capture_output=True, text=True, errors="replace", timeout=60
+        )
+        if test.returncode:
+            last = test.stderr.strip().splitlines()[-1:]
+            raise Missing(f"{peer}: {python}: {' '.join(last)}. Run: {python} -m pip install mpi4py numpy")
+        return Installed(mpirun, python)
+    if prefix:
+        raise Missing(f"{peer}: {prefix}/bin has no mpirun of {flavour.name}")
+    advice = f"pip install {flavour.package} mpi4py"
+    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # each wheel brings a bin/mpirun
+        advice = (
+            f"python -m venv {peer}; {peer}/bin/pip install {flavour.package} mpi4py numpy;"
+            f" and give --{peer}-prefix {peer}"
+        )
+    raise Missing(f"{peer}: there is no mpirun of {flavour.name} in {sys.prefix}/bin or on PATH. Run: {advice}")
+
+
+class Mpi:
+    """An MPI job with one process for each rank, under its own mpirun.
+
+    Rank 0 of the mscomm job drives it: each MPI rank has a unix socket to it, reads a command, obeys, answers, and
+    sleeps in the next read; the other mscomm ranks sleep in a barrier meanwhile.
+    """
+
+    def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
+        self.name, self.about = peer, ""
+        self._case = case
+        self._masks = _affinity_of_ranks(case.ranks)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._links: list[_Link] = []
+        self._cells = 0
+        self._files = contextlib.ExitStack()
+        if case.rank == 0:
+            try:
+                self._start(find_mpi(peer, prefix), FLAVOURS[peer])
+            except BaseException:
+                self._stop()
+                raise
+
+    def _start(self, installed: Installed, flavour: Flavour) -> None:
+        folder = self._files.enter_context(tempfile.TemporaryDirectory(prefix="mscomm-bench-"))
+        self._log = Path(folder, "log")
+        listener = self._files.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(f"{folder}/socket")
+        listener.listen(self._case.ranks)
+        listener.settimeout(0.2)
+        script = Path(__file__).with_name("mpi_rank.py")
+        command = [
+            *(str(installed.mpirun), *flavour.flags(self._case.ranks), "-n", str(self._case.ranks)),
+            *(str(installed.python), str(script), f"{folder}/socket"),
+        ]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment_for_mpirun(os.environ),
+                start_new_session=True,
+            )
+        came: dict[int, _Link] = {}
+        until = time.monotonic() + START_S
+        while len(came) < self._case.ranks:
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise self._failed(f"{len(came)} of {self._case.ranks} ranks came")
+            with contextlib.suppress(TimeoutError):
+                sock, _ = listener.accept()
+                link = _Link(sock)
+                came[link.ask(None)["rank"]] = link
+        self._links = [came[rank] for rank in range(self._case.ranks)]
+        said = self._all([{"do": "settle", "cpus": mask} for mask in self._masks])
+        library = re.sub(r"\s+", " ", said[0]["library"].replace("Version:", "").partition(",")[0])
+        if not re.search(flavour.words, library):
+            raise Unfit(f"{self.name}: mpi4py of {installed.python} loads {library}, not {flavour.name}")
+        self.about = f"{library}, mpi4py {said[0]['mpi4py']}, private arrays, {said[0]['thread']}"
+        self._all(_words_of(self._case))
+
+    def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
+        """Every MPI rank obeys; the answers, when all have come."""
+        if isinstance(commands, dict):
+            commands = [commands] * len(self._links)
+        try:
+            for link, command in zip(self._links, commands, strict=True):
+                link.send(command)
+            answers = [link.receive() for link in self._links]
+        except (OSError, ValueError) as error:
+            raise self._failed(str(error)) from error
+        for answer in answers:
+            if "error" in answer:
+                raise Unfit(f"{self.name}: {answer['error']}")
+        return answers
+
+    def _failed(self, what: str) -> RuntimeError:
+        assert self._process is not None
+        code = self._process.poll()
+        state = "still runs" if code is None else f"ended with {code}"
+        last = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        return RuntimeError(f"{self.name}: {what}; mpirun {state}. Its last lines:\n{last}")
+
+    def ask(self, **command: Any) -> list[dict[str, Any]]:
+        """On rank 0 the MPI ranks' answers. The others wait without using a CPU."""
+        try:
+            return self._all(command) if self._case.rank == 0 else []
+        finally:
+            mscomm.barrier()
+
+    def plan(self, case: Case) -> None:
+        """The cells from here on are of that case."""
+        self.ask(**_words_of(case))
+
+    def cell(self, count: int, in_place: bool) -> Cell:
+        self._cells += 1
+        self.ask(do="cell", number=self._cells, count=count, in_place=in_place)
+        return _MpiCell(self, self._cells)
+
+    def close(self) -> None:
+        self.ask(do="quit")
+        self._stop()
+
+    def _stop(self) -> None:
+        for link in self._links:
+            link.close()
+        if self._process is not None:
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._files.close()
+
+
+class _MpiCell:
+    def __init__(self, mpi: Mpi, number: int) -> None:
+        self._mpi, self._number = mpi, number
+
+    def measure(self, warmup: int, iterations: int) -> list[float]:
+        answers = self._mpi.ask(do="measure", number=self._number, warmup=warmup, iterations=iterations)
+        return answers[0]["us"] if answers else []
+
+    def wrong(self) -> int:
+        return sum(answer["wrong"] for answer in self._mpi.ask(do="wrong", number=self._number))
+
+    def close(self) -> None:
+        self._mpi.ask(do="close", number=self._number)
+
+
+class _Link:
+    """A line of JSON each way."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(ROUND_S)
+        self._sock = sock
+        self._file = sock.makefile("rb")
+
+    def send(self, command: dict[str, Any] | None) -> None:
+        self._sock.sendall(json.dumps(command).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any]:
+        line = self._file.readline()
+        if not line:
+            raise OSError("a rank has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, command: dict[str, Any] | None) -> dict[str, Any]:
+        self.send(command)
+        return self.receive()
+
+    def close(self) -> None:
+        self._file.close()
+        self._sock.close()
+
+
+def _words_of(case: Case) -> dict[str, Any]:
+    return {"do": "plan", "row": case.row.name, "dtype": case.dtype.name, "op": case.op, "root": case.root}
+
+
+def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
+    """env without what a launcher around us has set. OMPI_MCA_* stay, the user's own, unless an mpirun is around us."""
+    launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
+    inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env
+    return {
+        name: value
+        for name, value in env.items()
+        if not re.match(launcher, name) or (name.startswith("OMPI_MCA_") and not inside_mpirun)
+    }
+
+
+def _affinity_of_ranks(ranks: int) -> list[list[int]]:
+    """The CPUs that each rank may use, on every rank: an MPI's rank r gets those of ours."""
+    mine = np.zeros((1, 8192), np.uint8)
+    mine[0, sorted(os.sched_getaffinity(0))] = 1
+    return [[int(cpu) for cpu in np.flatnonzero(row)] for row in mscomm.all_gather(mine)]
+
+
+PEERS = {
+    "torch-gloo": Peer(_check_gloo, _start_gloo),
+    **{
+        name: Peer(
+            lambda prefix, name=name: find_mpi(name, prefix),  # type: ignore[misc]
+            lambda case, prefix, name=name: Mpi(name, case, prefix),  # type: ignore[misc]
+        )
+        for name in FLAVOURS
+    },
+}

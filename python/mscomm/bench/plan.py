@@ -1,0 +1,103 @@
+"""What to measure: the options of `mscomm bench`, checked. Every rank makes the same plan of the same words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mscomm.bench.table import COLLECTIVES, Case, moves_data
+
+BUCKETS = "buckets"
+ROUNDS_WITH_PEERS = 5  # fewer say little on a machine that does other things too
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# As nccl-tests calls them.
+_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "char": "int8",
+    "int": "int32",
+    "uint": "uint32",
+}
+
+
+class Plan(NamedTuple):
+    """The options, as values."""
+
+    collective: str
+    sizes: tuple[int, ...]
+    dtype: str
+    op: str
+    root: int
+    iterations: int | None  # None: iterations_of(size)
+    warmup: int
+    rounds: int
+    check: bool
+    shared: bool
+    peers: tuple[str, ...]
+    prefixes: dict[str, Path]  # of the MPIs
+    json: Path | None
+    plot: Path | None
+
+    def case(self, rank: int, ranks: int) -> Case:
+        return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
+
+    def counts(self, case: Case) -> list[int]:
+        """Elements of a part for each size; sizes that come to the same count are measured once."""
+        return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
+
+    def iterations_of(self, size: int) -> int:
+        """Small calls are short and vary more."""
+        if self.iterations is not None:
+            return self.iterations
+        return 200 if size <= 64 << 10 else 20
+
+    def modes(self, case: Case) -> tuple[bool, ...]:
+        """In place or not; beside peers the form that all of them have."""
+        if self.peers:
+            return (case.row.in_place,)
+        return (False, True) if case.row.in_place else (False,)
+
+
+def size_of(text: str) -> int:
+    """64K is 65536. ValueError for what is no size."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{text!r} is no size: give bytes, or a number with K, M or G, such as 64M")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> tuple[int, ...]:
+    """From the smallest to the largest, each `factor` times or `step` bytes more than the one before."""
+    if largest < smallest:
+        raise ValueError(f"the largest size, {largest}, is less than the smallest, {smallest}")
+    if step is None and (factor or 2) < 2:
+        raise ValueError(f"the factor between sizes is {factor}; it must be 2 or more")
+    if step is not None and step < 1:
+        raise ValueError(f"the step between sizes is {step}; it must be 1 or more")
+    found = [max(smallest, 1)]
+    while (following := found[-1] + step if step else found[-1] * (factor or 2)) <= largest:
+        found.append(following)
+    return tuple(found)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of that name, NumPy's or nccl-tests'; ValueError, or ImportError for bfloat16 without ml_dtypes."""
+    name = _DTYPES.get(name, name)
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise ImportError("bfloat16 needs ml_dtypes: pip install ml-dtypes") from error
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ValueError(
+            f"{name!r} is no dtype; give one of float32, float64, float16, bfloat16, int32, ..."
+        ) from error

@@ -1,0 +1,118 @@
+"""What each rank of `mscomm bench` does: join, make the contenders, measure them in turn. Rank 0 reports."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+import mscomm
+from mscomm.bench import report
+from mscomm.bench.contenders import Contender, ourselves
+from mscomm.bench.peers import PEERS, Unfit
+from mscomm.bench.plan import BUCKETS, Plan
+from mscomm.bench.table import Case
+
+Result = dict[str, Any]
+
+
+def run(plan: Plan, wanted_ranks: int | None) -> None:
+    """Measure and report; SystemExit(1) on every rank if something cannot be measured, or a result is wrong."""
+    mscomm.init()
+    rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
+    with _telling(rank):
+        if wanted_ranks not in (None, ranks):
+            raise Unfit(f"-n {wanted_ranks}, but {mscomm.get_launcher()} started {ranks} ranks; leave -n away")
+        if plan.root >= ranks:
+            raise Unfit(f"root {plan.root} is no rank: there are {ranks}")
+    if plan.collective == BUCKETS:
+        from mscomm.bench import buckets
+
+        result = buckets.measure(plan, rank, ranks)
+    else:
+        result = _measure(plan, plan.case(rank, ranks))
+    wrong = 0
+    if rank == 0:
+        wrong = report.finish(plan, result)
+    if int(mscomm.all_reduce(np.array([wrong]))[0]):
+        sys.exit(1)
+
+
+def _measure(plan: Plan, case: Case) -> Result:
+    contenders: list[Contender] = []
+    with _telling(case.rank):
+        contenders.append(ourselves(case, plan.shared))
+    for name in plan.peers:
+        with _telling(case.rank):
+            contenders.append(PEERS[name].start(case, plan.prefixes.get(name)))
+    counts = plan.counts(case)
+    for contender in contenders:
+        for in_place in plan.modes(case):
+            with _telling(case.rank):
+                _rehearse(contender, counts[0], in_place)
+    result: Result = {"environment": report.environment(plan, case.ranks), "rows": []}
+    result["environment"]["contenders"] = {contender.name: contender.about for contender in contenders}
+    if case.rank == 0:
+        report.head(plan, case, result["environment"])
+    for count in counts:
+        row = {"size": case.size(count), "count": count, "results": _of_size(plan, case, contenders, count)}
+        result["rows"].append(row)
+        if case.rank == 0:
+            report.row(plan, case, row)
+    for contender in contenders:
+        contender.close()
+    return result
+
+
+def _rehearse(contender: Contender, count: int, in_place: bool) -> None:
+    """What the contender cannot do shows here, before anything is measured."""
+    cell = contender.cell(count, in_place)
+    try:
+        cell.measure(1, 1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Unfit(f"{contender.name}: {error}") from error
+    cell.close()
+
+
+def _of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
+    """For each contender and mode: the calls' times by round, and the wrong elements. Round by round in turn."""
+    iterations = plan.iterations_of(case.size(count))
+    found: Result = {contender.name: {} for contender in contenders}
+    for in_place in plan.modes(case):
+        cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
+        rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
+        for _ in range(plan.rounds):
+            for name, cell in cells.items():
+                rounds[name].append(cell.measure(plan.warmup, iterations))
+        for name, cell in cells.items():
+            wrong = cell.wrong() if plan.check else None
+            samples = [us for one in rounds[name] for us in one]
+            us = statistics.median(samples) if samples else 0.0  # an MPI's samples are on rank 0 alone
+            mode = "in_place" if in_place else "out_of_place"
+            found[name][mode] = {"us": us, "wrong": wrong, "rounds_us": rounds[name]}
+            cell.close()
+    return found
+
+
+@contextlib.contextmanager
+def _telling(rank: int) -> Iterator[None]:
+    """If any rank finds in here that something cannot be done, all end; the lowest of those that know why says so."""
+    problem = ""
+    try:
+        yield
+    except Unfit as error:
+        problem = str(error)
+    ranks = mscomm.get_group_size()
+    first = int(mscomm.all_reduce(np.array([rank if problem else ranks]), "min")[0])
+    if first < ranks:
+        _end(problem if rank == first else "")
+
+
+def _end(problem: str) -> NoReturn:
+    if problem:
+        print(f"mscomm bench: {problem}", file=sys.stderr, flush=True)
+    sys.exit(1)

@@ -1,0 +1,231 @@
+"""What `mscomm bench` says: nccl-tests' columns, a table beside peers, and a file with everything that was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mscomm
+from mscomm import environment as variables
+from mscomm.bench.plan import BUCKETS, Plan
+from mscomm.bench.table import COLLECTIVES, Case, moves_data
+
+SCHEMA = "mscomm-bench/1"
+_MODES = ("out_of_place", "in_place")
+
+
+def environment(plan: Plan, ranks: int) -> dict[str, Any]:
+    """Where and how it was measured."""
+    return {
+        "mscomm": mscomm.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "host": socket.gethostname(),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "launcher": mscomm.get_launcher(),
+        "ranks": ranks,
+        "hosts": ranks // mscomm.get_local_rank_size(),
+        "variables": variables.given(os.environ, variables.YOURS),
+        "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.lower().startswith(("model name", "cpu model")):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not there in some containers
+    return platform.processor() or "unknown"
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return "unknown"
+
+
+# -- on the terminal ---------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
+    """The lines above the rows."""
+    _head(plan, env)
+    if plan.peers:
+        say(f"# {'in place' if case.row.in_place else 'out of place'}; {plan.rounds} rounds, contenders in turn")
+        names = ["mscomm", *plan.peers]
+        say("#")
+        say(f"#{_columns('size', 'count', 'type', 'redop', 'root')}{_times(names)}{_ratios(plan.peers)}  #wrong")
+        say(f"#{_columns('(B)', '(elements)', '', '', '')}" + "".join(f"{'(us)':>12}" for _ in names))
+        return
+    say("#")
+    say(f"#{'':53}{'out-of-place':>34}{'in-place':>36}")
+    half = f"{'time':>10}{'algbw':>9}{'busbw':>9}{'#wrong':>8}"
+    say(f"#{_columns('size', 'count', 'type', 'redop', 'root')}{half}{half}")
+    half = f"{'(us)':>10}{'(GB/s)':>9}{'(GB/s)':>9}{'':>8}"
+    say(f"#{_columns('(B)', '(elements)', '', '', '')}{half}{half}")
+
+
+def _head(plan: Plan, env: dict[str, Any]) -> None:
+    hosts = f"{env['hosts']} hosts" if env["hosts"] > 1 else env["host"]
+    say(f"# mscomm bench {plan.collective}: {env['ranks']} ranks on {hosts}, started by {env['launcher']}")
+    say(f"# {env['cpus']} CPUs for rank 0 ({env['cpu']}, {env['machine']}), load {env['load']:.1f}")
+    say(f"# Linux {env['kernel']}, Python {env['python']}, NumPy {env['numpy']}")
+    if env["variables"]:
+        say("# " + " ".join(f"{name}={value}" for name, value in env["variables"].items()))
+    for name, about in env["contenders"].items():
+        say(f"# {name}: {about}")
+    say(f"# time: of a call, the slowest rank's; the median of the calls. Warm-up {plan.warmup} calls")
+
+
+def row(plan: Plan, case: Case, row: dict[str, Any]) -> None:
+    op = plan.op if case.row.reduces else "none"
+    root = str(plan.root) if case.row.rooted else "-1"
+    dtype = case.dtype.name if moves_data(case.row) else "none"
+    line = f" {_columns(str(row['size']), str(row['count']), dtype, op, root)}"
+    if plan.peers:
+        mode = _MODES[case.row.in_place]
+        cells = {name: cell[mode] for name, cell in row["results"].items()}
+        us = cells["mscomm"]["us"]
+        line += "".join(f"{cell['us']:>12.1f}" for cell in cells.values())
+        line += "".join(f"{cells[peer]['us'] / us:>{_width(peer)}.2f}" for peer in plan.peers)
+        say(f"{line}{_wrong([cell['wrong'] for cell in cells.values()]):>8}")
+        return
+    for mode in _MODES:
+        cell = row["results"]["mscomm"].get(mode)
+        if cell is None:
+            line += f"{'N/A':>10}{'N/A':>9}{'N/A':>9}{'N/A':>8}"
+            continue
+        algbw, busbw = bandwidths(case, row["size"], cell["us"])
+        line += f"{cell['us']:>10.2f}{algbw:>9.2f}{busbw:>9.2f}{_wrong([cell['wrong']]):>8}"
+    say(line)
+
+
+def bandwidths(case: Case, size: int, us: float) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in GB/s, as nccl-tests defines them."""
+    algbw = size / us / 1e3
+    return algbw, algbw * case.row.bus(case.ranks)
+
+
+def _columns(size: str, count: str, dtype: str, op: str, root: str) -> str:
+    return f"{size:>12}{count:>14}{dtype:>12}{op:>8}{root:>7}"
+
+
+def _times(names: list[str]) -> str:
+    return "".join(f"{name:>12}" for name in names)
+
+
+def _ratios(peers: tuple[str, ...]) -> str:
+    return "".join(f"{peer + '/mscomm':>{_width(peer)}}" for peer in peers)
+
+
+def _width(peer: str) -> int:
+    return len(peer) + len("/mscomm") + 2
+
+
+def _wrong(counts: list[int | None]) -> str:
+    known = [count for count in counts if count is not None]
+    return str(sum(known)) if known else "N/A"
+
+
+def buckets_head(plan: Plan, ranks: int, env: dict[str, Any]) -> None:
+    _head(plan, env)
+    say("# the gradients of a ResNet-50, in place; fused: one all_reduce_many; each: an all_reduce for each array")
+    say("#")
+    say(
+        f"# {'list':<14}{'arrays':>7}{'size':>12}{'type':>10}{'redop':>7}{'fused':>12}{'each':>12}{'each/fused':>12}"
+        f"{'#wrong':>8}"
+    )
+    say(f"# {'':<14}{'':>7}{'(B)':>12}{'':>10}{'':>7}{'(us)':>12}{'(us)':>12}")
+
+
+def buckets_row(plan: Plan, row: dict[str, Any]) -> None:
+    fused, each = (row["results"][way]["in_place"] for way in ("fused", "each"))
+    say(
+        f"  {row['name']:<14}{row['arrays']:>7}{row['size']:>12}{plan.dtype:>10}{plan.op:>7}{fused['us']:>12.1f}"
+        f"{each['us']:>12.1f}{each['us'] / fused['us']:>12.2f}{_wrong([fused['wrong'], each['wrong']]):>8}"
+    )
+
+
+# -- at the end --------------------------------------------------------------------------------------------------------
+
+
+def finish(plan: Plan, result: dict[str, Any]) -> int:
+    """The files and the last lines; how many elements were wrong."""
+    document = {"schema": SCHEMA, "plan": _as_json(plan), **result}
+    if plan.json:
+        write(plan.json, document)
+    if plan.plot:
+        from mscomm.bench import plot
+
+        plot.draw([document], plan.plot)
+    found = [cell for row in result["rows"] for modes in row["results"].values() for cell in modes.values()]
+    wrong = sum(cell["wrong"] or 0 for cell in found)
+    say(f"# Wrong elements       : {wrong} {'OK' if wrong == 0 else 'FAILED'}" if plan.check else "# Not checked")
+    for line in _comparison(plan, result):
+        say(line)
+    say(f"# Avg bus bandwidth    : {_average_busbw(plan, result):g}")
+    return wrong
+
+
+def _comparison(plan: Plan, result: dict[str, Any]) -> Iterator[str]:
+    """How mscomm and each peer compare over all sizes."""
+    for peer in plan.peers:
+        ratios = []
+        for row in result["rows"]:
+            (ours,) = row["results"]["mscomm"].values()
+            (theirs,) = row["results"][peer].values()
+            ratios.append((theirs["us"] / ours["us"], row["size"]))
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+        smallest, at = min(ratios)
+        losing = sum(ratio < 1 for ratio, _ in ratios)
+        yield (
+            f"# {peer}/mscomm: geometric mean {mean:.2f}, smallest {smallest:.2f} (at {at} B);"
+            f" {peer} is faster in {losing} of {len(ratios)} sizes"
+        )
+
+
+def _average_busbw(plan: Plan, result: dict[str, Any]) -> float:
+    """Over all rows and modes of mscomm, as nccl-tests averages."""
+    name, ours = ("all_reduce", "fused") if plan.collective == BUCKETS else (plan.collective, "mscomm")
+    ranks = result["environment"]["ranks"]
+    factor = COLLECTIVES[name].bus(ranks)
+    rates: list[float] = [
+        row["size"] / cell["us"] / 1e3 for row in result["rows"] for cell in row["results"][ours].values()
+    ]
+    return sum(rates) / len(rates) * factor
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    fields = plan._asdict()
+    fields["prefixes"] = {name: str(path) for name, path in plan.prefixes.items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)

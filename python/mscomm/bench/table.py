@@ -1,0 +1,239 @@
+"""The collectives that can be measured: what each rank gives and gets, how its bandwidth counts, and what is right.
+
+Needs NumPy alone, because the ranks of other libraries' launchers use it too. Sizes are those of nccl-tests: all that
+one rank sends or all that it receives, whichever is more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+PERIOD = 127  # prime, so that a part in a wrong place of a power of two is seen
+POISON = 127  # what out holds before a call: no element that is moved has this value
+
+
+class Collective(NamedTuple):
+    """One row. In parts: has a part of `count` elements for each rank, else one part."""
+
+    name: str
+    bus: Callable[[int], float]  # bus bandwidth over algorithm bandwidth, for n ranks
+    x_in_parts: bool
+    out_in_parts: bool
+    expected: Callable[
+        [Contents, int, int], Array
+    ]  # (contents, rank, count): what out must hold at a rank that gets it
+    reduces: bool = False
+    rooted: bool = False
+    out_at_root: bool = False  # no other rank gets a result
+    in_place: bool = False  # there is a form with out=x
+
+
+class Case(NamedTuple):
+    """What is measured, and by whom."""
+
+    row: Collective
+    dtype: np.dtype[Any]
+    op: str
+    root: int
+    ranks: int
+    rank: int
+
+    def count(self, size: int) -> int:
+        """Elements of a part for a message of so many bytes: at least 1, or 0 where nothing is moved."""
+        if not moves_data(self.row):
+            return 0
+        return max(1, size // (self.dtype.itemsize * self._parts))
+
+    def size(self, count: int) -> int:
+        """The bytes of the message whose parts have so many elements."""
+        return count * self.dtype.itemsize * self._parts
+
+    @property
+    def _parts(self) -> int:
+        return self.ranks if self.row.x_in_parts or self.row.out_in_parts else 1
+
+    @property
+    def gets(self) -> bool:
+        """Whether this rank gets a result."""
+        return moves_data(self.row) and (not self.row.out_at_root or self.rank == self.root)
+
+
+class Contents:
+    """What the ranks' arrays hold: for each rank a pattern of PERIOD elements, repeated; results are exact in any type.
+
+    Up to 128 ranks sums stay below 257, which bfloat16 still holds: the order in which they are added does not matter.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._dtype = case.dtype
+        self.ranks, self.root = case.ranks, case.root
+        self._op = case.op if case.row.reduces else ""
+
+    def of(self, rank: int, start: int, count: int) -> Array:
+        """Elements start to start + count of that rank's x."""
+        return _repeated(self._pattern(rank).astype(self._dtype), start, count)
+
+    def reduced(self, start: int, count: int) -> Array:
+        """The same elements, combined over all ranks."""
+        kind = _wide(self._dtype)
+        stack = np.array([self._pattern(rank).astype(kind) for rank in range(self.ranks)])
+        combined = stack.mean(axis=0) if self._op == "avg" else _REDUCE[self._op](stack)
+        return _repeated(combined.astype(self._dtype), start, count)
+
+    def _pattern(self, rank: int) -> Array:
+        i = np.arange(PERIOD)
+        moved: Array = (31 * i + 17 * rank) % PERIOD  # differs between ranks and between places
+        mine = i % self.ranks == rank
+        patterns: dict[str, Array] = {
+            "sum": moved % max(2, min(8, 256 // self.ranks)),
+            "prod": 1 + mine,
+            "avg": i % 4 + self.ranks * mine,
+        }
+        return moved % 2 if self._dtype == np.bool_ else patterns.get(self._op, moved)
+
+
+_REDUCE: dict[str, Callable[[Array], Any]] = {
+    "sum": lambda stack: stack.any(axis=0) if stack.dtype == np.bool_ else stack.sum(axis=0),
+    "prod": lambda stack: stack.all(axis=0) if stack.dtype == np.bool_ else stack.prod(axis=0),
+    "min": lambda stack: stack.min(axis=0),
+    "max": lambda stack: stack.max(axis=0),
+    "band": np.bitwise_and.reduce,
+    "bor": np.bitwise_or.reduce,
+    "bxor": np.bitwise_xor.reduce,
+}
+OPS = (*_REDUCE, "avg")
+
+
+def _wide(dtype: np.dtype[Any]) -> type:
+    """A type in which the reference is computed: exact, and cut to dtype as dtype wraps."""
+    for kind, wide in ((np.bool_, np.bool_), (np.integer, np.int64), (np.complexfloating, np.complex128)):
+        if np.issubdtype(dtype, kind):
+            return wide
+    return np.float64
+
+
+def _repeated(pattern: Array, start: int, count: int) -> Array:
+    return np.tile(np.roll(pattern, -(start % PERIOD)), -(-count // PERIOD))[:count]
+
+
+class Buffers:
+    """One rank's x and out for messages of one size. `make(count, dtype)` gives the memory."""
+
+    def __init__(self, case: Case, count: int, in_place: bool, make: Callable[..., Array]) -> None:
+        self.case, self.count, self.in_place = case, count, in_place
+        self._contents = Contents(case)
+        row, n = case.row, case.ranks
+        self.x: Array = make(count * (n if row.x_in_parts else 1), case.dtype)
+        self.out: Array | None = None
+        if case.gets:
+            self.out = self.x if in_place else make(count * (n if row.out_in_parts else 1), case.dtype)
+
+    def fill(self) -> None:
+        """x as the others expect it; out poisoned."""
+        if self.out is not None:
+            self.out[...] = POISON
+        self.x[...] = self._contents.of(self.case.rank, 0, self.x.size)
+
+    def fill_for_repetition(self) -> None:
+        """Contents that any number of calls leaves as they are: sums in place would grow without end."""
+        if self.in_place and self.case.row.reduces:
+            self.x[...] = 0
+        else:
+            self.fill()
+
+    def wrong(self) -> int:
+        """How many elements of out are not what they should be after one call on filled buffers."""
+        if self.out is None:
+            return 0
+        return int((self.out != self.case.row.expected(self._contents, self.case.rank, self.count)).sum())
+
+
+def times_ns(call: Callable[[], object], iterations: int) -> Array:
+    """How long each of so many calls took on this rank."""
+    clock = time.perf_counter_ns
+    spent = np.empty(iterations, np.int64)
+    for i in range(iterations):
+        began = clock()
+        call()
+        spent[i] = clock() - began
+    return spent
+
+
+def _all_reduced(contents: Contents, rank: int, count: int) -> Array:
+    return contents.reduced(0, count)
+
+
+def _own_part_reduced(contents: Contents, rank: int, count: int) -> Array:
+    return contents.reduced(rank * count, count)
+
+
+def _gathered(contents: Contents, rank: int, count: int) -> Array:
+    return np.concatenate([contents.of(peer, 0, count) for peer in range(contents.ranks)])
+
+
+def _of_root(contents: Contents, rank: int, count: int) -> Array:
+    return contents.of(contents.root, 0, count)
+
+
+def _own_part_of_root(contents: Contents, rank: int, count: int) -> Array:
+    return contents.of(contents.root, rank * count, count)
+
+
+def _own_part_of_each(contents: Contents, rank: int, count: int) -> Array:
+    return np.concatenate([contents.of(peer, rank * count, count) for peer in range(contents.ranks)])
+
+
+def _of_the_left(contents: Contents, rank: int, count: int) -> Array:
+    return contents.of((rank - 1) % contents.ranks, 0, count)
+
+
+def _nothing(contents: Contents, rank: int, count: int) -> Array:
+    return np.empty(0)
+
+
+def _others(n: int) -> float:
+    return (n - 1) / n
+
+
+def _all(n: int) -> float:
+    return 1.0
+
+
+COLLECTIVES = {
+    row.name: row
+    for row in (
+        Collective("all_reduce", lambda n: 2 * (n - 1) / n, False, False, _all_reduced, reduces=True, in_place=True),
+        Collective("all_gather", _others, False, True, _gathered),
+        Collective("reduce_scatter", _others, True, False, _own_part_reduced, reduces=True),
+        Collective("broadcast", _all, False, False, _of_root, rooted=True, in_place=True),
+        Collective(
+            "reduce", _all, False, False, _all_reduced, reduces=True, rooted=True, out_at_root=True, in_place=True
+        ),
+        Collective("gather", _others, False, True, _gathered, rooted=True, out_at_root=True),
+        Collective("scatter", _others, True, False, _own_part_of_root, rooted=True),
+        Collective("all_to_all", _others, True, True, _own_part_of_each),
+        Collective("send_recv", _all, False, False, _of_the_left),
+        Collective("barrier", lambda n: 0.0, False, False, _nothing),
+    )
+}
+
+
+def moves_data(row: Collective) -> bool:
+    return row.expected is not _nothing
+
+
+def ring(send: Callable[[int], object], recv: Callable[[int], object], rank: int, ranks: int) -> None:
+    """send_recv: to the right, from the left. Ranks of even number send first, so that no sends wait in a circle."""
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    if rank % 2 == 0:
+        send(right)
+        recv(left)
+    else:
+        recv(left)
+        send(right)

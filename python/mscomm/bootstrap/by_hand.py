@@ -1,0 +1,97 @@
+"""init(init_method=...): a place to meet at, tcp://host:port, or an MPI communicator that carries the address.
+
+The communicator is known by what it can do, rank, size, Bcast and Allgather of plain buffers, as mpi4py's; nothing of
+MPI is imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mscomm.bootstrap import Invitation, Launcher, kvs
+from mscomm.bootstrap.rendezvous import Place, Spot, meet
+from mscomm.cluster.assemble import host_id
+from mscomm.cluster.deadline import Deadline
+
+_TCP = re.compile(r"tcp://(?:\[(?P<v6>[^]/]+)\]|(?P<host>[^]/:[]+)):(?P<port>\d{1,5})/?")
+_PUBLISHED_BYTES = 256
+
+
+def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Launcher | None:
+    """What init's arguments describe; None for a job of one. TypeError or ValueError if they describe nothing."""
+    if all(hasattr(init_method, name) for name in ("rank", "size", "Bcast", "Allgather")):
+        for name, given, own in (("rank", rank, init_method.rank), ("world_size", world_size, init_method.size)):
+            if given not in (None, own):
+                raise ValueError(f"init: {name}={given}, but the communicator says {own}; leave {name} out")
+        return _Communicator(init_method) if init_method.size > 1 else None
+    if not isinstance(init_method, str):
+        raise TypeError(
+            f"init: init_method is a {type(init_method).__name__}; expected 'tcp://host:port' or an MPI communicator"
+            + (", to go with rank and world_size" if init_method is None else "")
+        )
+    fields = _TCP.fullmatch(init_method)
+    if not fields or not 0 < int(fields["port"]) < 1 << 16:
+        raise ValueError(
+            f"init: init_method={init_method!r}: expected tcp://host:port, or tcp://[address]:port for IPv6"
+        )
+    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        raise ValueError(
+            f"init: init_method={init_method!r} needs rank and world_size, 0 <= rank < world_size; "
+            f"got rank={rank!r}, world_size={world_size!r}"
+        )
+    return _Tcp(fields["v6"] or fields["host"], int(fields["port"]), rank, world_size) if world_size > 1 else None
+
+
+class _Tcp:
+    """Rank 0 listens at the address, the others connect there."""
+
+    NAME = "init_method"
+    _used: ClassVar[set[tuple[str, int]]] = set()
+
+    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
+        if (host, port) in self._used:
+            # The hub of the job before may still be there for the others, and would take us for one of its ranks.
+            raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
+        self._used.add((host, port))
+        self._place = Place(rank, size, None, one_host=False)
+        self._spot = Spot("init_method", host, (port,))
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        return True
+
+    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+        advice = "init() on rank 0 must run on the host of that address, with the same init_method and world_size"
+        return meet(self.NAME, self._place, self._spot, env, deadline, permit_plain, advice)
+
+
+class _Communicator:
+    """Rank 0's address goes by Bcast; MPI itself has no time limit. Every rank of the communicator must call init()."""
+
+    NAME = "MPI communicator"
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        return True
+
+    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+        rank, size = int(self._comm.rank), int(self._comm.size)
+        mine = hashlib.sha256(host_id().encode()).digest()
+        everybody = bytearray(size * len(mine))
+        self._comm.Allgather(bytearray(mine), everybody)
+        hosts = [bytes(everybody[at : at + len(mine)]) for at in range(0, len(everybody), len(mine))]
+        place = Place(rank, size, hosts[:rank].count(mine), one_host=len(set(hosts)) == 1)
+        store = kvs.Store(
+            publish=lambda text, deadline: self._bcast(text.encode("ascii")),
+            fetch=lambda deadline: self._bcast(b"").decode("ascii", errors="replace"),
+        )
+        return kvs.join(self.NAME, place, store, env, deadline, permit_plain)
+
+    def _bcast(self, text: bytes) -> bytes:
+        buffer = bytearray(text.ljust(_PUBLISHED_BYTES, b"\0"))
+        self._comm.Bcast(buffer, root=0)
+        return bytes(buffer).rstrip(b"\0")

@@ -1,0 +1,62 @@
+"""A Kubernetes indexed job, one rank a pod: JOB_COMPLETION_INDEX is the rank, WORLD_SIZE says how many there are.
+
+Pod 0's name is ours with -0 at the end, in the domain of the job's headless service; MASTER_ADDR names it otherwise.
+The name can be resolved a while after the pod has started: the others try again until the deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+from collections.abc import Mapping
+
+from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.rendezvous import Place, Spot, meet, number, ports_after
+from mscomm.bootstrap.torchrun import DEFAULT_PORT
+from mscomm.cluster.deadline import Deadline
+from mscomm.errors import BackendUnavailable
+
+NAME = "Kubernetes indexed job"
+_calls = itertools.count()
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    return "JOB_COMPLETION_INDEX" in env
+
+
+def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    if not env.get("WORLD_SIZE"):
+        raise BackendUnavailable(
+            f"{NAME}: JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']} is set, and WORLD_SIZE is not: Kubernetes "
+            "does not tell a pod how many there are. Set WORLD_SIZE in the pod template to the job's completions, or "
+            "to 1 if each pod works alone"
+        )
+    size = number(NAME, env, "WORLD_SIZE", 1)
+    rank = number(NAME, env, "JOB_COMPLETION_INDEX", 0, size - 1)
+    host = env.get("MASTER_ADDR") or pod_0(socket.getfqdn(), rank)
+    port = number(NAME, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
+    advice = (
+        f"Does the job have a headless service, and the pod template its name as subdomain? Else set MASTER_ADDR to "
+        f"pod 0's name. Its ports {ports_after(port)[0]} to {ports_after(port)[-1]} must be open to the other pods"
+    )
+    return meet(
+        NAME,
+        Place(rank, size, 0, one_host=size == 1),
+        Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports_after(port)),
+        env,
+        deadline,
+        permit_plain,
+        advice,
+    )
+
+
+def pod_0(name: str, index: int) -> str:
+    """The name of the job's first pod, from that of the pod with this index: train-3.svc becomes train-0.svc."""
+    pod, dot, domain = name.partition(".")
+    if not pod.endswith(f"-{index}"):
+        raise BackendUnavailable(
+            f"{NAME}: this pod's host name, {pod}, does not end with its index, -{index}, so pod 0's is not known. "
+            "Set MASTER_ADDR to it"
+        )
+    return re.sub(r"-\d+$", "-0", pod) + dot + domain

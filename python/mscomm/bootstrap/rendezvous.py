@@ -1,0 +1,324 @@
+"""Meeting at a place that every rank can work out: rank 0 starts the hub there, the others connect, in any order.
+
+What launchers without a key-value store share. Ranks of one host meet at an abstract unix socket whose name has the
+job in it; its key is in a file that only this user can read. Over several hosts they meet at a TCP port of rank 0's
+host: at the first that is free of a few, so that the others try these in turn, and the hello tells which one is theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mscomm.bootstrap import Invitation
+from mscomm.cluster import hub, interfaces, links, security
+from mscomm.cluster.deadline import Deadline
+from mscomm.errors import AuthenticationError, BackendUnavailable, Error
+
+if TYPE_CHECKING:
+    import subprocess
+
+_RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
+_ATTEMPT_S = 5.0  # for one of several addresses: a firewall that swallows packets must not take all the time
+_SAYS_WAITING_AFTER_S = 10.0
+_LAST_JOB_S = 5.0  # the hub of the job before may hold the address for a moment
+_SILENCES = 3  # a listener that closes without a word may be the last job's, which just ended
+
+
+class Place(NamedTuple):
+    """Where this process stands in the job, as the launcher says."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    one_host: bool
+
+
+class Spot(NamedTuple):
+    """Where the ranks meet. `job` is unlike that of every other job that could be met there."""
+
+    job: str
+    host: str = ""  # rank 0's, as the others reach it
+    ports: Sequence[int] = ()
+    key_path: str = ""  # on a folder that all hosts share: where rank 0 leaves the key if the user gave none
+
+
+def meet(
+    launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
+) -> Invitation:
+    """The connection to this job's hub, which rank 0 starts. `advice`: what to look at if there is none."""
+    if at.rank == 0:
+        return _host(launcher, at, spot, env, deadline, permit_plain, advice)
+    key = b""
+
+    def admit(sock: socket.socket) -> None:
+        nonlocal key
+        key = _key(spot, sock.getpeername(), env, permit_plain)
+        mine = links.Identity(version=links.package_version(), rank=at.rank)
+        links.greet(sock, key, links.CONTROL, mine, deadline)
+
+    targets = [_unix_name(spot.job)] if at.one_host else [(spot.host, port) for port in spot.ports]
+    where = _where(at, spot)
+    sock = reach(targets, deadline, admit, f"{launcher}: rank {at.rank} finds no hub of rank 0 at {where}", advice)
+    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", greeted=True)
+
+
+def invitation(
+    launcher: str,
+    at: Place,
+    sock: socket.socket,
+    key: bytes,
+    where: str,
+    *,
+    greeted: bool = False,
+    process: subprocess.Popen[bytes] | None = None,
+) -> Invitation:
+    """What accept() returns, for a rank that knows its place."""
+    return Invitation(sock, key, greeted, at.rank, at.size, at.local_rank, None, launcher, process, where)
+
+
+def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
+    """The variable's value; BackendUnavailable if it is no whole number from low to high."""
+    text = env.get(name, "").strip()
+    if not (text.isascii() and text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)):
+        value = f"{name}={env[name]!r}" if name in env else f"{name} is not set"
+        limits = f"a number from {low} to {high}" if high is not None else f"a number of at least {low}"
+        raise BackendUnavailable(f"{launcher}: {value}, expected {limits}; the launcher should set it")
+    return int(text)
+
+
+def ports_after(port: int) -> Sequence[int]:
+    """Where the hub may listen when that port is somebody else's."""
+    return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
+
+
+# -- the others
+
+
+def reach(
+    targets: Sequence[links.Address],
+    deadline: Deadline,
+    admit: Callable[[socket.socket], object],
+    absent: str,
+    advice: str,
+    *,
+    source: str | None = None,
+) -> socket.socket:
+    """A connection to the first target that listens and with which `admit`, the hello, is content.
+
+    Tries until the deadline: who listens may start after us. Then BackendUnavailable: "<absent> within 3 s: what was
+    tried. <advice>". With one target alone, what is wrong with who listens there is raised at once.
+    """
+    started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
+    while True:
+        problems = {}
+        for target in targets:
+            try:
+                sock = _connect(target, deadline if len(targets) == 1 else deadline.within(_ATTEMPT_S), source)
+            except OSError as error:
+                problems[target] = _words(error)
+                continue
+            try:
+                admit(sock)
+                return sock
+            except (Error, OSError) as error:
+                sock.close()
+                silent = isinstance(error, links.NotMscomm) and isinstance(error.__cause__, ConnectionError)
+                silences += silent
+                if isinstance(error, Error) and len(targets) == 1 and not (silent and silences < _SILENCES):
+                    raise
+                problems[target] = str(error)
+            except BaseException:
+                sock.close()
+                raise
+        what = _summary(problems)
+        waited_s = time.monotonic() - started
+        if deadline.passed:
+            raise BackendUnavailable(f"{absent} within {waited_s:.3g} s: {what}. {advice}")
+        if waited_s > _SAYS_WAITING_AFTER_S and not said:
+            said = True
+            print(f"mscomm: still waiting: {absent}: {what}", file=sys.stderr, flush=True)
+        time.sleep(min(pause_s, deadline.left()))  # a port that nobody listens on gives no event to wait for
+        pause_s = min(2 * pause_s, _RETRY_S[1])
+
+
+def _connect(target: links.Address, deadline: Deadline, source: str | None) -> socket.socket:
+    sock = links.connect(target, deadline, source=source)
+    if isinstance(target, tuple) and sock.getsockname() == sock.getpeername():
+        # Without a listener, TCP may connect a port of the ephemeral range to itself.
+        sock.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return sock
+
+
+def _words(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name cannot be resolved ({error.strerror})"
+    return error.strerror or str(error)
+
+
+def _summary(problems: Mapping[links.Address, str]) -> str:
+    """Each different problem once, and of several targets those that have it."""
+    different = list(dict.fromkeys(problems.values()))
+    if len(different) == 1:
+        return different[0]
+    by_port = {text: [str(t[1]) for t, problem in problems.items() if problem == text] for text in different}
+    return "; ".join(f"port {', '.join(ports)}: {text}" for text, ports in by_port.items())
+
+
+# -- rank 0
+
+
+def _host(
+    launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
+) -> Invitation:
+    """Rank 0's part; the backlog holds those that are faster than the hub."""
+    until = deadline.within(_LAST_JOB_S)
+    while True:
+        try:
+            listener, key = _open(at, spot, env, permit_plain)
+            break
+        except AuthenticationError:
+            raise
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or until.passed:
+                what = {
+                    errno.EADDRINUSE: "taken, perhaps by another job",
+                    errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
+                }.get(error.errno or 0, _words(error))
+                raise BackendUnavailable(
+                    f"{launcher}: rank 0 cannot listen at {_where(at, spot)}: {what}. {advice}"
+                ) from error
+        time.sleep(_RETRY_S[1])
+    with listener:
+        address = _address(listener)
+        process = hub.spawn(listener, at.size, key, deadline.left())
+        try:
+            sock = links.connect(address, deadline)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(at, spot)
+    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", process=process)
+
+
+def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
+    """A socket that listens at the spot, at the first of its ports that is free, and the job's key."""
+    for port in (0,) if at.one_host else spot.ports:
+        with contextlib.ExitStack() as failing:
+            try:
+                listener = failing.enter_context(_bind(at, spot, port, env))
+                key = _new_key(spot, _address(listener), env, permit_plain)
+                listener.listen(at.size + 64)  # after the key file: who can connect can read it
+                failing.pop_all()
+                return listener, key
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _bind(at: Place, spot: Spot, port: int, env: Mapping[str, str]) -> socket.socket:
+    if at.one_host:
+        family, address = int(socket.AF_UNIX), _unix_name(spot.job)
+    else:
+        family, address = _resolve(spot.host, port)
+        if security.is_loopback(address[0]) and not is_loopback_name(spot.host):
+            # /etc/hosts often gives a host's own name a loopback address, at which the others do not find it.
+            family, address = _resolve(interfaces.host_address(env), port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _resolve(host: str, port: int) -> tuple[int, Any]:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return int(family), address
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether the host, as the user wrote it, can only mean this machine."""
+    try:
+        return security.is_loopback(host)
+    except ValueError:
+        return host == "localhost"
+
+
+# -- the key
+
+
+def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_plain: bool) -> bytes:
+    """Rank 0's: the user's, else a new one in a file, else one that everybody can compute, if that is permitted."""
+    path = _path(spot, address)
+    if env.get("MSCOMM_JOB_KEY_FILE"):
+        key = security.read_key(env["MSCOMM_JOB_KEY_FILE"])
+    elif path:
+        file = security.KeyFile(path)
+        atexit.register(_remove, file, os.getpid())
+        key = file.key
+    else:
+        assert isinstance(address, tuple)
+        key = security.worker_key(env, *address, permit_plain)
+    return security.derived_key(key, spot.job)
+
+
+def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
+    """The same for another rank, once it is connected; FileNotFoundError if rank 0's file is not there yet."""
+    path = _path(spot, address)
+    if env.get("MSCOMM_JOB_KEY_FILE"):
+        key = security.read_key(env["MSCOMM_JOB_KEY_FILE"])
+    elif path:
+        if not os.path.lexists(path):
+            shared = "is the folder one that all hosts share?" if spot.key_path else "same user, same TMPDIR?"
+            raise FileNotFoundError(errno.ENOENT, f"rank 0's key file {path} is not there ({shared})")
+        key = security.read_key(path, "rank 0 writes it")
+    else:
+        key = security.worker_key(env, address[0], address[1], permit_plain)
+    return security.derived_key(key, spot.job)
+
+
+def _path(spot: Spot, address: Any) -> str:
+    """The file in which rank 0 leaves the key; "" if there can be none that the others see and nobody else."""
+    if not isinstance(address, tuple):
+        return security.key_path(_unix_name(spot.job)[1:])
+    if security.is_loopback(address[0]):
+        return security.key_path(f"rank0-{address[0]}-{address[1]}")
+    return spot.key_path
+
+
+def _remove(file: security.KeyFile, pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked child
+        file.remove()
+
+
+# -- names
+
+
+def _unix_name(job: str) -> str:
+    return f"\0mscomm-{hashlib.sha256(f'{os.getuid()} {job}'.encode()).hexdigest()[:32]}"
+
+
+def _address(listener: socket.socket) -> links.Address:
+    name = listener.getsockname()
+    return name[:2] if isinstance(name, tuple) else os.fsdecode(name)
+
+
+def _where(at: Place, spot: Spot) -> str:
+    if at.one_host:
+        return f"a unix socket of this host ({spot.job})"
+    ports = f"ports {spot.ports[0]} to {spot.ports[-1]}" if len(spot.ports) > 1 else ""
+    return f"{spot.host}, {ports}" if ports else interfaces.endpoint(spot.host, spot.ports[0])

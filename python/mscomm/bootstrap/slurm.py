@@ -1,0 +1,88 @@
+"""Slurm's srun without an MPI plugin: the variables of a job step. Task 0 runs on the first node of the step's list.
+
+With --mpi=pmix and --mpi=pmi2 the launchers PMIx and PMI come first. Over several nodes the key is in
+MSCOMM_JOB_KEY_FILE, or else in a file that rank 0 writes to ~/.mscomm, which the nodes must share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+from collections.abc import Mapping
+
+from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.rendezvous import Place, Spot, meet, number
+from mscomm.cluster.deadline import Deadline
+from mscomm.errors import BackendUnavailable
+
+NAME = "Slurm"
+_SPECIAL_STEPS = 0xFFFFFFF0  # batch script, interactive shell and the like: no steps that srun started with tasks
+_FIRST_PORT, _PORTS = 61440, 4088  # above the ephemeral ports, which begin at 32768 and end at 60999
+_calls = itertools.count()
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks: the batch script alone has SLURM_PROCID too."""
+    step, tasks = (env.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
+    return (
+        "SLURM_PROCID" in env
+        and re.fullmatch(r"\d+", step, re.ASCII) is not None
+        and int(step) < _SPECIAL_STEPS
+        and (tasks or env.get("SLURM_NTASKS", "1")) != "1"
+    )
+
+
+def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size = number(NAME, env, tasks, 1)
+    rank = number(NAME, env, "SLURM_PROCID", 0, size - 1)
+    local_rank = number(NAME, env, "SLURM_LOCALID", 0, size - 1) if "SLURM_LOCALID" in env else None
+    listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    nodes = hosts(listed)
+    step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
+    first = _FIRST_PORT + int.from_bytes(hashlib.sha256(step.encode()).digest()[:4], "little") % _PORTS
+    call = next(_calls)
+    spot = Spot(
+        f"slurm {step} {call}",
+        nodes[0],
+        range(first, first + 8),
+        os.path.expanduser(f"~/.mscomm/slurm-{step}-{call}.key"),
+    )
+    advice = (
+        f"Task 0 must run on {nodes[0]} (the first of the step's nodes, {listed}), and the others must reach its ports "
+        f"{first} to {first + 7}"
+    )
+    place = Place(rank, size, local_rank, one_host=len(nodes) == 1)
+    return meet(NAME, place, spot, env, deadline, permit_plain, advice)
+
+
+def hosts(text: str) -> list[str]:
+    """The nodes of a list as Slurm writes it: node[001,007-015],x[1-2]-ib. BackendUnavailable if it is none."""
+    found: list[str] = []
+    at = 0
+    while at < len(text):
+        item = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+").match(text, at)
+        if not item or (item.end() < len(text) and text[item.end()] != ","):
+            raise BackendUnavailable(f"{NAME}: cannot read the list of nodes {text!r} at {text[at : at + 20]!r}")
+        found += _expand(item[0], text)
+        at = item.end() + 1
+    if not found:
+        raise BackendUnavailable(f"{NAME}: SLURM_STEP_NODELIST={text!r} names no node; was this started by srun?")
+    return found
+
+
+def _expand(item: str, text: str) -> list[str]:
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    ranges, _, after = rest.partition("]")
+    names = []
+    for part in ranges.split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
+        if not bounds or int(bounds[2] or bounds[1]) < int(bounds[1]):
+            raise BackendUnavailable(f"{NAME}: cannot read the list of nodes {text!r}: {part!r} is no range")
+        first, last = bounds[1], bounds[2] or bounds[1]
+        names += [f"{before}{value:0{len(first)}d}" for value in range(int(first), int(last) + 1)]
+    return [name + tail for name in names for tail in _expand(after, text)]

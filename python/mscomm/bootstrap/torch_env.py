@@ -1,0 +1,18 @@
+"""RANK, WORLD_SIZE and MASTER_ADDR without torchrun: Kubeflow's PyTorchJob, and scripts that set them by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mscomm.bootstrap import Invitation, torchrun
+from mscomm.cluster.deadline import Deadline
+
+NAME = "RANK and WORLD_SIZE"
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    return all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    return torchrun.join(NAME, env, deadline, permit_plain)

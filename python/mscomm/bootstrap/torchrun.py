@@ -1,0 +1,52 @@
+"""torchrun, and programs that set torch's variables by hand: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+MASTER_PORT is the port of torch's own store, which torchrun's agent or the script's init_process_group() binds, before
+us or after us: it is never touched. Over several hosts the hub listens at one of the next ports.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.rendezvous import Place, Spot, is_loopback_name, meet, number, ports_after
+from mscomm.cluster.deadline import Deadline
+
+NAME = "torchrun"
+DEFAULT_PORT = 29500
+_calls = itertools.count()  # a process that joins again, after release(), meets the others at another place
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in env
+
+
+def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    return join(NAME, env, deadline, permit_plain)
+
+
+def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+    size = number(launcher, env, "WORLD_SIZE", 1)
+    rank = number(launcher, env, "RANK", 0, size - 1)
+    local_rank = number(launcher, env, "LOCAL_RANK", 0, size - 1) if "LOCAL_RANK" in env else None
+    host = env.get("MASTER_ADDR", "") or "127.0.0.1"
+    port = number(launcher, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
+    one_agent = size == 1 or env.get("LOCAL_WORLD_SIZE") == str(size)
+    life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {next(_calls)}"
+    if one_agent:  # several agents do not count their restarts alike
+        life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    advice = (
+        f"Rank 0 must run on the host of MASTER_ADDR={host}, and the others must reach its ports "
+        f"{ports_after(port)[0]} to {ports_after(port)[-1]} (MASTER_PORT={port} itself is torch's)"
+    )
+    one_host = one_agent or is_loopback_name(host)
+    return meet(
+        launcher,
+        Place(rank, size, local_rank, one_host),
+        Spot(f"torch {host} {port} {life}", host, ports_after(port)),
+        env,
+        deadline,
+        permit_plain,
+        "Has rank 0 ended, or does it never call init()?" if one_host else advice,
+    )

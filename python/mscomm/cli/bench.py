@@ -1,0 +1,154 @@
+"""`mscomm bench`: measure a collective, alone or beside gloo and MPI, with nccl-tests' flags and columns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mscomm import bootstrap
+
+# The tables of the bench package need numpy, and its rows are the words that are allowed here: imported when used.
+
+_HELP = """Measure COLLECTIVE: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all,
+send_recv, barrier; or `buckets`, all_reduce_many over the gradients of a network against one call for each.
+
+Starts the ranks itself; under mpirun, or any other launcher, it takes those that are there. Flags, columns and
+bandwidths are nccl-tests', but for -n, the ranks (there: --iters). A size is what one rank sends in all, or receives in
+all, whichever is more: for all_gather n times its array.
+
+\b
+    mscomm bench all_reduce -n 4 -b 8 -e 64M -f 4
+    mscomm bench all_reduce -n 4 -e 16M --vs torch-gloo,openmpi --json all_reduce-4.json --plot all_reduce-4.svg
+    mpirun -n 4 mscomm bench broadcast -r 3
+"""
+
+
+@click.command("bench", help=_HELP)
+@click.argument("collective")
+@click.option("-n", "ranks", type=click.IntRange(1), metavar="N", help="How many ranks to start.  [2]")
+@click.option("-b", "--minbytes", default="8", metavar="SIZE", help="The smallest size; K, M, G allowed.  [8]")
+@click.option("-e", "--maxbytes", default="64M", metavar="SIZE", help="The largest size.  [64M]")
+@click.option("-f", "--stepfactor", type=int, metavar="N", help="Each size N times the one before.  [4]")
+@click.option("-i", "--stepbytes", metavar="SIZE", help="Each size so many bytes more than the one before.")
+@click.option("-d", "--datatype", default="float32", metavar="DTYPE", help="NumPy's name or nccl-tests'.  [float32]")
+@click.option("-o", "--op", default="sum", help="sum prod min max avg band bor bxor.  [sum]")
+@click.option("-r", "--root", type=click.IntRange(0), default=0, help="The root, where there is one.  [0]")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls of a size.  [200 up to 64K, then 20]")
+@click.option("-w", "--warmup", type=click.IntRange(0), default=5, help="Calls before them.  [5]")
+@click.option("--rounds", type=click.IntRange(1), help="Repeat all that so often.  [1; 5 with --vs]")
+@click.option("-c", "--check", type=click.IntRange(0, 1), default=1, help="1: compare each size's results.  [1]")
+@click.option("--shared", is_flag=True, help="Arrays of mscomm.empty; else ordinary ones.")
+@click.option("--vs", default="", metavar="PEERS", help="Measure torch-gloo, openmpi, mpich in turn with mscomm.")
+@click.option("--openmpi-prefix", type=click.Path(exists=True, path_type=Path), help="Open MPI, where it is not here.")
+@click.option("--mpich-prefix", type=click.Path(exists=True, path_type=Path), help="MPICH, where it is not here.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Keep all samples here.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture: .svg, .png or .pdf.")
+def command(ranks: int | None, vs: str, **options: Any) -> None:
+    plan = _plan(vs, **options)
+    if bootstrap.find(os.environ) is None:
+        _check_peers(plan)
+        sys.exit(_start(ranks or 2))
+
+    from mscomm.bench.ranks import run
+
+    run(plan, ranks)
+
+
+def _plan(vs: str, **options: Any) -> Any:
+    """The options as a Plan; ClickException for what makes no sense, before a rank is started."""
+    from mscomm.bench import plan
+    from mscomm.bench.contenders import available
+    from mscomm.bench.peers import PEERS
+    from mscomm.bench.table import COLLECTIVES, OPS
+
+    collective: str = options["collective"]
+    if collective not in (*COLLECTIVES, plan.BUCKETS):
+        known = ", ".join((*COLLECTIVES, plan.BUCKETS))
+        raise click.UsageError(f"{collective!r} is none of {known}")
+    if collective in COLLECTIVES and not available(COLLECTIVES[collective]):
+        raise click.ClickException(f"{collective} is not in this release of mscomm")
+    if options["op"] not in OPS:
+        raise click.UsageError(f"-o {options['op']} is none of {', '.join(OPS)}")
+    peers = tuple(dict.fromkeys(name.strip() for name in vs.split(",") if name.strip()))
+    if strangers := [name for name in peers if name not in PEERS]:
+        raise click.UsageError(f"--vs {strangers[0]} is none of {', '.join(PEERS)}")
+    if peers and collective == plan.BUCKETS:
+        raise click.UsageError("buckets compares two ways of mscomm; leave --vs away")
+    try:
+        plan.dtype_of(options["datatype"])
+        step = options["stepbytes"]
+        sizes = plan.sizes(
+            plan.size_of(options["minbytes"]),
+            plan.size_of(options["maxbytes"]),
+            options["stepfactor"] or 4,
+            plan.size_of(step) if step else None,
+        )
+    except (ValueError, ImportError) as error:
+        raise click.UsageError(str(error)) from error
+    rounds = options["rounds"] or (plan.ROUNDS_WITH_PEERS if peers else 1)
+    if peers and rounds < plan.ROUNDS_WITH_PEERS:
+        raise click.UsageError(f"--rounds {rounds}: beside peers it takes {plan.ROUNDS_WITH_PEERS} or more to say much")
+    _check_files(options["json_file"], options["plot"])
+    given = {"openmpi": options["openmpi_prefix"], "mpich": options["mpich_prefix"]}
+    return plan.Plan(
+        collective,
+        sizes,
+        options["datatype"],
+        options["op"],
+        options["root"],
+        options["iters"],
+        options["warmup"],
+        rounds,
+        bool(options["check"]),
+        options["shared"],
+        peers,
+        {name: prefix.absolute() for name, prefix in given.items() if prefix},
+        options["json_file"],
+        options["plot"],
+    )
+
+
+def _check_files(json_file: Path | None, picture: Path | None) -> None:
+    from mscomm.bench import plot
+
+    for path in (json_file, picture):
+        if path and not os.access(path.parent, os.W_OK):
+            raise click.ClickException(f"{path}: there is no folder {path.parent} in which files can be made")
+    if picture and picture.suffix not in plot.SUFFIXES:
+        raise click.UsageError(f"--plot {picture}: the name must end in {', '.join(plot.SUFFIXES)}")
+    if picture and plot.missing():
+        raise click.ClickException(plot.MISSING)
+
+
+def _check_peers(plan: Any) -> None:
+    from mscomm.bench.peers import PEERS, Missing
+
+    for peer in plan.peers:
+        try:
+            PEERS[peer].check(plan.prefixes.get(peer))
+        except Missing as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _start(ranks: int) -> int:
+    """This command again, as so many ranks under `mscomm run`; its exit status. Rank 0's lines lose their prefix."""
+    line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]
+    launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")
+    assert launcher.stdout
+
+    def pass_on(number: int, frame: object) -> None:
+        launcher.send_signal(number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the launcher too, which ends the ranks
+    with launcher.stdout:
+        for text in launcher.stdout:
+            click.echo(text.removeprefix("[0] "), nl=False)
+    status = launcher.wait()
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,350 @@
+"""`mscomm trace`: who waited for whom, from the records that the ranks of a failed job left (MSCOMM_RECORD)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "number": int,
+    "call": str,
+    "state": str,
+    "began": (int, float),
+    "took": (int, float),
+}
+
+
+class Call(NamedTuple):
+    """One call of one rank, as the recorder wrote it."""
+
+    group: str
+    number: int
+    call: str  # "all_reduce #17 (float32[1024, 3], sum)"
+    state: str  # inside, done, failed
+    began_s: float  # since the epoch
+    took_s: float  # 0 while it is inside
+    line: str  # "train.py:41"; "" if it is not known
+
+
+class Record(NamedTuple):
+    """What one rank left: a file for each group that failed."""
+
+    rank: int
+    size: int  # of the world; 0 if it left nothing about that
+    cause: str
+    calls: list[Call]
+
+
+class Late(NamedTuple):
+    """One call number: the rank that came last, and what that cost."""
+
+    group: str
+    number: int
+    rank: int
+    call: str
+    line: str
+    after_first_s: float
+    waited_s: float  # the sum of what the others waited
+
+
+class _ShowUnlessNamed(click.Group):
+    """`trace DIR` is `trace show DIR`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[--top N] DIR | merge DIR -o FILE")
+
+
+_DIR = click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+
+@click.group(
+    "trace",
+    cls=_ShowUnlessNamed,
+    help="""Tell who waited for whom, from the records in DIR: after a failure each rank writes DIR/rank_<rank>.json,
+with MSCOMM_RECORD=DIR or `mscomm run --log_dir DIR`. `merge` makes one file of them for Perfetto or
+chrome://tracing.""",
+)
+def command() -> None:
+    pass
+
+
+@command.command("show", hidden=True)
+@_DIR
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many calls to list.")
+def show(folder: Path, top: int) -> None:
+    """Print the end of the job, and the calls that waited longest."""
+    for line in report(_records(folder), top):
+        click.echo(line)
+
+
+@command.command("merge")
+@_DIR
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write.",
+)
+def merge(folder: Path, output: Path) -> None:
+    """Write the calls of all ranks as one Chrome trace, which Perfetto (ui.perfetto.dev) opens."""
+    records = _records(folder)
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(chrome(records)))
+        partial.replace(output)
+    except OSError as error:
+        raise click.ClickException(f"{output}: {error.strerror}") from error
+    calls = sum(len(record.calls) for record in records)
+    click.echo(f"{output}: {calls} calls of {len(records)} ranks")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _records(folder: Path) -> list[Record]:
+    """All that can be read, by rank; what cannot is told on stderr."""
+    records, complaints = read(folder)
+    for complaint in complaints:
+        click.echo(f"mscomm trace: {complaint}", err=True)
+    if not records:
+        raise click.ClickException(
+            f"{folder} has no record that can be read. Ranks write rank_<rank>.json there when the job fails, with"
+            " MSCOMM_RECORD=DIR or `mscomm run --log_dir DIR`"
+        )
+    return records
+
+
+def read(folder: Path) -> tuple[list[Record], list[str]]:
+    """The records of the folder by rank, and what was wrong with the files that are not among them."""
+    records: dict[int, Record] = {}
+    complaints = []
+    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):  # the world's first
+        try:
+            record = parse(path.read_bytes())
+            if not re.fullmatch(rf"rank_{record.rank}\D.*", path.name):
+                raise ValueError(f"it says that it is rank {record.rank}'s")
+            if first := records.get(record.rank):
+                record = first._replace(size=max(first.size, record.size), calls=[*first.calls, *record.calls])
+            records[record.rank] = record
+        except (OSError, ValueError) as error:
+            complaints.append(f"{path}: {error}; it is left out")
+    return [records[rank] for rank in sorted(records)], complaints
+
+
+def parse(data: bytes) -> Record:
+    """One record; ValueError says what is wrong with it."""
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("no record: expected an object with rank, size, cause and calls")
+    for key, kind in {"rank": int, "size": int, "cause": str, "calls": list}.items():
+        if not isinstance(found.get(key), kind):
+            raise ValueError(f"no record: {key!r} is missing or no {kind.__name__}")
+    size = found["size"] if found.get("group", "world") == "world" else 0
+    return Record(found["rank"], size, found["cause"], [_call(entry, found) for entry in found["calls"]])
+
+
+def _call(entry: Any, record: dict[str, Any]) -> Call:
+    if not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in _TYPES.items()):
+        raise ValueError(f"no record: a call of it is {entry!r:.100}; expected an object with {', '.join(_TYPES)}")
+    group = str(entry.get("group", record.get("group", "world")))
+    line = str(entry.get("line", ""))
+    return Call(group, entry["number"], entry["call"], entry["state"], entry["began"], entry["took"], line)
+
+
+# -- who waited for whom -----------------------------------------------------------------------------------------------
+
+
+def report(records: list[Record], top: int) -> Iterator[str]:
+    """The lines of `mscomm trace DIR`."""
+    size = max(record.size for record in records)
+    yield f"{len(records)} of {size or 'an unknown number of'} ranks left a record"
+    if missing := sorted(set(range(size)) - {record.rank for record in records}):
+        yield f"No record of {_ranks(missing)}: killed, or ended without noticing the failure"
+    yield ""
+    yield from _end(records)
+    late = lateness(records)
+    if not late:
+        yield "No call has two records to compare"
+        return
+    yield ""
+    yield from _ranking(late)
+    yield ""
+    longest = sorted(late, key=lambda entry: -entry.waited_s)[:top]
+    yield f"The {len(longest)} calls of {len(late)} in which the others waited longest for the last rank:"
+    yield "  waited: the sum over the others; after: how long after the first rank the last one came"
+    rows = [("waited", "after", "last", "call", "where the last rank was")]
+    rows += [
+        (_ms(entry.waited_s), _ms(entry.after_first_s), f"rank {entry.rank}", _named(entry), entry.line)
+        for entry in longest
+    ]
+    yield from _table(rows, right=2)
+    yield ""
+    yield "Times are those of each host's clock: between hosts they are as good as the clocks."
+
+
+def _end(records: list[Record]) -> Iterator[str]:
+    """Why the job ended, the call each rank was in, and who was behind."""
+    by_cause: dict[str, list[int]] = defaultdict(list)
+    for record in records:
+        by_cause[record.cause].append(record.rank)
+    for cause, ranks in sorted(by_cause.items(), key=lambda item: -len(item[1])):
+        yield f"Cause ({_ranks(ranks)}): {cause}"
+    yield ""
+    yield "The last call of each rank:"
+    rows = [("rank", "call", "state", "began", "behind", "line")]
+    furthest: Counter[str] = Counter()
+    for record in records:
+        for call in record.calls:
+            furthest[call.group] = max(furthest[call.group], call.number)
+    for record in records:
+        if not record.calls:
+            rows.append((str(record.rank), "none", "", "", "", ""))
+        last = {call.group: call for call in record.calls}  # the later ones replace the earlier
+        for group, call in last.items():
+            behind = furthest[group] - call.number
+            rows.append(
+                (
+                    str(record.rank),
+                    _named(call),
+                    call.state,
+                    _clock(call.began_s),
+                    _times(behind, "call") if behind else "",
+                    call.line,
+                )
+            )
+    yield from _table(rows, right=0)
+
+
+def lateness(records: list[Record]) -> list[Late]:
+    """For each call that every rank with a record has reached, and two or more have kept: who came last."""
+    arrivals: dict[tuple[str, int], list[tuple[float, int, Call]]] = defaultdict(list)
+    reached: dict[str, int] = {}  # by all of the group's ranks; those that are behind are told apart
+    for record in records:
+        for group, number in {call.group: call.number for call in record.calls}.items():
+            reached[group] = min(reached.get(group, number), number)
+        for call in record.calls:
+            arrivals[call.group, call.number].append((call.began_s, record.rank, call))
+    late = []
+    for (group, number), came in sorted(arrivals.items(), key=lambda item: item[0]):
+        if len(came) < 2 or number > reached[group]:
+            continue
+        began_s, rank, call = max(came, key=lambda arrival: arrival[:2])
+        others = [began_s - earlier for earlier, _, _ in came]
+        late.append(Late(group, number, rank, call.call, call.line, max(others), sum(others)))
+    return late
+
+
+def _ranking(late: list[Late]) -> Iterator[str]:
+    """Which rank the others waited for, over all calls."""
+    yield "Who the others waited for, over all calls:"
+    times = Counter(entry.rank for entry in late)
+    waited_s: dict[int, float] = defaultdict(float)
+    for entry in late:
+        waited_s[entry.rank] += entry.waited_s
+    rows = [("rank", "last in", "waited")]
+    rows += [
+        (str(rank), f"{times[rank]} of {_times(len(late), 'call')}", _ms(seconds))
+        for rank, seconds in sorted(waited_s.items(), key=lambda item: -item[1])
+    ]
+    yield from _table(rows, right=3)
+
+
+def chrome(records: list[Record]) -> dict[str, Any]:
+    """Trace events: a process a rank, a thread a group, an event a call; times in us from the first call on."""
+    calls = [call for record in records for call in record.calls]
+    start_s = min((call.began_s for call in calls), default=0.0)
+    threads = {group: place for place, group in enumerate(sorted({call.group for call in calls}))}
+    events: list[dict[str, Any]] = []
+    for record in records:
+        rank = record.rank
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": f"group {group}"}}
+            for group, tid in threads.items()
+        ]
+        for call in record.calls:
+            event = {
+                "name": call.call.partition(" ")[0],
+                "cat": call.state,
+                "ph": "X",
+                "ts": round((call.began_s - start_s) * 1e6, 3),
+                "dur": round(call.took_s * 1e6, 3),
+                "pid": rank,
+                "tid": threads[call.group],
+                "args": {"call": call.call, "state": call.state, "line": call.line},
+            }
+            if call.state == "inside":  # it has no end: drawn as far as the trace goes
+                event["ph"] = "B"
+                del event["dur"]
+            events.append(event)
+        if record.calls:
+            last = max(record.calls, key=lambda call: call.began_s)
+            end_s = last.began_s + last.took_s - start_s
+            events.append(
+                {
+                    "name": record.cause,
+                    "ph": "i",
+                    "s": "p",
+                    "ts": round(end_s * 1e6, 3),
+                    "pid": rank,
+                    "tid": threads[last.group],
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_s": start_s}}
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _named(entry: Call | Late) -> str:
+    return entry.call if entry.group == "world" else f"{entry.group}: {entry.call}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """rank 3; ranks 0, 2 and 3"""
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _clock(began_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(began_s)) + f".{int(began_s * 1000) % 1000:03}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
+    """Columns as wide as they must be; the first `right` of them end at one place, the others begin at one."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i < right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()

@@ -1,0 +1,193 @@
+"""Which of its addresses this host uses for a job: where it listens, and so where other hosts connect to it.
+
+MSCOMM_SOCKET_IFNAME chooses, else NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, each in its own syntax. Without them it is
+the address by which this host reaches the scheduler; then nothing here looks at the interfaces.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from mscomm.errors import BackendUnavailable
+
+VARIABLES = ("MSCOMM_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_OURS, _NCCL, _GLOO = VARIABLES
+# Documentation networks (RFC 5737, RFC 3849): only the route to them is looked up.
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+class Interface(NamedTuple):
+    """One address of one network interface that is up."""
+
+    name: str
+    address: str  # numeric; a link-local IPv6 address with its scope, fe80::1%eth0
+    loopback: bool
+
+
+class _Rule(NamedTuple):
+    """One item of a variable's list."""
+
+    excludes: bool
+    matches: Callable[[Interface], bool]
+
+
+def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) -> str:
+    """Where this rank's data listener belongs: the chosen interface, else the address by which it reaches the hub.
+
+    Loopback if the hub is on loopback or at a unix socket: then all ranks are on this host, and only our own variable
+    can say otherwise. ValueError if a variable matches no interface.
+    """
+    own = "127.0.0.1"
+    if control.family in (socket.AF_INET, socket.AF_INET6):
+        own = str(control.getsockname()[0])
+    variables = (_OURS,) if _ip(own).is_loopback else VARIABLES
+    chosen = _chosen(env, variables, own)
+    return own if chosen is None else chosen
+
+
+def host_address(env: Mapping[str, str] = os.environ) -> str:
+    """This host's address for other hosts while there is no scheduler yet to which a route could be asked.
+
+    The chosen interface's; else the one from which packets for other networks leave; else that of the only interface.
+    """
+    chosen = _chosen(env, VARIABLES, "0.0.0.0")
+    if chosen is not None:
+        return chosen
+    for family, elsewhere in _ELSEWHERE:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((elsewhere, 9))  # sends nothing
+                host = str(probe.getsockname()[0])
+            except OSError:
+                continue  # no route: an isolated network, or a host without this family
+        if not _ip(host).is_loopback:
+            return host
+    here = interfaces()
+    outside = [interface for interface in here if not interface.loopback]
+    if len({interface.name for interface in outside}) == 1:
+        return _preferred(outside, "0.0.0.0")
+    raise BackendUnavailable(
+        f"cannot tell by which address other hosts reach this one: there is no default route; it has {_listed(here)}. "
+        f"Set {_OURS} to the interface of the job's network"
+    )
+
+
+def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
+    """The address that another host published, as this host dials it; ValueError if it is none.
+
+    The scope of a link-local address is the name of an interface here, not there: that of our own address, else of the
+    chosen interface, else of the only one.
+    """
+    address = published.partition("%")[0]
+    if not _ip(address).is_link_local or _ip(address).version == 4:
+        return address
+    candidates = _matching(env, VARIABLES, own) or interfaces()
+    scopes = [own.partition("%")[2]] if "%" in own else [i.name for i in candidates if "%" in i.address]
+    if len(set(scopes)) == 1:
+        return f"{address}%{scopes[0]}"
+    raise BackendUnavailable(
+        f"{address} is a link-local address, and it is not clear which interface leads there; this host has "
+        f"{_listed(interfaces())}. Set {_OURS}, or give the hosts global addresses"
+    )
+
+
+def endpoint(host: str, port: int) -> str:
+    """For messages and URLs: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def interfaces() -> list[Interface]:
+    """The addresses of the interfaces that are up, interface by interface."""
+    import psutil  # 12 ms: only for those who set a variable
+
+    states = psutil.net_if_stats()
+    return [
+        Interface(name, entry.address, "loopback" in states[name].flags)
+        for name, entries in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str | None:
+    """The address that the first of the variables that is set chooses; None if none is."""
+    matching = _matching(env, variables, own)
+    return None if matching is None else _preferred(matching, own)
+
+
+def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
+    """What the first item of the variable that matches anything matches; ValueError if none does."""
+    variable = next((name for name in variables if env.get(name, "").strip()), None)
+    if variable is None:
+        return None
+    here = interfaces()
+    rules = list(_rules(variable, env[variable].strip(), {interface.name for interface in here}))
+    excluding = [rule for rule in rules if rule.excludes]
+    left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
+    if len(excluding) == len(rules):  # nothing but exclusions: all that is left will do
+        rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
+    for rule in rules:
+        matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]
+        if matching:
+            return matching
+    raise ValueError(
+        f"{variable}={env[variable]!r} matches no interface of this host that is up: it has {_listed(here)}"
+    )
+
+
+def _rules(variable: str, text: str, names: set[str]) -> Iterable[_Rule]:
+    """The items of the list, in order.
+
+    Ours: a name, else the beginning of names, or a network, each possibly behind ^. NCCL's: beginnings of names, or
+    after one = whole names, all of them excluded after one ^ at the front. Gloo's: whole names.
+    """
+    all_excluded, all_exact = False, variable == _GLOO
+    if variable == _NCCL:
+        all_excluded, text = text.startswith("^"), text.removeprefix("^")
+        all_exact, text = text.startswith("="), text.removeprefix("=")
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        excludes, what = all_excluded, item
+        if variable == _OURS:
+            excludes, what = item.startswith("^"), item.removeprefix("^").strip()
+        if variable == _OURS and "/" in what:
+            yield _Rule(excludes, _in_network(variable, what))
+        elif all_exact or (variable == _OURS and what in names):
+            yield _Rule(excludes, lambda interface, what=what: interface.name == what)  # type: ignore[misc]
+        else:
+            yield _Rule(excludes, lambda interface, what=what: interface.name.startswith(what))  # type: ignore[misc]
+
+
+def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
+    try:
+        network = ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"{variable}: {text!r} is no network; write it as 10.0.0.0/8 or fd00::/8") from None
+    return lambda interface: _ip(interface.address) in network
+
+
+def _preferred(matching: list[Interface], own: str) -> str:
+    """Of the addresses that would do: our own, else one of its family, global before link-local."""
+    addresses = [interface.address for interface in matching]
+    if own in addresses:
+        return own
+    version = _ip(own).version
+    return min(addresses, key=lambda address: (_ip(address).is_link_local, _ip(address).version != version))
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def _listed(here: list[Interface]) -> str:
+    names = dict.fromkeys(interface.name for interface in here)
+    return (
+        ", ".join(
+            f"{name} ({', '.join(interface.address for interface in here if interface.name == name)})" for name in names
+        )
+        or "none"
+    )

@@ -1,0 +1,85 @@
+"""MindSpore's collective functions by their names and arguments there, over those of mscomm.
+
+As in MindSpore, src and dst are ranks in the world, whatever the group; mscomm's own functions and the operators of
+mscomm.ops count them in the group. Each function returns its result, as in MindSpore 2.3; a rank that has none gets
+None.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from mscomm import collectives
+from mscomm.arrays import library
+from mscomm.communication.management import GlobalComm
+from mscomm.groups import Group, resolve
+
+_WORLD = GlobalComm.WORLD_COMM_GROUP
+_collectives: Any = collectives  # each function is looked up at its call
+
+
+def all_reduce(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
+    """mscomm.all_reduce."""
+    return _collectives.all_reduce(tensor, op, group=group)
+
+
+def all_gather_into_tensor(tensor: Any, group: Group | str | None = _WORLD) -> Any:
+    """mscomm.all_gather: the ranks' arrays one after the other along axis 0."""
+    return _collectives.all_gather(tensor, group=group)
+
+
+def reduce_scatter_tensor(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
+    """mscomm.reduce_scatter: axis 0 is divided over the ranks."""
+    return _collectives.reduce_scatter(tensor, op, group=group)
+
+
+def reduce(tensor: Any, dst: int, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
+    """mscomm.reduce: the result on rank dst of the world, None elsewhere."""
+    return _collectives.reduce(tensor, _rank_in(group, "reduce", "dst", dst), op, group=group)
+
+
+def scatter_tensor(tensor: Any, src: int = 0, group: Group | str | None = _WORLD) -> Any:
+    """mscomm.scatter of what rank src of the world has."""
+    return _collectives.scatter(tensor, _rank_in(group, "scatter_tensor", "src", src), group=group)
+
+
+def gather_into_tensor(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD) -> Any:
+    """mscomm.gather: the result on rank dst of the world, None elsewhere."""
+    return _collectives.gather(tensor, _rank_in(group, "gather_into_tensor", "dst", dst), group=group)
+
+
+def broadcast(tensor: Any, src: int = 0, group: Group | str | None = _WORLD) -> Any:
+    """mscomm.broadcast of what rank src of the world has."""
+    return _collectives.broadcast(tensor, _rank_in(group, "broadcast", "src", src), group=group)
+
+
+def barrier(group: Group | str | None = _WORLD) -> None:
+    """mscomm.barrier."""
+    _collectives.barrier(group=group)
+
+
+def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> None:
+    """mscomm.send to rank dst of the world."""
+    _collectives.send(tensor, _rank_in(group, "send", "dst", dst), tag, group=group)
+
+
+def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
+    """mscomm.recv from rank src of the world, into a new array of the shape and dtype that tensor has."""
+    out = library(tensor, "tensor", "recv").like(tensor, tensor.shape)
+    _collectives.recv(out, _rank_in(group, "recv", "src", src), tag, group=group)
+    return out
+
+
+def _rank_in(group: Group | str | None, function: str, argument: str, world_rank: Any) -> int:
+    """The rank in the group of a rank in the world."""
+    members = resolve(group)
+    try:
+        return members.ranks.index(operator.index(world_rank))
+    except TypeError:
+        raise TypeError(f"{function}: {argument} is a {type(world_rank).__name__}; expected a rank, an int") from None
+    except ValueError:
+        raise ValueError(
+            f"{function}: {argument}={world_rank} is not in group {members.name}, which has the ranks"
+            f" {', '.join(map(str, members.ranks))} of the world; here {argument} is a rank in the world"
+        ) from None

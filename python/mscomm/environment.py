@@ -1,0 +1,382 @@
+"""Every environment variable that mscomm reads: name, default, how its text is read, what it does, who reads it.
+
+`read(name, env)` gives the value, or a ValueError that names the variable, its text and what was expected. The page
+docs/env.md is written from this table by `python -m mscomm.environment`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# Who sets a variable; the headings of docs/env.md, in this order.
+YOURS, CLUSTER, RUN, LAUNCHER = (
+    "Yours to set",
+    "A scheduler and workers",
+    "Set by `mscomm run`",
+    "Set by other launchers",
+)
+ABOUT = {
+    YOURS: "None of them is needed. What must be the same on every rank says so.",
+    CLUSTER: "You set these to start a job by hand, or a cluster's operator does. MindSpore's names and meanings.",
+    RUN: "Leave them alone: they tell a rank its place in the job.",
+    LAUNCHER: "Read, never set. Of several names for one thing the first that is set counts.",
+}
+
+
+class Variable(NamedTuple):
+    """One row. `readers`: modules, without the leading `mscomm.`; `planned`: no other module reads it yet."""
+
+    name: str
+    default: Any  # what read() gives when it is unset or empty
+    parse: Callable[[str], Any]  # ValueError("expected ...") for a text that makes no sense
+    meaning: str
+    readers: tuple[str, ...]
+    set_by: str = YOURS
+    planned: bool = False
+
+    def read(self, env: Mapping[str, str]) -> Any:
+        """The value in env, else the default."""
+        text = env.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{self.name}={text!r}: {error}") from None
+
+
+# -- how texts are read ------------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> str:
+    return text
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError("expected a number of seconds more than 0 (inf means no limit)")
+    return value
+
+
+def silence(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86400:
+        raise ValueError("expected a number of seconds, more than 0 and less than a day")
+    return value
+
+
+def number(low: int, high: int, expected: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+            raise ValueError(f"expected {expected}")
+        return int(text)
+
+    return parse
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.upper() not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text.upper()
+
+    return parse
+
+
+def threads(text: str) -> int:
+    """OpenMP allows a list, one number for each level of nesting; the first counts here."""
+    return number(1, 1 << 20, "a number of threads, 1 or more")(text.partition(",")[0].strip())
+
+
+_switch = number(0, 1, "0 or 1")
+
+LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER, planned: bool = False) -> Variable:
+    """A row for what a launcher sets; its module checks the number together with the others."""
+    return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by, planned)
+
+
+_RANK = "the rank"
+_SIZE = "the number of ranks"
+_LOCAL_RANK = "the rank's place on its host"
+_LOCAL_SIZE = "the number of ranks on this host"
+
+VARIABLES = (
+    Variable(
+        "MSCOMM_TIMEOUT",
+        1800.0,
+        seconds,
+        "Seconds that a collective call may take, where neither the call nor `init` says. `inf`: no limit.",
+        ("groups",),
+    ),
+    Variable(
+        "MSCOMM_ALGO",
+        "",
+        words,
+        "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it."
+        " The same text on every rank.",
+        ("groups",),
+    ),
+    Variable(
+        "MSCOMM_RECORD",
+        None,
+        words,
+        "A folder: after a failure each rank writes its last calls to `rank_<rank>.json` there."
+        " `mscomm trace` reads them; `mscomm run --log_dir` sets it.",
+        ("groups", "cli.run"),
+    ),
+    Variable(
+        "MSCOMM_DEBUG",
+        None,
+        one_of(*LEVELS),
+        "What is told on stderr: `VERSION` the version; `WARN` warnings too; `INFO` also what was found and chosen;"
+        " `TRACE` also each call. Unset: warnings.",
+        ("log",),
+    ),
+    Variable(
+        "MSCOMM_DEBUG_FILE",
+        None,
+        words,
+        "A file for these lines in place of stderr. `%h` becomes the host's name, `%p` the process id, `%r` the rank,"
+        " `%%` a percent sign.",
+        ("log",),
+    ),
+    Variable(
+        "MSCOMM_JOB_KEY_FILE",
+        None,
+        words,
+        "A file with the job's key: 32 bytes or more, or 64 hex digits.",
+        ("cluster.security",),
+    ),
+    Variable(
+        "MSCOMM_SOCKET_IFNAME",
+        None,
+        words,
+        "Which network interfaces carry data: names or prefixes (`eth`), `=eth0` for exactly that one, `^docker` to"
+        " exclude, or a network (`10.0.0.0/8`); several with commas."
+        " Default: the address that routes to the scheduler.",
+        ("cluster.interfaces",),
+    ),
+    Variable(
+        "NCCL_SOCKET_IFNAME",
+        None,
+        words,
+        "Read where `MSCOMM_SOCKET_IFNAME` is unset.",
+        ("cluster.interfaces",),
+    ),
+    Variable(
+        "GLOO_SOCKET_IFNAME",
+        None,
+        words,
+        "Read where neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
+        ("cluster.interfaces", "bench.peers"),
+    ),
+    Variable(
+        "MSCOMM_HOST_ID",
+        None,
+        words,
+        "Ranks with different texts count as being on different hosts: they share no memory and talk over TCP."
+        " For tests. Default: what the boot and the namespaces say.",
+        ("cluster.assemble",),
+    ),
+    Variable(
+        "OMP_NUM_THREADS",
+        None,
+        threads,
+        "Threads of NumPy's and torch's libraries. `mscomm run` sets it to CPUs over ranks if it is unset.",
+        ("cli.run", "cli.doctor"),
+    ),
+    Variable(
+        "MS_TOPO_TIMEOUT",
+        600.0,
+        seconds,
+        "Seconds in which all ranks must have joined.",
+        ("cluster.deadline",),
+    ),
+    Variable(
+        "MS_NODE_TIMEOUT",
+        30.0,
+        silence,
+        "Seconds of silence on a TCP connection after which its host counts as lost.",
+        ("cluster.links",),
+    ),
+    Variable(
+        "MS_ROLE",
+        None,
+        one_of("MS_SCHED", "MS_WORKER"),
+        "`MS_SCHED`: `init()` serves the job and ends the process with it. `MS_WORKER`: this process is a rank.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_WORKER_NUM",
+        None,
+        number(1, 1 << 20, "the number of workers, 1 or more, the same in every process"),
+        "How many workers there are, the same in every process.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_SCHED_HOST",
+        None,
+        words,
+        "The scheduler's address or host name.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_SCHED_PORT",
+        None,
+        number(1, 65535, "a port from 1 to 65535, the same for the scheduler and all workers"),
+        "The scheduler's port.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_NODE_ID",
+        None,
+        words,
+        "A worker's name. If all are numbers they are the ranks.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_WORKER_IP",
+        None,
+        words,
+        "The address from which a worker connects.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_SERVER_NUM",
+        0,
+        number(0, 0, "0: mscomm has no parameter servers"),
+        "Must be 0: there are no parameter servers.",
+        ("bootstrap.ms_cluster",),
+        CLUSTER,
+    ),
+    Variable(
+        "MS_ENABLE_RECOVERY",
+        0,
+        _switch,
+        "1: the scheduler keeps the job's state in `MS_RECOVERY_PATH`, so that a lost rank can come back.",
+        (),
+        CLUSTER,
+        planned=True,
+    ),
+    Variable(
+        "MS_RECOVERY_PATH",
+        None,
+        words,
+        "The file of that state.",
+        (),
+        CLUSTER,
+        planned=True,
+    ),
+    _given("MSCOMM_RANK", "bootstrap.launcher", set_by=RUN, meaning=_RANK),
+    _given("MSCOMM_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_SIZE),
+    _given("MSCOMM_LOCAL_RANK", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_RANK),
+    _given("MSCOMM_LOCAL_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_SIZE),
+    _given(
+        "MSCOMM_CONTROL_FD",
+        "bootstrap.launcher",
+        set_by=RUN,
+        meaning="an inherited descriptor, the link to the launcher",
+    ),
+    _given("PMIX_RANK", "bootstrap.pmix", meaning=f"PMIx: {_RANK}"),
+    _given("PMIX_NAMESPACE", "bootstrap.pmix", meaning="PMIx: the job's name"),
+    _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: where its library is"),
+    _given("OMPI_COMM_WORLD_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_RANK}"),
+    _given("OMPI_COMM_WORLD_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_SIZE}"),
+    _given("OMPI_COMM_WORLD_LOCAL_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_RANK}"),
+    _given("OMPI_COMM_WORLD_LOCAL_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_SIZE}"),
+    _given("PMI_FD", "bootstrap.pmi", meaning="MPICH: an inherited descriptor, the link to mpirun"),
+    _given("PMI_PORT", "bootstrap.pmi", meaning="MPICH: where mpirun listens, if there is no descriptor"),
+    _given("PMI_ID", "bootstrap.pmi", meaning=f"MPICH: {_RANK}, with PMI_PORT"),
+    _given("PMI_RANK", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_RANK}"),
+    _given("PMI_SIZE", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_SIZE}"),
+    _given("MPI_LOCALRANKID", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_RANK}"),
+    _given("MPI_LOCALNRANKS", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_SIZE}"),
+    _given("SLURM_STEP_NUM_TASKS", "bootstrap.pmix", meaning=f"Slurm: {_SIZE}"),
+    _given("SLURM_LOCALID", "bootstrap.pmix", "bootstrap.pmi", meaning=f"Slurm: {_LOCAL_RANK}"),
+    _given("SLURM_STEP_TASKS_PER_NODE", "bootstrap.pmix", "bootstrap.pmi", meaning=f"Slurm: {_LOCAL_SIZE}"),
+    _given("JSM_NAMESPACE_SIZE", "bootstrap.pmix", meaning=f"LSF: {_SIZE}"),
+    _given("JSM_NAMESPACE_LOCAL_RANK", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_RANK}"),
+    _given("JSM_NAMESPACE_LOCAL_SIZE", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_SIZE}"),
+    _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
+    _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
+    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}"),
+    _given("DEVICE_ID", meaning="with a rank table: the accelerator's index", planned=True),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def variable(name: str) -> Variable:
+    """The row of that name."""
+    return _BY_NAME[name]
+
+
+def read(name: str, env: Mapping[str, str]) -> Any:
+    """The value of a variable of the table in env; ValueError if its text makes no sense."""
+    return _BY_NAME[name].read(env)
+
+
+def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
+    """The variables of the table that are set in env, those of these kinds (default: all); none of them is a secret."""
+    return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """docs/env.md."""
+    parts = [
+        "# Environment variables",
+        "",
+        "<!-- Written by `python -m mscomm.environment` from python/mscomm/environment.py. Change that file. -->",
+        "",
+        "What mscomm reads. An empty variable counts as unset. A text that makes no sense is an error that names the",
+        "variable, its text and what was expected.",
+    ]
+    for kind, about in ABOUT.items():
+        rows = [row for row in VARIABLES if row.set_by == kind]
+        with_default = kind in (YOURS, CLUSTER)
+        parts += ["", f"## {kind.replace('`', '')}", "", about, ""]
+        parts += ["| variable | default | meaning |", "|---|---|---|"] if with_default else []
+        parts += [] if with_default else ["| variable | meaning |", "|---|---|"]
+        for row in rows:
+            default = "" if row.default in (None, "") else f"{row.default:g}"
+            meaning = row.meaning + (" Not in this release." if row.planned else "")
+            cells = [f"`{row.name}`", default, meaning] if with_default else [f"`{row.name}`", meaning]
+            parts.append(f"| {' | '.join(cells)} |")
+    return "\n".join(parts) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    path = arguments[0] if arguments else "docs/env.md"
+    try:
+        with open(path, "w") as file:
+            file.write(page())
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}; run this in the repository's root, or name the file to write")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""Lines about what mscomm does, for people who look for a fault: MSCOMM_DEBUG and MSCOMM_DEBUG_FILE.
+
+    mscomm node7:4711 [3] INFO mesh: 7 links by 10.0.0.7, algorithm of all_reduce: direct
+
+The levels are those that NCCL_DEBUG's users know: VERSION, WARN, INFO, TRACE; each has the lines of those before it.
+Without the variable there are warnings only. Callers give words and numbers, never a key and never the contents of an
+array.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+
+from mscomm import environment
+
+VERSION, WARN, INFO, TRACE = range(1, 5)
+_NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
+_HELD = 1000  # lines that wait for the rank, where the file's name has %r
+
+
+class Log:
+    """Where the lines of this process go. ValueError for an MSCOMM_DEBUG that is no level."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        level = environment.read("MSCOMM_DEBUG", env)
+        self.level = WARN if level is None else environment.LEVELS.index(level) + 1
+        self.tells_version = level is not None
+        self._pattern: str | None = environment.read("MSCOMM_DEBUG_FILE", env)
+        self._host = socket.gethostname().partition(".")[0]
+        self._rank: int | None = None
+        self._fd: int | None = None if self._pattern else 2
+        self._held: list[bytes] = []
+
+    def set_rank(self, rank: int) -> None:
+        self._rank = rank
+        self.flush()
+
+    def write(self, level: int, text: str) -> None:
+        """One line for each of text's; nobody else's line comes between the parts of a line."""
+        place = "-" if self._rank is None else self._rank
+        head = f"mscomm {self._host}:{os.getpid()} [{place}] {_NAMES[level]} "
+        data = "".join(f"{head}{line}\n" for line in text.splitlines()).encode("utf-8", "backslashreplace")
+        if self._fd is None:
+            self._held.append(data)
+            del self._held[:-_HELD]
+            if self._rank is not None or "%r" not in (self._pattern or ""):
+                self.flush()
+        else:
+            self._put(data)
+
+    def flush(self) -> None:
+        """Write the lines that waited for the rank; a process that never learnt it has `-` in the file's name."""
+        if self._fd is None and self._held:
+            self._fd = self._open()
+            self._put(b"".join(self._held))
+            self._held.clear()
+
+    def _open(self) -> int:
+        assert self._pattern is not None
+        values = {"h": self._host, "p": str(os.getpid()), "r": "-" if self._rank is None else str(self._rank), "%": "%"}
+        path = re.sub("%([hpr%])", lambda match: values[match[1]], self._pattern)
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            print(f"mscomm: MSCOMM_DEBUG_FILE={path}: {error.strerror}; the lines go to stderr", file=sys.stderr)
+            return 2
+
+    def _put(self, data: bytes) -> None:
+        assert self._fd is not None
+        try:
+            os.write(self._fd, data)
+        except OSError:  # nobody reads stderr any more, or the disk is full: no reason to end the job
+            self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+_log: Log | None = None
+
+
+def _get() -> Log:
+    global _log
+    if _log is None:
+        _log = Log(os.environ)
+        atexit.register(_log.flush)
+    return _log
+
+
+def enabled(level: int) -> bool:
+    """Whether lines of that level are wanted; ask before you build one in a collective call."""
+    return _get().level >= level
+
+
+def set_rank(rank: int) -> None:
+    """From here on the lines have the rank."""
+    _get().set_rank(rank)
+
+
+def version(text: str) -> None:
+    """Which version this is; told by every level that was asked for."""
+    if _get().tells_version:
+        _get().write(VERSION, text)
+
+
+def warn(text: str) -> None:
+    """What the user should know though the job goes on."""
+    if enabled(WARN):
+        _get().write(WARN, text)
+
+
+def info(text: str) -> None:
+    """What was found and chosen: once a job or a group, never once a call."""
+    if enabled(INFO):
+        _get().write(INFO, text)
+
+
+def trace(text: str) -> None:
+    """What each call does."""
+    if enabled(TRACE):
+        _get().write(TRACE, text)

@@ -1,0 +1,396 @@
+"""Python objects between ranks: as bytes, and by all_gather_object and broadcast_object.
+
+The bytes are one msgpack value; nothing in them can name code, so reading them runs none. What msgpack does not tell
+apart is an array whose first item is an empty extension: its code says what the rest is. A reader
+believes no number before it has seen that many bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+
+from mscomm import collectives
+from mscomm.errors import Error
+from mscomm.groups import Group, resolve, seconds_of
+
+Timeout = float | timedelta | None
+
+DEEPEST = 128  # containers in containers: two frames of Python's stack each
+
+# What follows in the array, by the code of the extension that it begins with.
+_TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
+_COMPLEX = 4  # the real and the imaginary part
+_INTEGER = 5  # beyond 64 bits: its bytes, little endian, two's complement
+_ARRAY = 6  # dtype, shape, elements in C order
+_SCALAR = 7  # dtype, element
+
+# The dtypes that have one meaning on every machine, as numpy.dtype.str says them. bfloat16 goes by its name.
+_DTYPE = re.compile(
+    r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+
+
+def all_gather_object(obj: Any, *, group: Group | str | None = None, timeout: Timeout = None) -> list[Any]:
+    """Every rank's obj, in rank order, as a list of new objects; the ranks' objects need not be alike.
+
+    obj is None, a bool, int, float, complex, str, bytes, list, tuple, set, frozenset or dict of such, a NumPy array
+    or a NumPy scalar; each keeps its type. Anything else is a TypeError that says where in obj it is. It is raised
+    before anything is sent and uses no call number, as for any wrong argument: this rank has not made the call, and
+    the others wait for it until it does, ends, or their time is up.
+
+    >>> mscomm.all_gather_object({"rank": mscomm.get_rank()})              # on 2 ranks
+    [{'rank': 0}, {'rank': 1}]
+    """
+    group = resolve(group)
+    rows, counts = _all_gather_v(np.frombuffer(pack(obj), np.uint8), group, timeout)
+    ends = np.cumsum(counts).tolist()
+    return [unpack(rows[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def broadcast_object(obj: Any, root: int = 0, *, group: Group | str | None = None, timeout: Timeout = None) -> Any:
+    """The root's obj, on every rank as a new object. root is a rank in the group; obj counts there alone.
+
+    What obj may be, and what happens if it is something else: see all_gather_object.
+
+    >>> mscomm.broadcast_object({"lr": 0.1} if mscomm.get_rank() == 0 else None)
+    {'lr': 0.1}
+    """
+    group = resolve(group)
+    began = time.monotonic()
+    mine = np.frombuffer(pack(obj) if root == group.rank else b"", np.uint8)
+    size = collectives.broadcast(np.array(mine.size, np.uint64), root, group=group, timeout=timeout)
+    x = mine if root == group.rank else np.empty(int(size), np.uint8)
+    return unpack(collectives.broadcast(x, root, group=group, timeout=_rest(timeout, began)))
+
+
+def _all_gather_v(x: np.ndarray[Any, Any], group: Group, timeout: Timeout) -> tuple[Any, Any]:
+    """All ranks' x, one after the other, and the length of each."""
+    began = time.monotonic()
+    counts = collectives.all_gather(np.array(x.size, np.uint64), group=group, timeout=timeout)
+    padded = np.zeros(int(counts.max()), np.uint8)
+    padded[: x.size] = x
+    rows = collectives.all_gather(padded, group=group, timeout=_rest(timeout, began)).reshape(group.size, -1)
+    return np.concatenate([row[: int(count)] for row, count in zip(rows, counts, strict=True)]), counts
+
+
+def _rest(timeout: Timeout, began: float) -> Timeout:
+    """What is left of the time for a call that began at `began`, for its second exchange."""
+    return None if timeout is None else max(seconds_of(timeout) - (time.monotonic() - began), 0.001)
+
+
+def pack(obj: Any) -> bytes:
+    """obj as bytes from which unpack makes an equal object of the same types. Arrays come back in C order, and
+    numpy.longlong as numpy.int64, its equal.
+
+    TypeError for what cannot be sent, ValueError for a container inside itself, containers more than 128 deep and
+    single values over 4 GiB; each says where in obj it is.
+    """
+    writer = _Writer()
+    writer.write(obj)
+    return writer.packer.bytes()  # type: ignore[no-any-return]
+
+
+def unpack(data: Any) -> Any:
+    """The object of which pack made data, a bytes-like object; Error if it did not. Arrays are new and writable."""
+    reader = _Reader(bytes(memoryview(data)))
+    try:
+        obj = reader.read(0)
+        if reader.at() != len(reader.data):
+            raise ValueError("more bytes follow the object")
+    except (ValueError, msgpack.OutOfData) as error:
+        reason = "the bytes end too early" if isinstance(error, msgpack.OutOfData) else str(error) or "not msgpack"
+        raise Error(f"unpack: at byte {reader.at()} of {len(reader.data)}: {reason}") from error
+    return obj
+
+
+class _Writer:
+    """Writes one object, and knows where in it it is."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
+        self._path: list[tuple[str, Any]] = []  # one entry a container that we are in: which of its items we are at
+        self._entered: dict[int, int] = {}  # the containers that we are in, by id, and their depth
+
+    def write(self, obj: Any) -> None:
+        write = _WRITERS.get(type(obj))
+        if write is not None:
+            write(self, obj)
+        elif isinstance(obj, np.generic):
+            self._scalar(obj)
+        else:
+            self._refuse(obj)
+
+    def _plain(self, obj: Any) -> None:
+        try:
+            self.packer.pack(obj)
+        except ValueError as error:
+            raise ValueError(f"{self._where()}: {error}; a single value may have up to 4 GiB") from None
+
+    def _int(self, obj: int) -> None:
+        if -(1 << 63) <= obj < 1 << 64:
+            self.packer.pack(obj)
+        else:
+            self._marked(_INTEGER, 1)
+            self._plain(obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+
+    def _complex(self, obj: complex) -> None:
+        self._marked(_COMPLEX, 2)
+        self.packer.pack(obj.real)
+        self.packer.pack(obj.imag)
+
+    def _list(self, obj: list[Any]) -> None:
+        self.packer.pack_array_header(len(obj))
+        self._items(obj, "item", enumerate(obj))
+
+    def _tuple(self, obj: tuple[Any, ...]) -> None:
+        self._marked(_TUPLE, len(obj))
+        self._items(obj, "item", enumerate(obj))
+
+    def _set(self, obj: set[Any] | frozenset[Any]) -> None:
+        self._marked(_SET if type(obj) is set else _FROZENSET, len(obj))
+        self._items(obj, "element", ((None, item) for item in obj))
+
+    def _dict(self, obj: dict[Any, Any]) -> None:
+        self.packer.pack_map_header(len(obj))
+        self._enter(obj)
+        for key, item in obj.items():
+            self._path[-1] = "key", None
+            self.write(key)
+            self._path[-1] = "item", key
+            self.write(item)
+        self._leave(obj)
+
+    def _array(self, obj: np.ndarray[Any, Any]) -> None:
+        self._marked(_ARRAY, 3)
+        self.packer.pack(self._dtype(obj.dtype, "an array"))
+        self.packer.pack(list(obj.shape))
+        elements = np.asarray(obj, order="C").reshape(-1).view(np.uint8)
+        self._plain(elements.data)
+
+    def _scalar(self, obj: np.generic) -> None:
+        if isinstance(obj, (str, bytes)):  # numpy.str_ and numpy.bytes_, whose trailing NULs an array would lose
+            self._refuse(obj)
+        self._marked(_SCALAR, 2)
+        self.packer.pack(self._dtype(obj.dtype, "a scalar"))
+        self.packer.pack(obj.tobytes())
+
+    def _dtype(self, dtype: np.dtype[Any], what: str) -> str:
+        if dtype.name == "bfloat16":
+            return "bfloat16"
+        if not _DTYPE.fullmatch(dtype.str):
+            raise TypeError(f"{self._where()}: {what} of dtype {dtype} cannot be sent")
+        return dtype.str
+
+    def _marked(self, code: int, items: int) -> None:
+        self.packer.pack_array_header(1 + items)
+        self.packer.pack_ext_type(code, b"")
+
+    def _items(self, container: Any, kind: str, items: Iterable[tuple[Any, Any]]) -> None:
+        self._enter(container)
+        for key, item in items:
+            self._path[-1] = kind, key
+            self.write(item)
+        self._leave(container)
+
+    def _enter(self, container: Any) -> None:
+        outer = self._entered.get(id(container))
+        if outer is not None:
+            raise ValueError(f"{self._where()}: it is inside itself: it is the same object as {self._where(outer)}")
+        if len(self._path) == DEEPEST:
+            raise ValueError(f"{self._where()}: containers are more than {DEEPEST} deep in each other")
+        self._entered[id(container)] = len(self._path)
+        self._path.append(("item", None))
+
+    def _leave(self, container: Any) -> None:
+        self._path.pop()
+        del self._entered[id(container)]
+
+    def _refuse(self, obj: Any) -> NoReturn:
+        kind = type(obj)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        plain = next((known for known in _WRITERS if isinstance(obj, known)), None)
+        way_out = "" if plain is None else "; give it as np.asarray(...)" if plain is np.ndarray else ""
+        way_out = way_out or (f"; make it a plain {plain.__name__}" if plain else "")
+        raise TypeError(
+            f"{self._where()}: {'an' if name[0].lower() in 'aeiou' else 'a'} {name} cannot be sent{way_out}"
+        )
+
+    def _where(self, depth: int | None = None) -> str:
+        """obj["model"][3]: where we are, or were at that depth."""
+        text = "obj"
+        for kind, key in self._path[:depth]:
+            if kind == "item":
+                short = reprlib.repr(key)
+                text += f'["{short[1:-1]}"]' if type(key) is str and short[0] == "'" else f"[{short}]"
+            else:
+                text = f"({kind if kind == 'key' else 'element'} of {text})"
+        return text
+
+
+_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer._plain,
+    bool: _Writer._plain,
+    int: _Writer._int,
+    float: _Writer._plain,
+    complex: _Writer._complex,
+    str: _Writer._plain,
+    bytes: _Writer._plain,
+    list: _Writer._list,
+    tuple: _Writer._tuple,
+    set: _Writer._set,
+    frozenset: _Writer._set,
+    dict: _Writer._dict,
+    np.ndarray: _Writer._array,
+}
+
+
+class _Reader:
+    """Reads one object. Every size is compared with what is left before anything of that size is made."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), unicode_errors="surrogatepass")
+        self._unpacker.feed(data)
+        self.at: Callable[[], int] = self._unpacker.tell
+
+    def read(self, depth: int) -> Any:
+        """The next object, which is inside `depth` containers."""
+        head = self._head()
+        if head & 0xF0 == 0x90 or head in (0xDC, 0xDD):
+            return self._array(depth + 1)
+        if head & 0xF0 == 0x80 or head in (0xDE, 0xDF):
+            return self._dict(depth + 1)
+        if 0xC7 <= head <= 0xC9 or 0xD4 <= head <= 0xD8:
+            raise ValueError("an extension that does not begin an array")
+        return self._unpacker.unpack()  # a single value; its bytes are there, or it is OutOfData
+
+    def _head(self) -> int:
+        """The byte that says what comes next."""
+        if self.at() == len(self.data):
+            raise msgpack.OutOfData
+        return self.data[self.at()]
+
+    def _array(self, depth: int) -> Any:
+        size = self._checked(self._unpacker.read_array_header(), depth)
+        begin = self.data[self.at() : self.at() + 3]
+        if size == 0 or begin[:2] != b"\xc7\x00":  # the head of an extension of no bytes
+            return [self.read(depth) for _ in range(size)]
+        self._unpacker.skip()
+        code = begin[2] if len(begin) == 3 else 0
+        if code not in _READERS:
+            raise ValueError(f"unknown extension {code}")
+        return _READERS[code](self, size - 1, depth)
+
+    def _dict(self, depth: int) -> dict[Any, Any]:
+        size = self._unpacker.read_map_header()
+        self._checked(2 * size, depth)
+        found: dict[Any, Any] = {}
+        for _ in range(size):
+            key = self._hashable(self.read(depth), "a key")
+            found[key] = self.read(depth)
+        self._complete(found, size, "a key")
+        return found
+
+    def _tuple(self, size: int, depth: int) -> tuple[Any, ...]:
+        return tuple([self.read(depth) for _ in range(size)])
+
+    def _set(self, size: int, depth: int) -> set[Any]:
+        elements = {self._hashable(self.read(depth), "an element") for _ in range(size)}
+        self._complete(elements, size, "an element")
+        return elements
+
+    def _complex(self, size: int, depth: int) -> complex:
+        real, imag = self._parts(size, depth, float, float)
+        return complex(real, imag)
+
+    def _integer(self, size: int, depth: int) -> int:
+        (digits,) = self._parts(size, depth, bytes)
+        return int.from_bytes(digits, "little", signed=True)
+
+    def _ndarray(self, size: int, depth: int) -> np.ndarray[Any, Any]:
+        name, shape, elements = self._parts(size, depth, str, list, bytes)
+        dtype = _dtype(name)
+        if len(shape) > 64 or not all(type(extent) is int and 0 <= extent < 1 << 62 for extent in shape):
+            raise ValueError("a shape that no array has")
+        if math.prod(shape) * dtype.itemsize != len(elements):
+            raise ValueError(f"{len(elements)} bytes for an array of {dtype} with shape {shape}")
+        array = np.ndarray(shape, dtype, elements).copy()
+        if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
+            raise ValueError("an element that is neither True nor False")
+        return array
+
+    def _scalar(self, size: int, depth: int) -> np.generic:
+        name, element = self._parts(size, depth, str, bytes)
+        dtype = _dtype(name)
+        if dtype.itemsize != len(element) or dtype.kind in "SU":
+            raise ValueError(f"{len(element)} bytes for a scalar of {dtype}")
+        scalar: np.generic = np.frombuffer(element, dtype)[0]
+        return scalar
+
+    def _parts(self, size: int, depth: int, *kinds: type) -> list[Any]:
+        if size != len(kinds):
+            raise ValueError(f"{size} parts where {len(kinds)} belong")
+        parts = []
+        for kind in kinds:
+            part = self.read(depth)
+            if type(part) is not kind:
+                raise ValueError(f"a {type(part).__name__} where a {kind.__name__} belongs")
+            parts.append(part)
+        return parts
+
+    def _checked(self, size: int, depth: int) -> int:
+        left = len(self.data) - self.at()
+        if size > left:  # each item has one byte at least
+            raise ValueError(f"{size} items in the {left} bytes that are left")
+        if depth > DEEPEST + 2:  # in the innermost may be a NumPy array, and in that its shape
+            raise ValueError(f"containers are more than {DEEPEST} deep in each other")
+        return size
+
+    @staticmethod
+    def _hashable(obj: Any, what: str) -> Any:
+        try:
+            hash(obj)
+        except TypeError:
+            raise ValueError(f"{what} with a {type(obj).__name__}, which cannot be one") from None
+        return obj
+
+    @staticmethod
+    def _complete(container: dict[Any, Any] | set[Any], size: int, what: str) -> None:
+        if len(container) != size:
+            raise ValueError(f"{what} comes twice")
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise Error("unpack: an array of bfloat16 came, which needs ml-dtypes: pip install ml-dtypes") from None
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    if not _DTYPE.fullmatch(name):
+        raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an array of dtype {name!r}: {error}") from None
+
+
+_READERS: dict[int, Callable[[_Reader, int, int], Any]] = {
+    _TUPLE: _Reader._tuple,
+    _SET: _Reader._set,
+    _FROZENSET: lambda reader, size, depth: frozenset(reader._set(size, depth)),
+    _COMPLEX: _Reader._complex,
+    _INTEGER: _Reader._integer,
+    _ARRAY: _Reader._ndarray,
+    _SCALAR: _Reader._scalar,
+}

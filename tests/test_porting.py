@@ -1,0 +1,234 @@
+"""docs/porting.md is true: what stands in its second column runs on two ranks, or, where it says so, is not there yet.
+
+A row that needs what this build does not have yet, and that this release will have, is expected to fail.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from ranks import Job
+
+import mscomm
+
+PAGE = Path(__file__).parent.parent / "docs/porting.md"
+LATER = "in a later release"
+
+
+class Row(NamedTuple):
+    """One row: the code on the left, the code on the right ("" for a dash), and the note."""
+
+    theirs: str
+    ours: str
+    note: str
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in PAGE.read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 3, line
+        assert re.fullmatch(r"`[^`]+`", cells[0]) and re.fullmatch(r"`[^`]+`|-", cells[1]), line
+        found.append(Row(cells[0].strip("`"), cells[1].strip("`-"), cells[2]))
+    return found
+
+
+ROWS = rows()
+
+# What ends a job is run in a job of its own.
+LAST = ("mscomm.release()", "mscomm.abort(")
+
+# One rank runs the first of these rows while the other runs the second.
+PAIRS = {
+    "mscomm.send(x, dst=1)": "mscomm.recv(out=x, src=0)",
+    "mscomm.send(x, dst=1, tag=7)": "mscomm.recv(out=x, src=0, tag=7)",
+    "mscomm.ops.Send(0, 1)(x)": "mscomm.ops.Receive(0, 0, [4], np.float32)()",
+}
+
+# Names of this release on which rows stand that do not spell them, by what stands in the row.
+STANDS_ON = {
+    "ops.ReduceScatter": "reduce_scatter",
+    "ops.Reduce(": "reduce",
+    "ops.CollectiveGather": "gather",
+    "ops.CollectiveScatter": "scatter",
+    "ops.AlltoAll": "all_to_all",
+    "ops.Send": "send",
+    "ops.Receive": "recv",
+}
+
+
+# What this release will have; a row that needs one of these before it is there is expected to fail.
+COMING = {
+    *("reduce_scatter", "reduce", "gather", "scatter", "all_to_all", "send", "recv", "all_gather_v", "split"),
+    *("create_group", "destroy_group", "get_process_group_ranks"),
+    *("get_world_rank_from_group_rank", "get_group_rank_from_world_rank"),
+}
+
+
+def missing(code: str) -> list[str]:
+    """What of this release the code needs and this build does not have."""
+    names = [*re.findall(r"mscomm\.([a-z_]+)\(", code), *(name for part, name in STANDS_ON.items() if part in code)]
+    absent = [name for name in names if name in COMING and not hasattr(mscomm, name)]
+    if "async_op" in code and "async_op" not in inspect.signature(mscomm.all_reduce).parameters:
+        absent.append("async_op")
+    return absent
+
+
+# --- the rank's side ------------------------------------------------------------------------------------------------
+
+
+def run_rows(codes: list[str], result: Path) -> None:
+    """Run each row by itself and note how it ended: "" or the error."""
+    mscomm.init()
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+    ended = {}
+    partners = {**PAIRS, **{receive: send for send, receive in PAIRS.items()}}
+    for code in codes:
+        names: dict[str, Any] = {
+            "np": np,
+            "mscomm": mscomm,
+            "rank": rank,
+            "size": size,
+            "x": np.arange(4, dtype=np.float32),
+            "out": np.empty(4 * size, np.float32),
+            "obj": {"rank": rank},
+        }
+        mine = partners[code] if code in partners and (code in PAIRS) != (rank == 0) else code
+        try:  # the rows are programs; to run them is the test
+            exec(compile(mine, f"row {mine!r}", "exec"), names)  # noqa: S102
+            ended[code] = ""
+        except Exception as error:
+            ended[code] = f"{type(error).__name__}: {error}"
+    (result / f"ended_{rank}.json").write_text(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    run_rows(json.loads(sys.argv[1]), Path(sys.argv[2]))
+
+
+# --- the rows -------------------------------------------------------------------------------------------------------
+
+
+def ended(codes: list[str], folder: Path) -> dict[str, list[str]]:
+    """How each row ended on each of two ranks."""
+    job = Job(2, [sys.executable, __file__, json.dumps(codes), str(folder)], folder, {"MSCOMM_TIMEOUT": "20"})
+    job.wait(60)
+    files = [folder / f"ended_{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), job.logs()
+    each = [json.loads(file.read_text()) for file in files]
+    return {code: [one[code] for one in each] for code in codes}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    codes = sorted({row.ours for row in ROWS if row.ours})
+    together = ended([code for code in codes if not code.startswith(LAST)], tmp_path_factory.mktemp("rows"))
+    for code in codes:
+        if code.startswith(LAST):
+            together |= ended([code], tmp_path_factory.mktemp("last"))
+    return together
+
+
+def running() -> list[Any]:
+    """The rows whose right side must run, each once."""
+    codes = dict.fromkeys(row.ours for row in ROWS if row.ours and LATER not in row.note)
+    return [
+        pytest.param(
+            code,
+            marks=pytest.mark.xfail(bool(missing(code)), reason=f"not in this build: {missing(code)}", strict=True),
+        )
+        for code in codes
+    ]
+
+
+@pytest.mark.parametrize("code", running())
+def test_what_the_page_says_to_write_runs_on_two_ranks(code: str, outcomes: dict[str, list[str]]) -> None:
+    assert outcomes[code] == ["", ""]
+
+
+@pytest.mark.parametrize("code", dict.fromkeys(row.ours for row in ROWS if LATER in row.note))
+def test_what_comes_in_a_later_release_is_not_there_yet(code: str, outcomes: dict[str, list[str]]) -> None:
+    not_there = ("AttributeError", "ImportError", "ModuleNotFoundError", "NotImplementedError", "BackendUnavailable")
+    assert all(outcome.startswith(not_there) for outcome in outcomes[code]), f"{code} is there: take the note away"
+
+
+def test_a_dash_has_a_note_that_says_who_does_it() -> None:
+    assert [row for row in ROWS if not row.ours and not row.note] == []
+
+
+def test_no_row_stands_twice_in_a_section() -> None:
+    for section in re.split(r"^##+ ", PAGE.read_text(), flags=re.M):
+        left = re.findall(r"^\| (`[^`]+`) \|", section, flags=re.M)
+        assert len(left) == len(set(left)), section.splitlines()[0]
+
+
+# --- what the tutorials use -----------------------------------------------------------------------------------------
+
+IMPORTS = """
+from context import set_auto_parallel_context, reset_auto_parallel_context
+from mindspore import LossMonitor
+from mindspore import Model, ParallelMode, set_context, GRAPH_MODE, set_auto_parallel_context
+from mindspore import Tensor
+from mindspore import context
+from mindspore import dtype as mstype
+from mindspore import set_context, GRAPH_MODE, Tensor
+from mindspore import set_context, GRAPH_MODE, set_ps_context, set_auto_parallel_context, ParallelMode
+from mindspore import train
+from mindspore.common.parameter import Parameter
+from mindspore.communication import get_rank, get_group_size
+from mindspore.communication import init
+from mindspore.communication import init, get_rank
+from mindspore.communication.management import get_rank
+from mindspore.communication.management import get_rank, get_group_size
+from mindspore.communication.management import init
+from mindspore.context import ParallelMode
+from mindspore.nn import Momentum
+from mindspore.nn import Momentum, Cell, Flatten, ReLU
+from mindspore.nn.optim.momentum import Momentum
+from mindspore.train import Model
+from mindspore.train.callback import CheckpointConfig, ModelCheckpoint, LossMonitor
+from mindspore.train.callback import LossMonitor
+from mindspore.train.model import Model
+from resnet import resnet50
+import mindspore as ms
+import mindspore.common.dtype as mstype
+import mindspore.dataset as ds
+import mindspore.dataset.transforms as transforms
+import mindspore.dataset.transforms.c_transforms as C
+import mindspore.dataset.vision as vision
+import mindspore.dataset.vision.c_transforms as vision
+import mindspore.nn as nn
+import mindspore.ops as ops
+import numpy as np
+import os
+""".strip().splitlines()
+
+NAMES = """
+init release get_rank get_group_size get_local_rank get_local_size create_group get_world_rank_from_group_rank
+get_group_rank_from_world_rank set_context GRAPH_MODE PYNATIVE_MODE device_target device_id save_graphs
+save_graphs_path set_ps_context enable_ssl set_auto_parallel_context reset_auto_parallel_context STAND_ALONE
+DATA_PARALLEL SEMI_AUTO_PARALLEL AUTO_PARALLEL Tensor float32 int32 AllGather Exp Log ReduceSum ReduceMean
+ReduceMax OneHot Div RealDiv Mul Sub Equal MatMul ReLU shape scalar_to_array shard initializer Cell Flatten
+MSELoss Momentum Parameter get_parameters trainable_params SoftmaxCrossEntropyExpand Model train LossMonitor
+CheckpointConfig ModelCheckpoint load_checkpoint load_param_into_net Cifar10Dataset GeneratorDataset map
+shuffle batch repeat RandomCrop RandomHorizontalFlip Resize Rescale Normalize HWC2CHW TypeCast
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_every_import_line_of_the_tutorials_has_a_row(line: str) -> None:
+    assert line in [row.theirs for row in ROWS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_the_tutorials_has_a_row(name: str) -> None:
+    assert [row for row in ROWS if " import " not in row.theirs and re.search(rf"\b{name}\b", row.theirs)]

@@ -1,0 +1,145 @@
+"""The installed package is whole, and runs on other machines than the one that built it.
+
+`make wheel` and cibuildwheel run this from an empty directory, in an environment that holds the wheel and pytest alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+
+import mscomm
+from mscomm import _core
+
+PACKAGE = Path(mscomm.__file__).parent
+HELPER = PACKAGE / "bootstrap/pmix_helper"
+GLIBC_FLOOR = (2, 28)
+
+# The C library (of which some parts are files of their own before glibc 2.34), its loader, and the compiler's runtime.
+SYSTEM_LIBRARIES = r"(ld-linux-.*|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s))\.so\.\d+"
+
+# What a build against a newer glibc binds to by a newer name, though one against 2.28 needs no more than 2.28 has:
+# functions that moved into libc in 2.34, those that were inline before 2.33, the C23 names of strtol, mathematics of a
+# new version, and what libstdc++ and libgcc ask for themselves.
+OLD_UNDER_A_NEW_NAME = (
+    r"__libc_start_main|__libc_single_threaded|_dl_find_object|pthread_\w+|sem_\w+|dl(open|sym|close|error|addr|info)"
+    r"|shm_open|shm_unlink|(timer|aio|mq)_\w+|__isoc23_\w+|f?l?stat(64|at)?|mknod(at)?|exp2?f?|log2?f?|powf?|fmod"
+)
+
+
+def is_elf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def elf_files() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*")) if path.is_file() and is_elf(path)]
+
+
+each_elf_file = pytest.mark.parametrize("path", elf_files(), ids=lambda path: path.name)
+
+
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_", k)}
+
+
+def test_the_package_is_the_installed_one_of_one_version():
+    assert Path(__file__).parent.parent / "python/mscomm" != PACKAGE
+    assert mscomm.__version__ == importlib.metadata.version("mscomm") == _core.version
+
+
+def test_what_editors_and_lawyers_ask_for_is_in():
+    files = {str(path) for path in importlib.metadata.files("mscomm") or ()}
+    assert {"mscomm/py.typed", "mscomm/_core.pyi"} <= files
+    assert any(re.fullmatch(r"mscomm-[^/]*\.dist-info/licenses/LICENSE", name) for name in files)
+
+
+def test_nothing_is_installed_outside_the_packages_folders():
+    files = [str(path) for path in importlib.metadata.files("mscomm") or ()]
+    expected = r"mscomm/.*|mscomm-[^/]*\.dist-info/.*|(\.\./)+bin/mscomm"
+    assert [name for name in files if not re.fullmatch(expected, name)] == []
+
+
+def test_the_compiled_files_are_there():
+    assert {Path(_core.__file__), HELPER} <= set(elf_files())
+
+
+def test_the_pmix_helper_can_be_executed():
+    done = subprocess.run([HELPER], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "usage: pmix_helper put|get KEY TIMEOUT_S LIBRARY...\n")
+
+
+@each_elf_file
+def test_only_the_c_library_and_the_compilers_runtime_are_needed(path):
+    with path.open("rb") as file:
+        tags = list(ELFFile(file).get_section_by_name(".dynamic").iter_tags())
+    needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
+    assert [name for name in needed if not re.fullmatch(SYSTEM_LIBRARIES, name)] == []
+    assert [tag for tag in tags if tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH")] == []
+
+
+@each_elf_file
+def test_no_function_newer_than_the_oldest_glibc_is_needed(path):
+    with path.open("rb") as file:
+        elf = ELFFile(file)
+        names = {
+            entry.entry.vna_other: entry.name
+            for section in elf.iter_sections()
+            if isinstance(section, GNUVerNeedSection)
+            for _, entries in section.iter_versions()
+            for entry in entries
+        }
+        symbols = elf.get_section_by_name(".dynsym")
+        versions = elf.get_section_by_name(".gnu.version")
+        needed = [
+            (symbol.name, names.get(versions.get_symbol(i).entry["ndx"], ""))
+            for i, symbol in enumerate(symbols.iter_symbols())
+            if symbol.entry.st_shndx == "SHN_UNDEF"
+        ]
+    of_glibc = [(name, version[len("GLIBC_") :]) for name, version in needed if version.startswith("GLIBC_")]
+    assert len(of_glibc) > 5
+    newer = [(n, v) for n, v in of_glibc if tuple(map(int, v.split("."))) > GLIBC_FLOOR]
+    assert [(n, v) for n, v in newer if not re.fullmatch(OLD_UNDER_A_NEW_NAME, n)] == []
+
+
+def test_other_modules_see_nothing_of_the_core_but_its_entry():
+    with open(_core.__file__, "rb") as file:
+        symbols = list(ELFFile(file).get_section_by_name(".dynsym").iter_symbols())
+    offered = [s.name for s in symbols if s.entry.st_shndx != "SHN_UNDEF" and s.entry.st_info.bind != "STB_LOCAL"]
+    assert offered == ["PyInit__core"]
+
+
+@each_elf_file
+def test_the_stack_is_not_executable(path):
+    with path.open("rb") as file:
+        stacks = [segment for segment in ELFFile(file).iter_segments() if segment.header.p_type == "PT_GNU_STACK"]
+        flags = [segment.header.p_flags for segment in stacks]
+    assert flags == [6]  # read and write
+
+
+def test_two_ranks_add_their_arrays(tmp_path):
+    script = tmp_path / "add.py"
+    script.write_text(
+        "import numpy as np, mscomm\n"
+        "mscomm.init()\n"
+        "print(mscomm.all_reduce(np.full(7, mscomm.get_rank() + 1, np.float32)).tolist())\n"
+    )
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", script]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {np.full(7, 3.0).tolist()}" for rank in (0, 1)]
+
+
+def test_the_doctor_finds_no_fault(tmp_path):
+    command = [Path(sys.executable).with_name("mscomm"), "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
