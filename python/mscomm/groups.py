@@ -1,153 +1,84 @@
-"""The job that this process takes part in: joining it, its group of all ranks, and leaving it."""
+"""The job that this process takes part in: joining it, its groups, and leaving it."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import hashlib
+import operator
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from mscomm import bootstrap
-from mscomm.cluster import assemble, links
-from mscomm.cluster.deadline import Deadline, join_timeout_s
+from mscomm.cluster import assemble, links, plan
+from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.member import Member
 from mscomm.context import plain_links_permitted
-from mscomm.errors import BackendUnavailable, Error, make
+from mscomm.errors import BackendUnavailable, Error, PeerLost, make
+from mscomm.group import PACKAGE, Group, Work
+
+__all__ = ["Group", "Work"]
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 _CALL_S = 1800.0
-_LINES_KEPT = 1024
-_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
-class Group:
-    """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world)."""
-
-    def __init__(
-        self,
-        name: str,
-        ranks: list[int],
-        rank: int,
-        assembled: assemble.Assembled,
-        member: Member | None,
-        timeout_s: float,
-    ):
-        self.name = name
-        self.rank = rank
-        self.size = len(ranks)
-        self.ranks = ranks
-        self.core = assembled.core
-        self.heap = assembled.heap
-        self.hosts = assembled.hosts
-        self.member = member
-        self.timeout_s = timeout_s
-        self.raised = False  # the user has seen the failure
-        self._cause: Error | None = None  # what every call raises from now on
-        self.record_dir = os.environ.get("MSCOMM_RECORD")
-        self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
-
-    def __repr__(self) -> str:
-        return f"<mscomm.Group {self.name}: rank {self.rank} of {self.size}>"
-
-    def run(
-        self,
-        what: int,
-        dtype: int,
-        op: int,
-        root: int,
-        x: np.ndarray[Any, Any] | None,
-        out: np.ndarray[Any, Any] | None,
-        timeout: Any,
-        fused: int = 0,
-    ) -> None:
-        """One collective call on checked arguments; every failure becomes the job's first cause here."""
-        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
-        if self._lines is not None:
-            number = self.core.where()[0] + 1
-            self._lines[number] = _caller()
-            self._lines.pop(number - _LINES_KEPT, None)
-        try:
-            self.core.run(what, dtype, op, root, x, out, seconds, fused)
-        except Error as symptom:
-            self._fail(symptom)
-        except BaseException as error:
-            # Not ours: a signal handler's exception. The group is broken, the others learn why, the exception passes.
-            failure = self.core.failure()
-            if failure is not None and self.member is not None:
-                kind, text, ranks, _, _ = failure
-                self.member.report("Aborted", f"{text}: {type(error).__name__}" if kind == "Aborted" else text, ranks)
-                self.raised = True
-                self._write_record(text)
-            raise
-
-    def _fail(self, symptom: Error) -> NoReturn:
-        """Raise the job's first cause in place of what this rank saw of it; the same one each time."""
-        cause = self.settle(symptom)
-        self.raised = True
-        if str(cause) != str(symptom):
-            raise cause from symptom
-        raise cause from None
-
-    def settle(self, symptom: Error) -> Error:
-        """The job's first cause, as a new exception; the others learn of the symptom."""
-        if self._cause is None:
-            self._cause = self._first_cause(symptom)
-            self._write_record(str(self._cause))
-        return make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
-
-    def _first_cause(self, symptom: Error) -> Error:
-        failure = self.core.failure()
-        if (
-            failure is not None and failure[4]
-        ):  # the hub's verdict has come, perhaps while the symptom was on its way here
-            kind, text, ranks, waiting_for, _ = failure
-            return make(kind, text, ranks, waiting_for)
-        return self.member.settle(symptom, self.core.where()[0]) if self.member is not None else symptom
-
-    def _write_record(self, cause: str) -> None:
-        """The last calls with their Python lines, to MSCOMM_RECORD/rank_<rank>.json."""
-        if self.record_dir is None or self._lines is None:
-            return
-        calls = self.core.calls()
-        for call in calls:
-            call["line"] = self._lines.get(call["number"], "")
-        path = Path(self.record_dir, f"rank_{self.rank}.json")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(
-                json.dumps({"rank": self.rank, "size": self.size, "cause": cause, "calls": calls}, indent=1)
-            )
-            partial.replace(path)
-        except OSError as error:
-            print(f"mscomm: rank {self.rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
-
-
-class _World:
+class _Joined:
     """What init() made, until release()."""
 
-    def __init__(self, group: Group, backend: str, launcher: str, local_rank: int, member: Member | None, hub: Any):
-        self.group = group
+    def __init__(self, job: assemble.Job, backend: str, algo: str, timeout_s: float) -> None:
+        self.job = job
         self.backend = backend
-        self.launcher = launcher
-        self.local_rank = local_rank
-        self.member = member
-        self.hub = hub
+        self.algo = algo
+        self.timeout_s = timeout_s
+        self.launcher = "none"
+        self.local_rank = 0
+        self.hub: Any = None  # its process, if this rank started it
         self.pid = os.getpid()
+        self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
+        self.splits: dict[str, int] = {}  # how often each group was split in this epoch
+        self.creations: dict[str, int] = {}  # how often each list of ranks was given each name in this epoch
+
+    @property
+    def world(self) -> Group:
+        return self.groups["world"]
+
+    @property
+    def member(self) -> Member | None:
+        return self.job.member
+
+    def found(self, group: Group, deadline: Deadline) -> None:
+        """Make the group, which all its ranks do, and let it begin to work."""
+        id = self._next_id(group)
+        try:
+            founded = self.job.found(id, group.name, group.ranks, deadline)
+        except Error as symptom:
+            raise self.member.settle(id, symptom, 0) if self.member else symptom from symptom
+        group.enter(self.job, id, founded)
+        self.groups[group.name] = group
+
+    def _next_id(self, group: Group) -> str:
+        """The group's id for the hub, the same on all its ranks."""
+        if group.name == "world":
+            return plan.world_id(self.job.epoch)
+        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
+        key = f"{group.name}:{ranks}"
+        self.creations[key] = turn = self.creations.get(key, 0) + 1
+        return f"{self.job.epoch}:{key}:{turn}"
 
 
-_world: _World | None = None
+_joined: _Joined | None = None
 _exit_handler_set = False
 
 
@@ -180,12 +111,12 @@ def init(
     >>> mscomm.get_rank(), mscomm.get_group_size()
     (0, 1)
     """
-    global _world
+    global _joined
     backend = _backend(backend_name)
-    if _world is not None and _world.pid == os.getpid():
-        if backend != _world.backend:
+    if _joined is not None and _joined.pid == os.getpid():
+        if backend != _joined.backend:
             raise RuntimeError(
-                f'init("{backend_name}"): this process has joined with backend {_world.backend}; call release() first'
+                f'init("{backend_name}"): this process has joined with backend {_joined.backend}; call release() first'
             )
         return
     del device  # an index of an accelerator; the CPU has none
@@ -200,29 +131,25 @@ def init(
 
     launcher = bootstrap.find(os.environ, init_method, rank, world_size)
     if launcher is None:
-        group = Group("world", [0], 0, assemble.alone("world"), None, timeout_s)
-        _world = _World(group, backend, "none", 0, None, None)
+        joined = _Joined(assemble.alone(), backend, algo, timeout_s)
+        joined.found(Group("world", [0], timeout_s), deadline)
     else:
-        _world = _join(
-            launcher.accept(os.environ, deadline, plain_links_permitted()), backend, algo, forced, timeout_s, deadline
-        )
+        invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
+        joined = _join(invitation, backend, algo, forced, timeout_s, deadline)
+    _joined = joined
     _watch_exit()
 
 
 def _join(
     invitation: bootstrap.Invitation, backend: str, algo: str, forced: list[str], timeout_s: float, deadline: Deadline
-) -> _World:
+) -> _Joined:
     """From the invitation to a group that every rank is ready to use."""
     sock, rank = invitation.sock, invitation.rank
-    with contextlib.ExitStack() as closing:
-        failing = closing.enter_context(contextlib.ExitStack())
+    with contextlib.ExitStack() as failing, assemble.unix_listener() as memory:
         failing.callback(sock.close)
         if not invitation.greeted:
             stranger = Identity(version=package_version(), rank=UNKNOWN_RANK if rank is None else rank)
             links.greet(sock, invitation.key, CONTROL, stranger, deadline)
-        listening = assemble.listeners(sock)
-        for listener in listening:
-            closing.callback(listener.close)
         member = Member(
             Frames(sock, FROM_HUB_BYTES),
             key=invitation.key,
@@ -231,27 +158,34 @@ def _join(
             hub=invitation.where,
         )
         failing.callback(member.close)
-        welcome = member.join(assemble.facts(backend, invitation.size, algo, listening), deadline)
-        rank = welcome.rank
-        try:
-            assembled = assemble.assemble("world", member, welcome, listening, forced, deadline)
-        except Error as symptom:
-            raise member.settle(symptom, 0) from symptom
-        except BaseException as error:
-            # The others must not wait for a rank that could not set itself up.
-            member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
-            raise
-        member.attach(assembled.core)
-        member.ready(deadline)
+        welcome = member.join(assemble.facts(backend, invitation.size, algo, memory), deadline)
+        with _telling(member, welcome.rank, welcome.epoch):
+            job = assemble.share(member, welcome, memory, forced, deadline)
+            joined = _Joined(job, backend, algo, timeout_s)
+            joined.found(Group("world", list(range(welcome.size)), timeout_s), deadline)
+            member.ready(deadline)
         failing.pop_all()
-    group = Group("world", list(range(welcome.size)), rank, assembled, member, timeout_s)
-    local = [r for r, host in enumerate(assembled.hosts) if host == assembled.hosts[rank]]
+    joined.launcher, joined.hub = invitation.launcher, invitation.hub
+    neighbours = job.neighbours()
     local_rank = invitation.local_rank
-    if local_rank is None or local_rank >= len(
-        local
-    ):  # unknown, or MSCOMM_HOST_ID divides what the launcher calls one host
-        local_rank = local.index(rank)
-    return _World(group, backend, invitation.launcher, local_rank, member, invitation.hub)
+    if local_rank is None or local_rank >= len(neighbours):
+        # Unknown, or MSCOMM_HOST_ID divides what the launcher calls one host.
+        local_rank = neighbours.index(job.rank)
+    joined.local_rank = local_rank
+    return joined
+
+
+@contextmanager
+def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
+    """What goes wrong in the set-up of the world is told to the others, who must not wait for this rank."""
+    world = plan.world_id(epoch)
+    try:
+        yield
+    except Error as symptom:
+        raise member.settle(world, symptom, 0) from symptom
+    except BaseException as error:
+        member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
+        raise
 
 
 def _backend(name: str | None) -> str:
@@ -265,46 +199,237 @@ def _backend(name: str | None) -> str:
 
 
 def release() -> None:
-    """Leave the job. Raises the group's failure if it came after this rank's last call and nobody has seen it yet.
+    """Leave the job. Raises a group's failure if it came after this rank's last call and nobody has seen it yet.
 
-    A rank that has left is no failure until another one waits for it. An exit handler calls this too.
+    Calls that run beside the caller are waited for. A rank that has left is no failure until another one waits for it.
+    An exit handler calls this too.
     """
-    global _world
-    world, _world = _world, None
-    if world is None or world.pid != os.getpid():
+    global _joined
+    joined, _joined = _joined, None
+    if joined is None or joined.pid != os.getpid():
         return
-    group = world.group
+    groups = list(reversed(joined.groups.values()))
     unseen: Error | None = None
-    try:
-        group.core.last_look()
-    except Error as symptom:
-        # A mismatch that no call of this rank has met: the others learn of it before this rank says bye.
-        unseen = group.settle(symptom)
+    for group in groups:
+        group.drain()
+        try:
+            group.core.last_look()
+        except Error as symptom:
+            # A mismatch that no call of this rank has met: the others learn of it before this rank says bye.
+            unseen = None if group.raised else group.settle(symptom)
     # First the word, then the end of the links: who still waits for this rank then knows that it left.
-    if world.member is not None:
-        world.member.leave(group.core.where()[0])
-    group.core.close()
-    failure = group.core.failure()
-    if unseen is None and failure is not None:
-        kind, text, ranks, waiting_for, _ = failure
-        unseen = make(kind, text, ranks, waiting_for)
-    if unseen is not None and not group.raised:
+    if joined.member is not None:
+        joined.member.leave(joined.world.core.where()[0])
+    for group in groups:
+        group.leave()
+        failure = group.core.failure()
+        if unseen is None and failure is not None and not group.raised:
+            kind, text, ranks, waiting_for, _ = failure
+            unseen = make(kind, text, ranks, waiting_for)
+    if unseen is not None and not joined.world.raised:
         raise unseen
 
 
 def is_initialized() -> bool:
     """Whether init() has joined a job that this process has not left."""
-    return _world is not None and _world.pid == os.getpid()
+    return _joined is not None and _joined.pid == os.getpid()
 
 
 def abort(reason: str) -> None:
     """End the job's communication: every rank's current and later calls raise Aborted with this rank and the reason."""
-    group = resolve(None)
-    text = _printable(f"rank {group.rank} called abort: {reason}")
-    group.raised = True
-    if group.member is not None:
-        group.member.report("Aborted", text, [group.rank])
-    group.core.abort("Aborted", [group.rank], [], text)
+    joined = _here()
+    _end_all(joined, _printable(f"rank {joined.job.rank} called abort: {reason}"))
+
+
+def _end_all(joined: _Joined, text: str) -> None:
+    rank = joined.job.rank
+    for group in joined.groups.values():
+        group.raised = True
+    if joined.member is not None:
+        joined.member.report("Aborted", text, [rank])
+    for group in joined.groups.values():
+        group.core.abort("Aborted", [rank], [], text)
+
+
+def rejoin(timeout: float | timedelta | None = None) -> int:
+    """After PeerLost: wait until every lost rank was started again, and go on with all of them in a new epoch.
+
+    All ranks that are left call it; the new ones call init(). The groups come back in the order of their creation: a
+    new rank founds them by the same create_group and split calls as at the start. Arrays stay as they are; those of
+    mscomm.empty that were made before are private memory from now on. Returns the epoch's number, 1 for the first.
+
+    timeout: seconds or a timedelta, None: MS_TOPO_TIMEOUT (600); then CollectiveTimeout. PeerLost if nobody starts
+    lost ranks of this job again: `mscomm run --max-restarts N` does.
+    """
+    joined = _here()
+    if joined.member is None:
+        raise RuntimeError("rejoin: this is a job of one rank")
+    deadline = Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout))
+    groups = [group for group in joined.groups.values() if group.name != "world"]
+    for group in joined.groups.values():
+        group.leave()
+    if joined.job.heap is not None:
+        joined.job.heap.retire()
+    while True:
+        try:
+            return _begin_epoch(joined, groups, deadline)
+        except PeerLost:  # another one, on the way
+            if deadline.passed:
+                raise
+
+
+def _begin_epoch(joined: _Joined, groups: list[Group], deadline: Deadline) -> int:
+    member, world = joined.member, joined.world
+    assert member
+    with assemble.unix_listener() as memory:
+        facts = assemble.facts(joined.backend, joined.job.size, joined.algo, memory)
+        welcome = member.rejoin(facts, deadline)
+        with _telling(member, welcome.rank, welcome.epoch):
+            joined.job = assemble.share(member, welcome, memory, joined.job.forced, deadline)
+            joined.creations.clear()
+            joined.splits.clear()
+            joined.groups = {}
+            joined.found(world, deadline)
+            member.ready(deadline)
+    for group in groups:
+        if group.made is not None:
+            group.made(deadline)
+    return welcome.epoch
+
+
+# -- groups
+
+
+def create_group(group: str, rank_ids: list[int]) -> Group | None:
+    """Found a group of some of the ranks; all of them call it with the same name and the same list.
+
+    rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
+    need not call; if it does, nothing happens and it gets None. The same name and ranks again: the group that is
+    there. Groups may overlap, and two threads may use two groups at once.
+
+    TypeError if group is no str or rank_ids no list of ints; ValueError for an empty list, a rank that is none, a rank
+    that is named twice, or a name that has other ranks. Mismatch if the ranks do not agree on the list; PeerLost;
+    CollectiveTimeout after MS_TOPO_TIMEOUT.
+
+    >>> pair = mscomm.create_group("pair", [0, 1])                         # on ranks 0 and 1
+    >>> mscomm.all_reduce(np.ones(1), group=pair)
+    array([2.])
+    """
+    joined = _here()
+    if not isinstance(group, str):
+        raise TypeError(f"create_group: the name is a {type(group).__name__}, expected a str")
+    if not isinstance(rank_ids, list):
+        raise TypeError(f"create_group: rank_ids is a {type(rank_ids).__name__}, expected a list of ints")
+    if group == "world" or group in WORLD_NAMES or not group:
+        raise ValueError(f"create_group: {group!r} is the group of all ranks; choose another name")
+    ranks = [_rank_in(joined.job.size, rank, "create_group: rank_ids") for rank in rank_ids]
+    if not ranks:
+        raise ValueError("create_group: rank_ids is empty")
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        raise ValueError(f"create_group: rank {twice} is in rank_ids {ranks.count(twice)} times")
+    there = joined.groups.get(group)
+    if there is not None:
+        if there.ranks != ranks:
+            raise ValueError(f"create_group: group {group!r} has the ranks {there.ranks}; destroy_group it first")
+        return there
+    if joined.job.rank not in ranks:
+        return None
+    made = Group(group, ranks, joined.timeout_s)
+    made.made = lambda deadline: joined.found(made, deadline)
+    made.made(Deadline(join_timeout_s(os.environ)))
+    return made
+
+
+def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group | None:
+    """Divide a group: the ranks with the same color found a group, ordered by key, then by rank.
+
+    All ranks of the group (None: the world) call it. color None: this rank takes part in none, and gets None. As
+    MPI_Comm_split. Raises as create_group.
+    """
+    joined = _here()
+    parent = resolve(group)
+    color = None if color is None else operator.index(color)
+    key = operator.index(key)
+
+    def found(deadline: Deadline) -> Group | None:
+        turn = joined.splits[parent.name] = joined.splits.get(parent.name, 0) + 1
+        facts = {"color": color, "key": key}
+        said = [facts]
+        if joined.member:
+            meeting = f"{joined.job.epoch}:split {turn}:{parent.id}"
+            said = joined.member.meet(meeting, f"split of group {parent.name}", parent.ranks, facts, deadline).facts
+        if color is None:
+            return None
+        alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
+        ranks = [parent.ranks[place] for _, place in sorted(alike)]
+        made.name, made.ranks, made.size = f"{parent.name}.{turn}.{color}", ranks, len(ranks)
+        joined.found(made, deadline)
+        return made
+
+    made = Group("", [], joined.timeout_s)
+    made.made = found
+    return found(Deadline(join_timeout_s(os.environ)))
+
+
+def shrink(group: Group | str | None, name: str) -> Group:
+    """After PeerLost: found a group of those ranks of the group that are still there, in their order.
+
+    All of them call it. It lasts until rejoin(). Raises as create_group.
+    """
+    joined = _here()
+    parent = resolve(group)
+    if name in joined.groups:
+        raise ValueError(f"shrink: there is a group {name!r} already")
+    deadline = Deadline(join_timeout_s(os.environ))
+    ranks = parent.ranks
+    if joined.member:
+        meeting = f"{joined.job.epoch}:shrink to {name}:{parent.id}"
+        ranks = joined.member.meet(meeting, f"shrink to {name!r}", ranks, {}, deadline, survivors=True).ranks
+    made = Group(name, ranks, joined.timeout_s)
+    joined.found(made, deadline)
+    return made
+
+
+def destroy_group(group: Group | str) -> None:
+    """End this rank's part in the group, and free what it holds. ValueError for the group of all ranks."""
+    joined = _here()
+    found = resolve(group)
+    if found is joined.world:
+        raise ValueError("destroy_group: the group of all ranks ends with release()")
+    del joined.groups[found.name]
+    found.drain()
+    found.leave()
+
+
+def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
+    """The group's ranks, as ranks in the world, in their order."""
+    return list(resolve(group).ranks)
+
+
+def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> int:
+    """The rank in the world of a rank of the group."""
+    found = resolve(group)
+    return found.ranks[_rank_in(found.size, group_rank_id, "get_world_rank_from_group_rank: group_rank_id")]
+
+
+def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
+    """The rank in the group of a rank of the world. ValueError if it is none of the group's."""
+    found = resolve(group)
+    rank = _rank_in(_here().job.size, world_rank_id, "get_group_rank_from_world_rank: world_rank_id")
+    if rank not in found.ranks:
+        raise ValueError(f"get_group_rank_from_world_rank: rank {rank} is not in group {found.name} {found.ranks}")
+    return found.ranks.index(rank)
+
+
+def _rank_in(size: int, rank: Any, what: str) -> int:
+    try:
+        rank = operator.index(rank)
+    except TypeError:
+        raise TypeError(f"{what}: {rank!r} is not an int") from None
+    if not 0 <= rank < size:
+        raise ValueError(f"{what}: {rank} is none of the ranks 0 to {size - 1}")
+    return int(rank)
 
 
 def get_rank(group: Group | str | None = None) -> int:
@@ -321,77 +446,68 @@ get_world_size = get_group_size
 
 
 def get_local_rank(group: Group | str | None = None) -> int:
-    """This process's place among the ranks of its host, as the launcher counts; it is not always in rank order."""
-    resolve(group)
-    assert _world is not None
-    return _world.local_rank
+    """This process's place among the group's ranks of its host; in the world as the launcher counts them."""
+    joined, found = _here(), resolve(group)
+    if found is joined.world:
+        return joined.local_rank
+    local = [rank for rank, host in zip(found.ranks, found.hosts, strict=True) if host == found.hosts[found.rank]]
+    return local.index(joined.job.rank)
 
 
 def get_local_rank_size(group: Group | str | None = None) -> int:
     """How many ranks of the group are on this host."""
-    hosts = resolve(group).hosts
-    return hosts.count(hosts[resolve(group).rank])
+    found = resolve(group)
+    return found.hosts.count(found.hosts[found.rank])
 
 
 def get_backend(group: Group | str | None = None) -> str:
     """The backend by which the group moves data: "cpu"."""
     resolve(group)
-    assert _world is not None
-    return _world.backend
+    return _here().backend
 
 
 def get_launcher() -> str:
-    """What started this job: "mscomm run", "MS_* cluster", "PMIx", "PMI", or "none" for a job of one."""
-    resolve(None)
-    assert _world is not None
-    return _world.launcher
+    """What started this job: "mscomm run", "MS_* cluster", "PMIx", ..., or "none" for a job of one."""
+    return _here().launcher
+
+
+def _here() -> _Joined:
+    if _joined is None:
+        raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
+    if _joined.pid != os.getpid():
+        raise RuntimeError(
+            f"mscomm: this process was forked from a rank (pid {_joined.pid}) and is no rank itself;"
+            " call mscomm in the parent"
+        )
+    return _joined
 
 
 def resolve(group: Group | str | None) -> Group:
     """The Group that the argument names. RuntimeError before init(), and in a forked child."""
-    if _world is None:
-        raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
-    if _world.pid != os.getpid():
-        raise RuntimeError(
-            f"mscomm: this process was forked from a rank (pid {_world.pid}) and is no rank itself;"
-            " call mscomm in the parent"
-        )
-    if group is None or group is _world.group:
-        return _world.group
+    joined = _here()
+    if group is None:
+        return joined.world
+    if isinstance(group, Group):
+        if joined.groups.get(group.name) is not group:
+            raise ValueError(f"group {group.name!r} was destroyed, or is of a job that this process has left")
+        return group
     if isinstance(group, str):
-        if group == "world" or group in WORLD_NAMES:
-            return _world.group
-        raise ValueError(f"no group is named {group!r}; there is {_world.group.name}")
+        if group in WORLD_NAMES:
+            return joined.world
+        if group in joined.groups:
+            return joined.groups[group]
+        raise ValueError(f"no group is named {group!r}; there is {', '.join(joined.groups)}")
     raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """An uninitialised array, in memory that the host's ranks share where there is such memory."""
-    heap = _world.group.heap if _world is not None and _world.pid == os.getpid() else None
+    heap = _joined.job.heap if _joined is not None and _joined.pid == os.getpid() else None
     size = dtype.itemsize
     for extent in shape:
         size *= extent
     memory = heap.allocate(size) if heap is not None else None
     return np.empty(shape, dtype) if memory is None else memory[:size].view(dtype).reshape(shape)
-
-
-def seconds_of(timeout: Any, name: str = "timeout") -> float:
-    """A time-out in seconds: a number or a timedelta, more than 0; inf for none."""
-    try:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: {timeout!r} is neither a number of seconds nor a timedelta") from None
-    if not seconds > 0:
-        raise ValueError(f"{name}: {timeout!r} is not more than 0 seconds (inf means none)")
-    return seconds
-
-
-def _caller() -> str:
-    """File and line of the first frame outside mscomm."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _printable(text: str) -> str:
@@ -422,14 +538,10 @@ class _TellingHook:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = _world
-        if world is not None and world.pid == os.getpid() and world.member is not None and not world.group.raised:
-            frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_PACKAGE)]
+        joined = _joined
+        if joined is not None and joined.pid == os.getpid() and joined.member is not None and not joined.world.raised:
+            frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(PACKAGE)]
             where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
             words = "".join(traceback.format_exception_only(kind, error)).strip()
-            rank = world.group.rank
-            text = _printable(f"rank {rank}: {words}{where}")
-            world.group.raised = True
-            world.member.report("Aborted", text, [rank])
-            world.group.core.abort("Aborted", [rank], [], text)
+            _end_all(joined, _printable(f"rank {joined.job.rank}: {words}{where}"))
         self._before(kind, error, trace)

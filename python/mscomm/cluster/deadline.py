@@ -5,6 +5,8 @@ from __future__ import annotations
 import select
 import socket
 import time
+from datetime import timedelta
+from typing import Any
 from collections.abc import Mapping
 
 _JOIN_S = 600.0
@@ -40,6 +42,17 @@ def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
     while not poller.poll(deadline.left() * 1000):
         if deadline.passed:
             raise TimeoutError(f"nothing happened on the socket for {deadline.seconds:g} s")
+
+
+def seconds_of(timeout: Any, name: str = "timeout") -> float:
+    """A time-out in seconds: a number or a timedelta, more than 0; inf for none."""
+    try:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {timeout!r} is neither a number of seconds nor a timedelta") from None
+    if not seconds > 0:
+        raise ValueError(f"{name}: {timeout!r} is not more than 0 seconds (inf means none)")
+    return seconds
 
 
 def join_timeout_s(env: Mapping[str, str]) -> float:
