@@ -30,6 +30,7 @@ OPS = {name: code for code, name in enumerate(_core.ops)}
 _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = (
     _core.collectives.index(name) for name in ("all_reduce", "all_gather", "broadcast", "barrier")
 )
+_ALL_REDUCE_MANY = _core.functions.index("all_reduce_many")
 
 
 def all_reduce(
@@ -52,7 +53,7 @@ def all_reduce(
     code, op_code = dtype_code(source.dtype), _op_code("all_reduce", op, source.dtype)
     out = arrays.like(x, x.shape) if out is None else _checked_out("all_reduce", x, out, x.shape, in_place=True)
     target, finish = arrays.into(out)
-    group.run(_ALL_REDUCE, code, op_code, -1, source, target, timeout)
+    group.run(_ALL_REDUCE, _ALL_REDUCE, code, op_code, -1, source, target, timeout)
     if finish:
         finish()
     return out
@@ -80,7 +81,7 @@ def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, tim
     shape = (x.shape[0] * group.size, *x.shape[1:]) if x.shape else (group.size,)
     out = arrays.like(x, shape) if out is None else _checked_out("all_gather", x, out, shape, in_place=group.size == 1)
     target, finish = arrays.into(out)
-    group.run(_ALL_GATHER, code, 0, -1, source, target, timeout)
+    group.run(_ALL_GATHER, _ALL_GATHER, code, 0, -1, source, target, timeout)
     if finish:
         finish()
     return out
@@ -100,7 +101,7 @@ def broadcast(
     code, root = dtype_code(source.dtype), _checked_root("broadcast", root, group)
     out = arrays.like(x, x.shape) if out is None else _checked_out("broadcast", x, out, x.shape, in_place=True)
     target, finish = arrays.into(out)
-    group.run(_BROADCAST, code, 0, root, source, target, timeout)
+    group.run(_BROADCAST, _BROADCAST, code, 0, root, source, target, timeout)
     if finish:
         finish()
     return out
@@ -113,7 +114,7 @@ def broadcast_(x: Any, root: int = 0, *, group: Group | str | None = None, timeo
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None) -> None:
     """Return when every rank of the group has called it."""
-    resolve(group).run(_BARRIER, 0, 0, -1, None, None, timeout)
+    resolve(group).run(_BARRIER, _BARRIER, 0, 0, -1, None, None, timeout)
 
 
 def all_reduce_many(
@@ -155,7 +156,9 @@ def all_reduce_many(
         ends = np.cumsum(sizes)
         for i, size, end in zip(members, sizes, ends, strict=True):
             bucket[end - size : end] = sources[i].reshape(-1)
-        group.run(_ALL_REDUCE, code, op_codes[members[0]], -1, bucket, bucket, timeout, fused)
+        group.run(
+            _ALL_REDUCE, _ALL_REDUCE_MANY, code, op_codes[members[0]], -1, bucket, bucket, timeout, digest=fused
+        )
         for i, size, end in zip(members, sizes, ends, strict=True):
             target, finish = targets[i]
             target.reshape(-1)[...] = bucket[end - size : end]

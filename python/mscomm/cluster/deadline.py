@@ -5,9 +5,9 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
-from collections.abc import Mapping
 
 _JOIN_S = 600.0
 
