@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
@@ -355,6 +356,17 @@ void shut_down_ends_all_waits() {
   CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
 }
 
+void close_ends_what_was_left_to_the_thread() {
+  std::string kind;
+  Ints out(3);
+  Group group(2);
+  group[0].detach(start_recv(group[0], 1, out), within(),
+                  [&](const std::optional<Error>& error) { kind = error ? error->kind : "none"; });
+  group[0].close(30);
+  CHECK(kind == "Aborted");
+  CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted: the group was released"));
+}
+
 // In the middle of data that flows: after shut_down() x and out belong to the caller.
 void shut_down_lets_go_of_memory() {
   for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
@@ -395,7 +407,12 @@ void garbage_is_refused() {
     CHECK(::send(wire, bytes, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header));
     close(wire);
     Ints out(2, 42);
-    refused += !error_of(box, start_recv(box, 1, out)).empty();
+    const std::string error = error_of(box, start_recv(box, 1, out));
+    refused += !error.empty();
+    // Another kind, type, count or tag can be a message too, though none for this recv.
+    const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
+                          at >= offsetof(Envelope, id);
+    if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
     CHECK(out == Ints(2, 42));
   }
   CHECK(refused == tries);
@@ -441,6 +458,58 @@ void the_window_bounds_what_is_kept() {
   flood.join();
 }
 
+void matched_messages_give_credit() {
+  const auto [wire, end] = unix_pair();
+  Mailbox box({0, 1}, 0, 7);
+  box.add_incoming(1, Stream(end, "rank 1"));
+  constexpr uint64_t messages = eager_window / 2 / eager_bytes + 1;
+  std::thread sender([wire = wire] {
+    for (uint64_t id = 1; id <= messages; id++) {
+      std::vector<char> message(sizeof(Envelope) + eager_bytes);
+      Envelope header;
+      header.epoch = 7;
+      header.source = 1;
+      header.count = eager_bytes;
+      header.id = id;
+      std::memcpy(message.data(), &header, sizeof header);
+      CHECK(::send(wire, message.data(), message.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(message.size()));
+    }
+  });
+  std::vector<char> out(eager_bytes);
+  for (uint64_t id = 1; id <= messages; id++) box.wait(box.start_recv(1, 0, Dtype::uint8, out.data(), out.size()), within());
+  sender.join();
+  Envelope credit;
+  CHECK(::recv(wire, &credit, sizeof credit, MSG_WAITALL) == sizeof credit);
+  CHECK(credit.kind == Envelope::Kind::credit && credit.source == 0 && credit.epoch == 7);
+  CHECK(credit.count == (messages - 1) * (eager_bytes + sizeof(Envelope)));
+  close(wire);
+}
+
+// The peers see the parent's end though a child that was forked from it lives on.
+void a_forked_child_lets_go() {
+  std::array<int, 2> hold{};
+  CHECK(pipe(hold.data()) == 0);
+  Ints out(3);
+  Group group(2);
+  group[0].detach(start_recv(group[0], 1, out), within(), [](const std::optional<Error>& error) { CHECK(error); });
+  group[1].detach(start_send(group[1], 0, out, 1), within(), [](const std::optional<Error>& error) { CHECK(!error); });
+  poll(nullptr, 0, 60);  // its thread sleeps by now, and must not be waited for in the child
+  const pid_t child = fork();
+  if (child == 0) {
+    close(hold[1]);
+    for (auto& box : group.boxes) box->close_descriptors();
+    group.boxes.clear();
+    char end;
+    _exit(read(hold[0], &end, 1) == 0 ? 0 : 1);
+  }
+  close(hold[0]);
+  group.boxes[0].reset();
+  CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
+  close(hold[1]);
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
 void more_than_2_GiB() {
   Group group(2);
   const size_t count = (size_t{1} << 28) + 5;  // of 8 bytes
@@ -472,8 +541,11 @@ int main(int argc, char** argv) {
   a_recv_that_was_given_up_takes_no_message();
   other_types_and_sizes_are_named();
   shut_down_ends_all_waits();
+  close_ends_what_was_left_to_the_thread();
   shut_down_lets_go_of_memory();
   garbage_is_refused();
   the_window_bounds_what_is_kept();
+  matched_messages_give_credit();
+  a_forked_child_lets_go();
   return test::failed();
 }
