@@ -289,12 +289,13 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
 
 def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
     """The job ended well, but what it wrote is lost: more than a pipe holds, less than makes the rank wait."""
-    command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("print('y' * 600_000)")]
+    command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = process.stderr.read()  # to its end, and nothing of stdout
         assert process.wait(30) == 1
         lost = int(re.search(r"mscomm run: (\d+) bytes of the ranks' output were dropped: nobody read stdout", said)[1])
-        assert len(process.stdout.read()) + lost == len("[0] \n") + 600_000
+        # The last piece may have gone out in part.
+        assert 600_000 <= len(process.stdout.read()) + lost < 600_000 + (16 << 10)
     assert f"{lost} bytes of output were dropped" in (tmp_path / "scheduler.log").read_text()
 
 

@@ -118,6 +118,7 @@ def reach(
     tried. <advice>". With one target alone, what is wrong with who listens there is raised at once.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
+    heard: dict[links.Address, str] = {}  # what was wrong with those that did listen, who may be gone at the end
     while True:
         problems = {}
         for target in targets:
@@ -135,11 +136,13 @@ def reach(
                 silences += silent
                 if isinstance(error, Error) and len(targets) == 1 and not (silent and silences < _SILENCES):
                     raise
-                problems[target] = str(error)
+                problems[target] = heard[target] = str(error)
             except BaseException:
                 sock.close()
                 raise
         what = _summary(problems)
+        if heard and not heard.items() <= problems.items():
+            what += f"; before that: {_summary(heard)}"
         waited_s = time.monotonic() - started
         if deadline.passed:
             raise BackendUnavailable(f"{absent} within {waited_s:.3g} s: {what}. {advice}")
