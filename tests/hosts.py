@@ -70,6 +70,11 @@ class Host:
                 raise
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def unplug(self) -> None:
+        """Take the host off its networks, without a word to anybody."""
+        for network in range(len(self.addresses)):
+            _ip("-n", self.space, "link", "set", f"net{network}", "down")
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.space).split()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import mscomm
+from mscomm import bootstrap
+from mscomm.bootstrap import kubernetes, rank_table, slurm
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ALLGATHER = EXAMPLES / "nccl_allgather.py"
 QUICKSTART = EXAMPLES / "distributed_training_quickstart"
@@ -24,14 +29,15 @@ ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Without what another launcher may have set for this process."""
-    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_(?!TEST)", k)} | more
+    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|WORLD_SIZE|MASTER_\w+|RANK_\w+)$"
+    return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
 class Environment:
     """A virtual environment with one MPI and mscomm in it."""
 
-    def __init__(self, folder: Path, flavour: str) -> None:
-        self.python = folder / "bin" / "python"
+    def __init__(self, folder: Path, flavour: str, python: Path | None = None) -> None:
+        self.python = python or folder / "bin" / "python"
         self.mpirun = folder / "bin" / "mpirun"
         self.flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"] if flavour == "Open MPI" else []
 
@@ -63,7 +69,18 @@ def mpich() -> Environment:
     return Environment(Path(folder), "MPICH")
 
 
-@pytest.fixture(params=["openmpi", "mpich"])
+@pytest.fixture
+def intel_mpi(monkeypatch: pytest.MonkeyPatch) -> Environment:
+    folder = os.environ.get("MSCOMM_TEST_INTEL_MPI")
+    if not folder:
+        pytest.skip("MSCOMM_TEST_INTEL_MPI names no environment with the wheels impi-rt and mpi4py")
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("I_MPI_ROOT", folder)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}/lib")  # for mpi4py
+    return Environment(Path(folder), "Intel MPI", Path(sys.executable))
+
+
+@pytest.fixture(params=["openmpi", "mpich", "intel_mpi"])
 def mpi(request: pytest.FixtureRequest) -> Environment:
     return request.getfixturevalue(request.param)
 
@@ -240,21 +257,317 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
 
 
-def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one() -> None:
-    """Variables of a job of 2 without its launcher: an error that says what was tried."""
-    for variables in (
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"},
-        {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "99"},
-        {"MSCOMM_RANK": "0", "MSCOMM_WORLD_SIZE": "2"},
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", "import mscomm; mscomm.init()"],
-            capture_output=True,
+COMMUNICATOR = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import mscomm
+mscomm.init(init_method=MPI.COMM_WORLD)
+assert (mscomm.get_rank(), mscomm.get_group_size()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+assert (mscomm.all_reduce(np.ones(3)) == MPI.COMM_WORLD.size).all()
+sys.stdout.write(mscomm.get_launcher() + "\\n")
+"""
+
+
+def test_a_communicator_may_carry_the_address(mpi: Environment, tmp_path: Path) -> None:
+    script = tmp_path / "communicator.py"
+    script.write_text(COMMUNICATOR)
+    done = mpi.start(3, script)
+    assert (done.returncode, done.stdout) == (0, "MPI communicator\n" * 3), done.stderr
+
+
+# -- torchrun
+
+
+TWICE = """
+import sys
+import numpy as np
+import mscomm
+for _ in range(2):
+    mscomm.init()
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+    assert (mscomm.all_gather(np.array([rank])) == np.arange(size)).all()
+    launcher = mscomm.get_launcher()
+    mscomm.release()
+sys.stdout.write(f"{launcher}: {rank} of {size}\\n")
+"""
+
+
+@pytest.fixture
+def torchrun() -> str:
+    program = os.environ.get("MSCOMM_TEST_TORCHRUN") or shutil.which("torchrun", path=f"{sys.prefix}/bin")
+    if not program:
+        pytest.skip("no torchrun: install torch here, or let MSCOMM_TEST_TORCHRUN name one")
+    return program
+
+
+@pytest.mark.parametrize("options", [["--standalone"], ["--master_port", "PORT"]], ids=["standalone", "static"])
+def test_torchrun(torchrun: str, tmp_path: Path, port: int, options: list[str]) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    words = [word.replace("PORT", str(port)) for word in options]
+    done = subprocess.run(
+        [torchrun, *words, "--nproc_per_node", "3", "--no-python", sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"torchrun: {rank} of 3" for rank in range(3)]
+
+
+RESTARTED = """
+import os, sys
+import numpy as np
+import mscomm
+mscomm.init()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    mscomm.barrier()
+    if mscomm.get_rank() == 1: os._exit(3)
+assert (mscomm.all_reduce(np.ones(3)) == mscomm.get_group_size()).all()
+sys.stdout.write("again\\n")
+"""
+
+
+def test_torchrun_restarts_the_ranks(torchrun: str, tmp_path: Path, port: int) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    words = ["--master_port", str(port), "--nproc_per_node", "2", "--max_restarts", "1", "--no-python"]
+    done = subprocess.run(
+        [torchrun, *words, sys.executable, script], capture_output=True, text=True, timeout=90, env=clean_environment()
+    )
+    assert (done.returncode, done.stdout) == (0, "again\n" * 2), done.stderr
+
+
+# -- launchers by their variables, on one host
+
+
+TABLE = {
+    "version": "1.0",
+    "server_count": "1",
+    "server_list": [
+        {
+            "server_id": "10.1.2.3",  # with one server alone nobody needs its address
+            "device": [{"device_id": str(i), "device_ip": f"192.1.27.{i}", "rank_id": str(i)} for i in range(3)],
+            "host_nic_ip": "reserve",
+        }
+    ],
+    "status": "completed",
+}
+
+
+def by_variables(script: Path, env: dict[str, str], size: int = 3) -> list[tuple[int, str, str]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
-            env=clean_environment(MS_TOPO_TIMEOUT="5", **variables),
+            env=clean_environment(**{name: text.replace("%", str(rank)) for name, text in env.items()}),
         )
-        assert done.returncode == 1 and "BackendUnavailable" in done.stderr, (variables, done.stderr)
+        for rank in range(size)
+    ]
+    try:
+        return [finished(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [
+        (
+            "Slurm",
+            {
+                "SLURM_PROCID": "%",
+                "SLURM_LOCALID": "%",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "3",
+                "SLURM_STEP_NODELIST": "node001",
+                "SLURM_JOB_ID": "PORT",
+            },
+        ),
+        ("RANK and WORLD_SIZE", {"RANK": "%", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"}),
+        ("rank table", {"RANK_ID": "%", "RANK_SIZE": "3", "RANK_TABLE_FILE": "TABLE"}),
+        (
+            "Kubernetes indexed job",
+            {"JOB_COMPLETION_INDEX": "%", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"},
+        ),
+    ],
+    ids=["slurm", "torch", "table", "kubernetes"],
+)
+def test_launchers_by_their_variables(name: str, env: dict[str, str], tmp_path: Path, port: int) -> None:
+    script, table = tmp_path / "twice.py", tmp_path / "table.json"
+    script.write_text(TWICE)
+    table.write_text(json.dumps(TABLE))
+    env = {key: text.replace("PORT", str(port)).replace("TABLE", str(table)) for key, text in env.items()}
+    for rank, end in enumerate(by_variables(script, env)):
+        assert end[:2] == (0, f"{name}: {rank} of 3\n"), end[2]
+
+
+def test_a_batch_script_is_no_step_and_one_task_no_job() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "5", "SLURM_NTASKS": "8"}
+    assert bootstrap.find(batch) is None
+    assert bootstrap.find({**batch, "SLURM_STEP_ID": "4294967291"}) is None
+    assert bootstrap.find({**batch, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    step = bootstrap.find({**batch, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"})
+    assert step and step.NAME == "Slurm"
+
+
+def test_the_order_of_launchers() -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
+    torch = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}
+
+    def name(env: dict[str, str]) -> str:
+        launcher = bootstrap.find(env)
+        assert launcher
+        return launcher.NAME
+
+    assert name({**step, "PMIX_RANK": "0"}) == "PMIx"
+    assert name({**step, "PMI_FD": "3"}) == "PMI"
+    assert name({**step, **torch}) == "Slurm"
+    assert name({**torch, "PMIX_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}) == "torchrun"
+    assert name({**torch, "JOB_COMPLETION_INDEX": "0"}) == "RANK and WORLD_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("vm", ["vm"]),
+        ("node[001,007-010],x", ["node001", "node007", "node008", "node009", "node010", "x"]),
+        ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
+        ("r[1-2]n[08-10]", ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10"]),
+    ],
+)
+def test_slurms_lists_of_nodes(text: str, nodes: list[str]) -> None:
+    assert slurm.hosts(text) == nodes
+
+
+@pytest.mark.parametrize("text", ["", "node[", "node[3-1]", "node[1-2-3]", "a b"])
+def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
+    with pytest.raises(mscomm.BackendUnavailable):
+        slurm.hosts(text)
+
+
+def broken(*path: object, value: object) -> str:
+    """The table with one place changed."""
+    table = json.loads(json.dumps(TABLE))
+    place = table
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "server_list: there is no such list"),
+        (broken("status", value="initializing"), "status: it is 'initializing'"),
+        (broken("server_list", 0, "server_id", value=""), r"server_list\[0\].server_id: it is ''"),
+        (broken("server_list", 0, "device", 1, "rank_id", value="x"), r"device\[1\].rank_id: it is 'x'"),
+        (broken("server_list", 0, "device", 1, "rank_id", value="0"), r"device\[1\].rank_id: rank 0 is there twice"),
+        (
+            broken("server_list", 0, "device", 1, "rank_id", value="5"),
+            r"3 devices must have the ranks 0 to 2; missing: \[1\]",
+        ),
+    ],
+)
+def test_a_wrong_rank_table_is_refused_with_the_place(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rank_table.read(text.encode(), "table.json")
+
+
+def test_pod_0s_name_comes_from_our_own() -> None:
+    assert kubernetes.pod_0("train-3", 3) == "train-0"
+    assert kubernetes.pod_0("job-1-12.svc.default.svc.cluster.local", 12) == "job-1-0.svc.default.svc.cluster.local"
+    with pytest.raises(mscomm.BackendUnavailable, match="Set MASTER_ADDR"):
+        kubernetes.pod_0("node7", 3)
+
+
+# -- by hand
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_init_by_an_address_in_any_order(host: str, tmp_path: Path, port: int) -> None:
+    script = tmp_path / "by_hand.py"
+    script.write_text(
+        "import sys\nimport numpy as np\nimport mscomm\n"
+        f"mscomm.init(init_method='tcp://{host}:{port}', rank=int(sys.argv[1]), world_size=3)\n"
+        "assert (mscomm.all_reduce(np.ones(3)) == 3).all()\nprint(mscomm.get_rank(), mscomm.get_local_rank())"
+    )
+    processes = {
+        rank: subprocess.Popen(
+            [sys.executable, script, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environment(TMPDIR=str(tmp_path)),
+        )
+        for rank in (2, 1, 0)
+    }
+    for rank, process in processes.items():
+        code, out, err = finished(process)
+        assert (code, out) == (0, f"{rank} {rank}\n"), err
+    assert list((tmp_path / f"mscomm-{os.getuid()}").iterdir()) == []  # the key file has gone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"rank": 0, "world_size": 2}, TypeError, "to go with rank and world_size"),
+        ({"init_method": 5}, TypeError, "init_method is a int"),
+        ({"init_method": "file:///x", "rank": 0, "world_size": 2}, ValueError, "expected tcp://host:port"),
+        ({"init_method": "tcp://a:0", "rank": 0, "world_size": 2}, ValueError, "expected tcp://host:port"),
+        ({"init_method": "tcp://a:2900"}, ValueError, "needs rank and world_size"),
+        ({"init_method": "tcp://a:2900", "rank": 2, "world_size": 2}, ValueError, "0 <= rank < world_size"),
+    ],
+)
+def test_wrong_arguments_of_init_by_hand(arguments: dict[str, object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        bootstrap.find({}, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_world_of_one_needs_nobody() -> None:
+    assert bootstrap.find({}, "tcp://nowhere.invalid:2900", 0, 1) is None
+    assert bootstrap.find({}, "env://") is None
+
+
+# -- what cannot be reached
+
+
+UNREACHABLE = [
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"},
+    {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "99"},
+    {"MSCOMM_RANK": "0", "MSCOMM_WORLD_SIZE": "2"},
+    {"MSCOMM_RANK": "0", "MSCOMM_WORLD_SIZE": "2", "MSCOMM_SCHED": "127.0.0.1:1"},
+    {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"},
+    {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid"},
+    {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "none"},
+    {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "vm"},
+    {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    {"JOB_COMPLETION_INDEX": "1"},
+    {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid"},
+]
+
+
+@pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
+def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
+    """Variables of a job of 2 without its launcher, or without the other rank: an error that says what was tried."""
+    variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", "import mscomm; mscomm.init()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(MS_TOPO_TIMEOUT="2", **variables),
+    )
+    assert done.returncode == 1 and "BackendUnavailable" in done.stderr, done.stderr
 
 
 # -- the quickstart

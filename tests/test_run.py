@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,7 +104,14 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
         (["x.py"], "Error: say how many ranks to start"),
         (["-n", "2", "absent.py"], "Error: there is no script absent.py"),
         (["-n", "2", "no-such-program"], "Error: no-such-program is neither"),
-        (["--worker_num", "4", "--local_worker_num", "2", "x.py"], "these must be equal"),
+        (["-n", "3", "--local_worker_num", "2", "x.py"], "both say how many ranks this host has"),
+        (["--worker_num", "5", "--local_worker_num", "2", "x.py"], "--worker_num 5 is not 2 on each of 1 host"),
+        (["--nnodes", "1:4", "-n", "2", "x.py"], "--nnodes 1:4: expected the number of hosts"),
+        (["--worker_num", "4", "--local_worker_num", "2", "x.py"], "the job has 2 hosts: say which one this is"),
+        (["--nnodes", "2", "-n", "2", "--node-rank", "2", "x.py"], "--node-rank 2: a job of 2 hosts has"),
+        (["--nnodes", "2", "-n", "2", "--node-rank", "1", "x.py"], "name node 0's address"),
+        (["--join=False", "-n", "2", "x.py"], "stays until the ranks have ended"),
+        (["--cluster_time_out", "0", "-n", "2", "true"], "MS_TOPO_TIMEOUT='0.0'"),
     ],
 )
 def test_wrong_arguments_are_one_line(args, text):
@@ -276,6 +285,135 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
         with open(reader, "rb") as pipe:
             assert pipe.read() == (b"[0] " + b"y" * 1000 + b"\n") * 3000
         assert process.wait(20) == 3
+
+
+def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
+    """The job ended well, but what it wrote is lost: more than a pipe holds, less than makes the rank wait."""
+    command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said = process.stderr.read()  # to its end, and nothing of stdout
+        assert process.wait(30) == 1
+        lost = int(re.search(r"mscomm run: (\d+) bytes of the ranks' output were dropped: nobody read stdout", said)[1])
+        # The last piece may have gone out in part.
+        assert 600_000 <= len(process.stdout.read()) + lost < 600_000 + (16 << 10)
+    assert f"{lost} bytes of output were dropped" in (tmp_path / "scheduler.log").read_text()
+
+
+def test_torchruns_variables_are_the_defaults(script):
+    env = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29500"}
+    assert sorted(run(script("print('here')"), env=env).stdout.splitlines()) == ["[0] here", "[1] here"]
+    assert run("-n", 1, script("print('here')"), env=env).stdout == "[0] here\n"
+
+
+def test_msruns_line_is_understood(script):
+    words = ["--worker_num=2", "--local_worker_num=2", "--master_port=8118", "--join=True", "--cluster_time_out=60"]
+    done = run(*words, script("print(os.environ['MS_TOPO_TIMEOUT'])"))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 60.0", "[1] 60.0"])
+
+
+# -- several nodes, here by loopback addresses of one host; tests/test_hosts.py has hosts
+
+
+def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank", str(rank)]
+    return subprocess.Popen(
+        [*MSCOMM, "run", *words, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+@pytest.fixture
+def nodes(script):
+    """nodes(body): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+
+    def run_both(body, *args, first=1, **env):
+        path = script(body)
+        started = {rank: start_node(rank, "-n", 2, *args, path, port=port, **env) for rank in (first, 1 - first)}
+        try:
+            said = {rank: process.communicate(timeout=60) for rank, process in started.items()}
+        finally:
+            for process in started.values():
+                process.terminate()
+                process.communicate(timeout=20)
+        return [(started[rank].returncode, *said[rank]) for rank in (0, 1)]
+
+    return run_both
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_nodes_make_one_job(nodes, first):
+    body = (
+        "import numpy as np, mscomm\nmscomm.init()\nprint(mscomm.all_gather(np.array([rank])), mscomm.get_launcher())"
+    )
+    for node, (code, out, err) in enumerate(nodes(body, first=first)):
+        assert code == 0, err
+        assert sorted(out.splitlines()) == [f"[{2 * node + i}] [0 1 2 3] mscomm run" for i in range(2)]
+        assert ("--node-rank 1 --master-addr 127.0.0.1" in err) == (node == 0)  # the line for the other node
+
+
+def test_the_key_is_in_no_environment_and_no_command_line(nodes, tmp_path):
+    key = os.urandom(32).hex()
+    (tmp_path / "key").write_text(key)
+    (tmp_path / "key").chmod(0o600)
+    body = (
+        "import mscomm\nmscomm.init()\n"
+        "assert open('/proc/self/environ').read().count(KEY) == open('/proc/self/cmdline').read().count(KEY) == 0\n"
+        "mscomm.barrier()"
+    ).replace("KEY", f"{key[:20]!r} + {key[20:]!r}")
+    for code, _, err in nodes(body, MSCOMM_JOB_KEY_FILE=str(tmp_path / "key")):
+        assert code == 0, err
+
+
+def test_a_failure_on_one_node_ends_the_job_on_the_other(nodes):
+    body = "import mscomm\nmscomm.init()\nif rank == 3: sys.exit(7)\nmscomm.barrier()"
+    (code_0, _, err_0), (code_1, _, err_1) = nodes(body)
+    assert (code_0, code_1) == (1, 7), err_0 + err_1
+    assert "the job failed on another host: PeerLost" in err_0
+    assert "rank 3 failed first on this host: exit code 7" in err_1
+
+
+def test_a_rank_that_is_killed_elsewhere_ends_ranks_that_do_not_look(nodes):
+    body = (
+        "import mscomm\nmscomm.init()\nmscomm.barrier()\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\nwhile True: time.sleep(1)"
+    )
+    (code_0, _, err_0), (code_1, _, err_1) = nodes(body)
+    assert code_0 == 128 + signal.SIGTERM and code_1 == 128 + signal.SIGKILL, err_0 + err_1
+    assert "the job failed on another host: PeerLost: rank 2" in err_0
+
+
+def test_node_0_stays_until_the_others_have_left(nodes):
+    body = "import mscomm\nmscomm.init()\nif rank > 1: time.sleep(3)\nprint('done')"
+    for code, out, err in nodes(body):
+        assert code == 0 and len(out.splitlines()) == 2, err
+
+
+def test_programs_that_know_nothing_of_mscomm_need_no_hub(nodes):
+    for node, (code, out, err) in enumerate(nodes("print(os.environ['MSCOMM_WORLD_SIZE'], os.environ['MSCOMM_RANK'])")):
+        assert code == 0, err
+        assert sorted(out.splitlines()) == [f"[{2 * node + i}] 4 {2 * node + i}" for i in range(2)]
+
+
+def test_off_loopback_several_nodes_need_a_key_or_permission():
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "0.0.0.0", "--master-port", "28118"]
+    done = run(*words, "-n", 1, "true")
+    assert done.returncode == 1
+    assert "export MSCOMM_JOB_KEY_FILE=" in done.stderr and "mscomm run --permit-plain" in done.stderr
+
+
+def test_a_node_without_node_0_says_where_it_looked():
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--cluster_time_out", "0.5"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        done = run(*words, "--master-port", taken.getsockname()[1], "-n", 1, "true")
+    assert done.returncode == 1
+    assert "no node 0 at 127.0.0.1:" in done.stderr and "Connection refused" in done.stderr
 
 
 def test_a_failure_ends_the_job_though_nobody_reads(script):

@@ -1,4 +1,8 @@
-"""Our own launcher, `mscomm run`: MSCOMM_* variables say who we are, the control link is an inherited descriptor."""
+"""Our own launcher, `mscomm run`: MSCOMM_* variables say who we are, and the way in is an inherited descriptor.
+
+On one host it is the control link itself. Over several hosts the job's key can be read from it, and MSCOMM_SCHED is
+where the launcher of node 0 listens.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ import stat
 from collections.abc import Mapping
 
 from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.rendezvous import Place, invitation, reach
 from mscomm.cluster.deadline import Deadline, wait
-from mscomm.cluster.links import require_same_user
+from mscomm.cluster.links import CONTROL, Identity, greet, package_version, require_same_user
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable
 
 NAME = "mscomm run"
 _taken: set[int] = set()  # descriptors that this process took over; their numbers may be somebody else's by now
-VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", "MSCOMM_CONTROL_FD")
+SCHED, KEY_FD, CONTROL_FD = "MSCOMM_SCHED", "MSCOMM_KEY_FD", "MSCOMM_CONTROL_FD"
+VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", CONTROL_FD)
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -24,8 +30,9 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Take over the inherited end of the control link and read the job's key from it."""
-    rank, size, local_rank, local_size, fd = (_number(env, name) for name in VARIABLES)
+    """Take over the inherited descriptor and read the job's key from it; then, over several hosts, connect."""
+    inherited = KEY_FD if SCHED in env else CONTROL_FD
+    rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
         raise BackendUnavailable(
             "mscomm run: a process can join its job once, and this one has: call init() once, and release() at the end"
@@ -33,14 +40,32 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     if not (rank < size and local_rank < local_size <= size):
         values = ", ".join(f"{name}={env[name]}" for name in VARIABLES[:4])
         raise BackendUnavailable(f"mscomm run: {values} do not fit together; leave these variables to the launcher")
-    sock = _adopt(fd)
+    sock = _adopt(fd, inherited)
     _taken.add(fd)
     try:
-        key = _read_key(sock, deadline)
+        key = _read_key(sock, inherited, deadline)
     except BaseException:
         sock.close()
         raise
-    return Invitation(sock, key, True, rank, size, local_rank, None, NAME, where="the launcher (mscomm run)")
+    if inherited == CONTROL_FD:
+        return Invitation(sock, key, True, rank, size, local_rank, None, NAME, where="the launcher (mscomm run)")
+    sock.close()
+    return _connect(env[SCHED], key, Place(rank, size, local_rank, one_host=False), deadline)
+
+
+def _connect(sched: str, key: bytes, at: Place, deadline: Deadline) -> Invitation:
+    host, _, port = sched.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise BackendUnavailable(f"mscomm run: {SCHED}={sched!r}, expected address:port; leave it to the launcher")
+    mine = Identity(version=package_version(), rank=at.rank)
+    sock = reach(
+        [(host.strip("[]"), int(port))],
+        deadline,
+        lambda sock: greet(sock, key, CONTROL, mine, deadline),
+        f"mscomm run: rank {at.rank} finds no launcher of node 0 at {sched}",
+        "Has it ended, or does a firewall lie between the hosts?",
+    )
+    return invitation(NAME, at, sock, key, f"the launcher of node 0 (mscomm run) at {sched}", greeted=True)
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -53,31 +78,31 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _adopt(fd: int) -> socket.socket:
+def _adopt(fd: int, name: str) -> socket.socket:
     """The socket behind the descriptor; no child of ours inherits it again."""
     advice = "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once"
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            raise BackendUnavailable(f"mscomm run: MSCOMM_CONTROL_FD={fd} is not a socket; {advice}")
+            raise BackendUnavailable(f"mscomm run: {name}={fd} is not a socket; {advice}")
         os.set_inheritable(fd, False)
         sock = socket.socket(fileno=fd)
     except OSError as error:
-        raise BackendUnavailable(f"mscomm run: MSCOMM_CONTROL_FD={fd}: {error.strerror}; {advice}") from error
+        raise BackendUnavailable(f"mscomm run: {name}={fd}: {error.strerror}; {advice}") from error
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
         sock.detach()  # somebody else's socket: leave it as it is
-        raise BackendUnavailable(f"mscomm run: MSCOMM_CONTROL_FD={fd} is not a unix stream socket; {advice}")
+        raise BackendUnavailable(f"mscomm run: {name}={fd} is not a unix stream socket; {advice}")
     require_same_user(sock)
     return sock
 
 
-def _read_key(sock: socket.socket, deadline: Deadline) -> bytes:
+def _read_key(sock: socket.socket, name: str, deadline: Deadline) -> bytes:
     key = b""
     while len(key) < KEY_BYTES:
         try:
             wait(sock, select.POLLIN, deadline)
             received = sock.recv(KEY_BYTES - len(key))
         except OSError as error:
-            raise BackendUnavailable(f"mscomm run: no word from the launcher on MSCOMM_CONTROL_FD: {error}") from error
+            raise BackendUnavailable(f"mscomm run: no word from the launcher on {name}: {error}") from error
         if not received:
             raise BackendUnavailable(
                 "mscomm run: the launcher has ended, or another process of this rank has joined already"

@@ -146,19 +146,11 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
 def _bind(settings: Settings) -> socket.socket:
     """A socket bound to exactly MS_SCHED_HOST:MS_SCHED_PORT."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        return rendezvous.bind(settings.host, settings.port)
     except socket.gaierror as error:
         raise BackendUnavailable(f"{_where(settings)}: the name cannot be resolved ({error.strerror})") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        listener.close()
         raise _cannot_listen(settings, error) from error
-    return listener
 
 
 def _cannot_listen(settings: Settings, error: OSError) -> BackendUnavailable:

@@ -118,13 +118,14 @@ def reach(
     tried. <advice>". With one target alone, what is wrong with who listens there is raised at once.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
+    heard: dict[links.Address, str] = {}  # what was wrong with those that did listen, who may be gone at the end
     while True:
         problems = {}
         for target in targets:
             try:
                 sock = _connect(target, deadline if len(targets) == 1 else deadline.within(_ATTEMPT_S), source)
             except OSError as error:
-                problems[target] = _words(error)
+                problems[target] = words(error)
                 continue
             try:
                 admit(sock)
@@ -135,11 +136,13 @@ def reach(
                 silences += silent
                 if isinstance(error, Error) and len(targets) == 1 and not (silent and silences < _SILENCES):
                     raise
-                problems[target] = str(error)
+                problems[target] = heard[target] = str(error)
             except BaseException:
                 sock.close()
                 raise
         what = _summary(problems)
+        if heard and not heard.items() <= problems.items():
+            what += f"; before that: {_summary(heard)}"
         waited_s = time.monotonic() - started
         if deadline.passed:
             raise BackendUnavailable(f"{absent} within {waited_s:.3g} s: {what}. {advice}")
@@ -159,7 +162,8 @@ def _connect(target: links.Address, deadline: Deadline, source: str | None) -> s
     return sock
 
 
-def _words(error: OSError) -> str:
+def words(error: OSError) -> str:
+    """What is wrong, for messages."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     return error.strerror or str(error)
@@ -193,7 +197,7 @@ def _host(
                 what = {
                     errno.EADDRINUSE: "taken, perhaps by another job",
                     errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
-                }.get(error.errno or 0, _words(error))
+                }.get(error.errno or 0, words(error))
                 raise BackendUnavailable(
                     f"{launcher}: rank 0 cannot listen at {_where(at, spot)}: {what}. {advice}"
                 ) from error
@@ -229,12 +233,20 @@ def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> 
 
 def _bind(at: Place, spot: Spot, port: int, env: Mapping[str, str]) -> socket.socket:
     if at.one_host:
-        family, address = int(socket.AF_UNIX), _unix_name(spot.job)
-    else:
-        family, address = _resolve(spot.host, port)
-        if security.is_loopback(address[0]) and not is_loopback_name(spot.host):
-            # /etc/hosts often gives a host's own name a loopback address, at which the others do not find it.
-            family, address = _resolve(interfaces.host_address(env), port)
+        return _bound(socket.AF_UNIX, _unix_name(spot.job))
+    family, address = _resolve(spot.host, port)
+    if security.is_loopback(address[0]) and not is_loopback_name(spot.host):
+        # /etc/hosts often gives a host's own name a loopback address, at which the others do not find it.
+        family, address = _resolve(interfaces.host_address(env), port)
+    return _bound(family, address)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to exactly this address of this host; OSError as the kernel, or the resolver, says."""
+    return _bound(*_resolve(host, port))
+
+
+def _bound(family: int, address: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The ranks of one job on this host as processes: started, watched, and ended so that nothing is left behind."""
+"""The ranks of a job on this host as processes: started, watched, and ended so that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import selectors
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
 from mscomm.cli.output import Output, Stream, Streams
-from mscomm.cluster.hub import Hub
-from mscomm.cluster.security import new_key
+from mscomm.cli.parts import Part
+from mscomm.cluster.judge import Verdict
 
 REPORT_S = 5.0  # after the first failure the others may report this long, before SIGTERM
 TERM_S = 2.0  # from SIGTERM to SIGKILL
@@ -26,6 +26,7 @@ DRAIN_S = 1.0  # for output that is still in the pipes when all have ended
 STALLED_S = 10.0  # at the end, a reader that takes nothing for this long gets no more
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # the status when nobody reads our output any more
+_NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
 KILL_AT_SIGNAL = 3  # somebody who presses Ctrl-C three times wants out
 
 
@@ -40,7 +41,7 @@ class CannotStart(Exception):
 class End(NamedTuple):
     """How a rank's process ended."""
 
-    rank: int
+    rank: int  # in the job
     code: int  # as in subprocess: negative, killed by that signal
     after_s: float
 
@@ -62,27 +63,22 @@ def _signal_name(number: int) -> str:
 
 
 class Launch:
-    """One run of `command` as `size` ranks. Use it in the main thread: it takes over signals."""
+    """One run of `command` as `size` ranks on this host. Use it in the main thread: it takes over signals."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        size: int,
-        env: Mapping[str, str],
-        *,
-        topo_timeout_s: float,
-        log_dir: Path | None = None,
+        self, command: Sequence[str], size: int, env: Mapping[str, str], part: Part, log_dir: Path | None = None
     ) -> None:
         self._command = list(command)
         self._size = size
-        self._env = env
-        self._topo_timeout_s = topo_timeout_s
+        self._env = {name: value for name, value in env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
+        self._part = part
         self._log_dir = log_dir
+        self._scheduler_log: BinaryIO | None = None
         self._started = time.monotonic()
         self._processes: list[
             subprocess.Popen[bytes]
-        ] = []  # by rank; never reaped before the end, so that their ids stay ours
-        self._ends: dict[int, End] = {}
+        ] = []  # by local rank; never reaped before the end, so that their ids stay ours
+        self._ends: dict[int, End] = {}  # by local rank
         self._signals = 0
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # what to send to those that still run, and when
@@ -93,17 +89,20 @@ class Launch:
         self._stderr = Output(2, self._streams.wake)
 
     def run(self) -> int:
-        with ExitStack() as stack:
-            stack.callback(self._selector.close)
-            self._take_signals(stack)
-            hub = self._start_hub(stack)
-            stack.callback(self._end_all)
-            self._start_ranks(hub, stack)
-            try:
-                self._watch(hub)
-            except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
-                return PIPE_CLOSED
-        return self._summary(hub.verdict.ranks[:1] if hub.verdict else ())
+        with ExitStack() as logs:
+            if self._part.first == 0:
+                self._scheduler_log = self._open_log("scheduler.log", logs)
+            with ExitStack() as stack:
+                stack.callback(self._selector.close)
+                self._part.open(stack, self._note)  # may wait, and Ctrl-C ends that
+                self._take_signals(stack)
+                stack.callback(self._end_all)
+                self._start_ranks(stack)
+                try:
+                    self._watch()
+                except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
+                    return PIPE_CLOSED
+            return self._summary(self._part.verdict())
 
     # -- start
 
@@ -121,45 +120,30 @@ class Launch:
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
 
-    def _start_hub(self, stack: ExitStack) -> Hub:
-        log = self._open_log("scheduler.log", stack)
-
-        def note(text: str) -> None:
-            if not log:
-                return
+    def _note(self, text: str) -> None:
+        """A line of the scheduler's log, from any thread."""
+        if self._scheduler_log:
             with contextlib.suppress(OSError):  # a full disk is no reason to end the job
-                log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
-                log.flush()
-
-        return Hub(
-            self._size,
-            key=new_key(),
-            topo_timeout_s=self._topo_timeout_s,
-            ranks_known=True,
-            watched=True,
-            log=note,
-        )
+                self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
+                self._scheduler_log.flush()
 
     def _open_log(self, name: str, stack: ExitStack) -> BinaryIO | None:
         return stack.enter_context(open(self._log_dir / name, "wb")) if self._log_dir else None
 
-    def _start_ranks(self, hub: Hub, stack: ExitStack) -> None:
-        for rank in range(self._size):
-            ours, theirs = socket.socketpair()
-            hub.adopt(ours, rank)
+    def _start_ranks(self, stack: ExitStack) -> None:
+        for local_rank in range(self._size):
+            rank = self._part.first + local_rank
+            inherited, variables = self._part.entrance(rank)
             log = self._open_log(f"worker_{rank}.log", stack)
-            with theirs:
-                process = self._start_rank(rank, theirs.fileno())
+            with inherited:
+                process = self._start_rank(inherited.fileno(), {**self._identity(local_rank), **variables})
             self._processes.append(process)
             assert process.stdout and process.stderr
             self._streams.add(Stream(process.stdout, rank, self._stdout, log))
             self._streams.add(Stream(process.stderr, rank, self._stderr, log))
-        thread = threading.Thread(target=hub.serve, name="mscomm-hub", daemon=True)
-        thread.start()
-        stack.callback(thread.join, 5.0)
-        stack.callback(hub.stop)
+        self._part.serve(stack)
 
-    def _start_rank(self, rank: int, control_fd: int) -> subprocess.Popen[bytes]:
+    def _start_rank(self, inherited_fd: int, identity: Mapping[str, str]) -> subprocess.Popen[bytes]:
         launcher = os.getpid()
 
         def end_with_launcher() -> None:
@@ -170,33 +154,34 @@ class Launch:
         try:
             return subprocess.Popen(
                 self._command,
-                env={**self._env, **self._identity(rank, control_fd)},
+                env={**self._env, **identity},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=(control_fd,),
+                pass_fds=(inherited_fd,),
                 start_new_session=True,  # a group of its own, which is ended as a whole
                 preexec_fn=end_with_launcher,  # no other thread runs yet
             )
         except OSError as error:
             raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
 
-    def _identity(self, rank: int, control_fd: int) -> dict[str, str]:
+    def _identity(self, local_rank: int) -> dict[str, str]:
         return {
-            "MSCOMM_RANK": str(rank),
-            "MSCOMM_WORLD_SIZE": str(self._size),
-            "MSCOMM_LOCAL_RANK": str(rank),
+            "MSCOMM_RANK": str(self._part.first + local_rank),
+            "MSCOMM_WORLD_SIZE": str(self._part.size),
+            "MSCOMM_LOCAL_RANK": str(local_rank),
             "MSCOMM_LOCAL_WORLD_SIZE": str(self._size),
-            "MSCOMM_CONTROL_FD": str(control_fd),
         }
 
     # -- watch
 
-    def _watch(self, hub: Hub) -> None:
+    def _watch(self) -> None:
         while len(self._ends) < self._size:
-            self._turn(max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None)
-            self._look_for_ends(hub)
+            self._turn(self._sleep_s())
+            self._look_for_ends()
+            if self._lost_elsewhere():
+                self._end_soon()
             while self._steps and self._steps[0][0] <= time.monotonic():
                 self._send(self._steps.pop(0)[1])
         self._kill_groups()
@@ -204,22 +189,39 @@ class Launch:
         until = time.monotonic() + DRAIN_S
         while self._streams and time.monotonic() < until:
             self._turn(max(0.0, until - time.monotonic()))
+        signals = self._signals
+        while self._part.needed(all(end.code == 0 for end in self._ends.values())) and self._signals == signals:
+            self._turn(self._part.look_s)
+
+    def _sleep_s(self) -> float | None:
+        """Until the next step, or the part's next look."""
+        waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
+        waits += [self._part.look_s] if self._part.look_s is not None else []
+        return min(waits) if waits else None
+
+    def _lost_elsewhere(self) -> bool:
+        """Whether a rank of another host was lost: then the job is over here too."""
+        verdict = self._part.verdict() if self._part.look_s is not None else None
+        return verdict is not None and verdict.kind == "PeerLost" and not self._has_one_of(verdict.ranks)
+
+    def _has_one_of(self, ranks: Sequence[int]) -> bool:
+        return any(self._part.first <= rank < self._part.first + self._size for rank in ranks)
 
     def _turn(self, wait_s: float | None) -> None:
         for ready, _ in self._selector.select(wait_s):
             ready.data()
 
-    def _look_for_ends(self, hub: Hub) -> None:
+    def _look_for_ends(self) -> None:
         """Note who has ended, and leave them unreaped: their process ids cannot be given to others yet."""
         now = time.monotonic() - self._started
-        for rank, process in enumerate(self._processes):
-            if rank in self._ends:
+        for local_rank, process in enumerate(self._processes):
+            if local_rank in self._ends:
                 continue
             info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                self._ends[rank] = end = End(rank, code, now)
-                hub.process_ended(rank, end.how, badly=code != 0)
+                self._ends[local_rank] = end = End(self._part.first + local_rank, code, now)
+                self._part.ended(end.rank, end.how, code != 0)
                 if code != 0:
                     self._end_soon()
 
@@ -240,8 +242,8 @@ class Launch:
     def _send(self, number: signal.Signals) -> None:
         """To the groups of the ranks that still run."""
         self._sent_s = min(self._sent_s, time.monotonic() - self._started)
-        for rank, process in enumerate(self._processes):
-            if rank not in self._ends:
+        for local_rank, process in enumerate(self._processes):
+            if local_rank not in self._ends:
                 os.killpg(process.pid, number)
 
     # -- end
@@ -258,19 +260,32 @@ class Launch:
             process.wait()
         self._streams.close()
 
-    def _summary(self, named: tuple[int, ...]) -> int:
+    def _summary(self, verdict: Verdict | None) -> int:
         """Say who failed first: the rank that the verdict names if it did not end well, else the first that did not."""
+        named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
         first = min(failed, key=lambda end: self._order(end, named), default=None)
+        elsewhere = verdict is not None and bool(named) and not self._has_one_of(named)
+        if verdict and elsewhere:
+            self._say(f"the job failed on another host: {verdict.kind}: {verdict.text}")
         if first:
             where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
             others = f"{len(failed) - 1} of the other {self._size - 1} ranks"
+            others += " of this host" if self._size < self._part.size else ""
             then = f"; {others} then failed or were ended" if len(failed) > 1 else ""
-            text = f"mscomm run: rank {first.rank} failed first: {first.how} after {first.after_s:.1f} s{then}{where}\n"
-            self._stderr.write(text.encode())
-        for output in (self._stdout, self._stderr):
-            output.flush(STALLED_S)
-        return first.status if first else 0
+            here = " on this host" if self._size < self._part.size else ""
+            self._say(f"rank {first.rank} failed first{here}: {first.how} after {first.after_s:.1f} s{then}{where}")
+        dropped = self._stdout.flush(STALLED_S)
+        if dropped:
+            self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")
+        dropped_errors = self._stderr.flush(STALLED_S)
+        for count, name in ((dropped, "stdout"), (dropped_errors, "stderr")):
+            if count:
+                self._note(f"{count} bytes of output were dropped: {_NOBODY_READ.format(name)}")
+        return first.status if first else int(elsewhere or bool(dropped or dropped_errors))
+
+    def _say(self, text: str) -> None:
+        self._stderr.write(f"mscomm run: {text}\n".encode())
 
     def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
         """Of several seen in one look, one that was killed came before those that complain."""

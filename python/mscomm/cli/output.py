@@ -41,11 +41,12 @@ class Output:
                 self._unwritten += data
                 self._news.notify_all()
 
-    def flush(self, stalled_s: float) -> None:
-        """Wait until all is written, or the reader has taken nothing for so long."""
+    def flush(self, stalled_s: float) -> int:
+        """Wait until all is written, or the reader takes nothing for so long; how many bytes it did not take."""
         with self._news:
             while self._unwritten and self._news.wait(stalled_s):
                 continue
+            return len(self._unwritten)
 
     def _serve(self) -> None:
         while not self.broken:

@@ -1,22 +1,41 @@
-"""`mscomm run`: start and watch the ranks of a job on this host."""
+"""`mscomm run`: start and watch the ranks of a job on this host, or this host's ranks of a job on several."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from mscomm.cluster.deadline import join_timeout_s
 
-_HELP = """Start SCRIPT (a .py file, a module after -m, pytest, or any program) as N ranks on this host and watch them.
+_HELP = """Start SCRIPT (a .py file, a module after -m, pytest, or any program after --) as N ranks and watch them.
 
 Output comes in whole lines with the rank before them. When a rank fails, the others have 5 s to report, then they are
 ended; the exit status is that of the first failure. With --log_dir each rank's output is also kept in
 DIR/worker_<rank>.log.
+
+On several hosts, start it on each of them with the same --nnodes, --master-addr and --master-port, and with --node-rank
+0 to N-1; node 0 runs where --master-addr is and prints the line for the others. They need the same key in
+MSCOMM_JOB_KEY_FILE. The variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
+are the defaults.
 """
+DEFAULT_PORT = 8118  # msrun's
+
+
+class Nodes(NamedTuple):
+    """The hosts of the job, and which of them this is. A job of one host has no address."""
+
+    number: int
+    rank: int
+    host: str
+    port: int
 
 
 @click.command(
@@ -24,9 +43,33 @@ DIR/worker_<rank>.log.
     help=_HELP,
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@click.option("-n", "--nproc_per_node", "--nproc-per-node", "ranks", type=int, metavar="N", help="How many ranks.")
-@click.option("--worker_num", "--worker-num", type=int, metavar="N", help="The same, as msrun calls it.")
-@click.option("--local_worker_num", "--local-worker-num", type=int, metavar="N", help="The same: all are on this host.")
+@click.option(
+    "-n",
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "per_node",
+    metavar="N",
+    help="How many ranks on this host; auto: one a CPU.",
+)
+@click.option(
+    "--worker_num", "--worker-num", type=int, metavar="N", help="How many ranks on all hosts, as msrun has it."
+)
+@click.option("--local_worker_num", "--local-worker-num", type=int, metavar="N", help="As -n.")
+@click.option("--nnodes", metavar="N", help="How many hosts (1).")
+@click.option("--node_rank", "--node-rank", type=int, metavar="K", help="Which of them this is, from 0.")
+@click.option("--master_addr", "--master-addr", metavar="ADDRESS", help="Node 0's address, as the others reach it.")
+@click.option(
+    "--master_port", "--master-port", type=click.IntRange(1, 65535), help=f"Where node 0 listens ({DEFAULT_PORT})."
+)
+@click.option("--permit-plain", is_flag=True, help="Off loopback, let anybody who can reach the port join.")
+@click.option(
+    "--cluster_time_out",
+    "--cluster-time-out",
+    type=float,
+    metavar="SECONDS",
+    help="In which all ranks must join, instead of MS_TOPO_TIMEOUT; negative: no limit.",
+)
+@click.option("--join", type=bool, metavar="True", help="Accepted from msrun: this command always waits for the ranks.")
 @click.option(
     "--log_dir", "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep each rank's output."
 )
@@ -34,21 +77,38 @@ DIR/worker_<rank>.log.
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
-    ranks: int | None,
+    per_node: str | None,
     worker_num: int | None,
     local_worker_num: int | None,
+    nnodes: str | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    permit_plain: bool,
+    cluster_time_out: float | None,
+    join: bool | None,
     log_dir: Path | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    size = _size({"-n": ranks, "--worker_num": worker_num, "--local_worker_num": local_worker_num})
+    if join is False:
+        raise click.ClickException("--join=False: mscomm run stays until the ranks have ended; put an & behind it")
+    local, count = sizes(
+        per_node or os.environ.get("PET_NPROC_PER_NODE"),
+        worker_num,
+        local_worker_num,
+        nnodes or os.environ.get("PET_NNODES"),
+    )
+    nodes = nodes_of(os.environ, count, node_rank, master_addr, master_port)
     line = command_line(script, args, module)
-    env = environment(size, log_dir)
+    if cluster_time_out is not None:
+        os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
-        topo_timeout_s = join_timeout_s(env)
+        topo_timeout_s = join_timeout_s(os.environ)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
+    env = environment(local, log_dir)
     if log_dir:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -56,11 +116,21 @@ def command(
             raise click.ClickException(f"--log_dir {log_dir}: {error.strerror}") from error
 
     from mscomm.cli.launch import CannotStart, Launch
+    from mscomm.cli.parts import Node0, OtherNode, Part, WholeJob
+    from mscomm.errors import Error
 
     _open_standard_streams()
+    size, where = nodes.number * local, (nodes.host, nodes.port, permit_plain, topo_timeout_s)
+    part: Part
+    if nodes.number == 1:
+        part = WholeJob(size, topo_timeout_s)
+    elif nodes.rank == 0:
+        part = Node0(size, *where, _for_the_others(nodes, local, permit_plain, [*["-m"] * module, script, *args]))
+    else:
+        part = OtherNode(size, nodes.rank * local, *where)
     try:
-        status = Launch(line, size, env, topo_timeout_s=topo_timeout_s, log_dir=log_dir).run()
-    except CannotStart as error:
+        status = Launch(line, local, env, part, log_dir).run()
+    except (CannotStart, Error, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
 
@@ -72,17 +142,87 @@ def _open_standard_streams() -> None:
     os.close(fd)
 
 
-def _size(given: dict[str, int | None]) -> int:
-    values = {name: value for name, value in given.items() if value is not None}
-    if not values:
+def sizes(
+    per_node: str | None, worker_num: int | None, local_worker_num: int | None, nnodes: str | None
+) -> tuple[int, int]:
+    """How many ranks on this host and how many hosts, from torchrun's words and msrun's."""
+    local = {"-n": _per_node(per_node), "--local_worker_num": local_worker_num}
+    given = {name: value for name, value in local.items() if value is not None}
+    count = _nnodes(nnodes)
+    if count is None:
+        here = next(iter(given.values()), worker_num)
+        count = max(1, worker_num // here) if worker_num and here and here > 0 and worker_num % here == 0 else 1
+    if worker_num is not None and not given and worker_num % count == 0:
+        given["--worker_num"] = worker_num // count
+    if not given:
         raise click.ClickException("say how many ranks to start: mscomm run -n 4 script.py")
-    if len(set(values.values())) > 1:
-        text = ", ".join(f"{name} {value}" for name, value in values.items())
-        raise click.ClickException(f"{text}: these must be equal, because all ranks run on this host")
-    name, size = next(iter(values.items()))
+    name, size = next(iter(given.items()))
+    if len(set(given.values())) > 1:
+        text = ", ".join(f"{name} {value}" for name, value in given.items())
+        raise click.ClickException(f"{text}: both say how many ranks this host has; give one of them")
     if size < 1:
         raise click.ClickException(f"{name} {size}: a job needs at least 1 rank")
-    return size
+    if worker_num is not None and worker_num != size * count:
+        hosts = f"{count} hosts" if count > 1 else "1 host"
+        raise click.ClickException(
+            f"--worker_num {worker_num} is not {size} on each of {hosts}: every host has the same number of ranks"
+        )
+    return size, count
+
+
+def _per_node(text: str | None) -> int | None:
+    if text is None or re.fullmatch(r"-?\d+", text, re.ASCII):
+        return None if text is None else int(text)
+    if text in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    raise click.ClickException(f"-n {text}: expected a number, or auto for one rank a CPU")
+
+
+def _nnodes(text: str | None) -> int | None:
+    """torchrun also writes 2:2; a job that grows and shrinks, 1:4, is not for us."""
+    if text is None:
+        return None
+    least, _, most = text.partition(":")
+    if not re.fullmatch(r"\d+", least, re.ASCII) or int(least) < 1 or most not in ("", least):
+        raise click.ClickException(f"--nnodes {text}: expected the number of hosts, 1 or more; it is fixed for a job")
+    return int(least)
+
+
+def nodes_of(
+    env: Mapping[str, str], count: int, node_rank: int | None, master_addr: str | None, master_port: int | None
+) -> Nodes:
+    """The options, else the variables PET_*; ClickException if several hosts are not all named."""
+    if count == 1:
+        return Nodes(1, 0, "", 0)
+    text = env.get("PET_NODE_RANK", "")
+    if node_rank is None and text.isdecimal():
+        node_rank = int(text)
+    if node_rank is None:
+        raise click.ClickException(
+            f"the job has {count} hosts: say which one this is, with --node-rank 0 (where --master-addr is) to "
+            f"--node-rank {count - 1}"
+        )
+    if not 0 <= node_rank < count:
+        raise click.ClickException(f"--node-rank {node_rank}: a job of {count} hosts has the nodes 0 to {count - 1}")
+    host = (master_addr or env.get("PET_MASTER_ADDR", "")).strip("[]")
+    if not host:
+        raise click.ClickException(
+            f"the job has {count} hosts: name node 0's address, as the others reach it, with --master-addr"
+        )
+    text = env.get("PET_MASTER_PORT", "")
+    port = master_port or (int(text) if text.isdecimal() and 0 < int(text) < 1 << 16 else DEFAULT_PORT)
+    return Nodes(count, node_rank, host, port)
+
+
+def _for_the_others(nodes: Nodes, local: int, permit_plain: bool, rest: list[str]) -> str:
+    """What to type on the other hosts."""
+    others = "1" if nodes.number == 2 else "K"
+    words = ["mscomm", "run", "--nnodes", str(nodes.number), "--node-rank", others, "--master-addr", nodes.host]
+    words += ["--master-port", str(nodes.port), "-n", str(local), *(["--permit-plain"] if permit_plain else []), *rest]
+    key = os.environ.get("MSCOMM_JOB_KEY_FILE")
+    line = f"MSCOMM_JOB_KEY_FILE={shlex.quote(key)} " if key else ""
+    where = "on the other host" if nodes.number == 2 else f"on the other hosts, K = 1 to {nodes.number - 1}"
+    return f"mscomm run: {where}:\n    {line}{shlex.join(words)}"
 
 
 def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:

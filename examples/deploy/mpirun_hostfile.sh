@@ -1,0 +1,17 @@
+#!/bin/bash
+# 16 ranks on the machines of a hostfile: bash mpirun_hostfile.sh DATA_PATH HOSTFILE; the log is train.log here.
+# -x hands variables on to all ranks. -mca pml ob1 is for MPI's own messages; mscomm does not use them.
+
+DATA_PATH=${1:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}
+HOSTFILE=$(realpath "${2:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}")
+LOG=${LOG:-$PWD/train.log}
+cd "$(dirname "$0")" || exit 1
+export PYTHON=${PYTHON:-$(command -v python3)}
+: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
+
+FLAGS=(--prefix "$(dirname "$(dirname "$(command -v mpirun)")")")
+[ "$(id -u)" -eq 0 ] && FLAGS+=(--allow-run-as-root)
+
+echo "start training: the log is $LOG"
+mpirun "${FLAGS[@]}" -n "${RANKS:-16}" --hostfile "$HOSTFILE" -x DATA_PATH="$DATA_PATH" -x PATH -x PYTHON \
+    -x MSCOMM_JOB_KEY_FILE -mca pml ob1 bash "$PWD/mpirun_gpu_cluster.sh" > "$LOG" 2>&1

