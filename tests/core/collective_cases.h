@@ -78,6 +78,13 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   };
 }
 
+inline bool has_root(Collective what) {
+  return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
+}
+inline bool has_parts(Collective what) {
+  return what != Collective::all_reduce && what != Collective::reduce && what != Collective::broadcast;
+}
+
 enum class Memory { ours, heap, mixed };
 
 // One call of a collective with these amounts, and a look at what came of it, on one rank.
@@ -152,11 +159,10 @@ class Case {
   Call call(const uint32_t* x, uint32_t* out) const {
     const auto& parts = amounts_.from_to[0];
     const bool gathers = what_ == Collective::all_gather || what_ == Collective::gather;
-    const bool whole = what_ == Collective::all_reduce || what_ == Collective::reduce || what_ == Collective::broadcast;
     const size_t count = gathers && amounts_.even ? parts[0] : sum_of(parts, n_);
     Call call = make_call(what_, inputs_.dtype(), root_, gives_ ? x : nullptr, x_count_, gets_ ? out : nullptr, expected_.size(),
                           what_ == Collective::all_to_all && !amounts_.even ? 0 : count);
-    if (amounts_.even || whole) return call;
+    if (amounts_.even || !has_parts(what_)) return call;
     if (what_ == Collective::all_to_all)
       for (const auto& row : amounts_.from_to) call.counts.insert(call.counts.end(), row.begin(), row.end());
     else call.counts.assign(parts.begin(), parts.end());
@@ -194,31 +200,30 @@ class Case {
   size_t offset_of_x_ = 0, offset_of_out_ = 0;  // in the one array of a call in place
 };
 
-// The collectives that move or combine something, of the registry.
-inline std::vector<Collective> collectives_with_data() {
+// Those of the registry's collectives that have data and that algorithm.
+inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   std::vector<Collective> all;
-  for (size_t i = 0; i < collectives.size(); i++)
-    if (static_cast<Collective>(i) != Collective::barrier) all.push_back(static_cast<Collective>(i));
+  for (const Algorithm& row : algorithms())
+    if (row.name == algorithm && row.what != Collective::barrier) all.push_back(row.what);
   return all;
 }
 
-// Every collective with every kind of amounts, in each memory, in place or not, on one rank.
-inline void every_case(const ThreadRank& me, const Inputs& inputs, const std::vector<size_t>& sizes,
+// Every collective with that algorithm, with every kind of amounts, in each memory, in place or not, on one rank.
+inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
   std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // each rank's memory varies by itself where it is mixed
   int root = 0;
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))
-      for (Collective what : collectives_with_data()) {
-        const bool rooted = what == Collective::broadcast || what == Collective::reduce || what == Collective::gather ||
-                            what == Collective::scatter;
+      for (Collective what : collectives_by(algorithm)) {
+        if (!some.even && !has_parts(what)) continue;
         root = (root + 1) % n;
         for (Memory memory : memories)
           for (bool in_place : {false, true}) {
             const auto heap = [&] { return memory == Memory::mixed ? random() % 64 < 32 : memory == Memory::heap; };
             const bool x_in_heap = heap(), out_in_heap = heap();
-            Case(what, inputs, some, rooted ? root : -1, me.rank).run(me, x_in_heap, out_in_heap, in_place);
+            Case(what, inputs, some, has_root(what) ? root : -1, me.rank).run(me, x_in_heap, out_in_heap, in_place);
           }
       }
   me.barrier();

@@ -17,7 +17,7 @@ void every_collective_by(const std::string& algorithm) {
     const ThreadGroup world(job, job.all(), algorithm, false);
     // A ring has an order of its own; integers have none.
     const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
-    world.run([&](const ThreadRank& me) { every_case(me, inputs, sizes, {Memory::ours}); });
+    world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, {Memory::ours}); });
   }
 }
 
@@ -27,7 +27,7 @@ void hosts_are_added_in_order(const std::string& algorithm) {
   const ThreadGroup world(job, job.all(), algorithm, false);
   const std::vector<size_t> sizes{7, 1000, 5000};
   const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
-  world.run([&](const ThreadRank& me) { every_case(me, inputs, sizes, {Memory::ours}); });
+  world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, {Memory::ours}); });
 }
 
 // Sums over a ring differ by their order alone.
