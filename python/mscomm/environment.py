@@ -6,6 +6,7 @@ docs/env.md is written from this table by `python -m mscomm.environment`.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -54,24 +55,21 @@ def words(text: str) -> str:
     return text
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ValueError("expected a number of seconds more than 0 (inf means no limit)")
-    return value
+def seconds_up_to(limit: float, expected: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= limit:
+            raise ValueError(f"expected a number of seconds{expected}")
+        return value
+
+    return parse
 
 
-def silence(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise ValueError("expected a number of seconds, more than 0 and less than a day")
-    return value
+seconds = seconds_up_to(float("inf"), " more than 0 (inf means no limit)")
+silence = seconds_up_to(math.nextafter(86400, 0), ", more than 0 and less than a day")
 
 
 def number(low: int, high: int, expected: str) -> Callable[[str], int]:
@@ -143,8 +141,8 @@ VARIABLES = (
         "MSCOMM_DEBUG",
         None,
         one_of(*LEVELS),
-        "What is told on stderr: `VERSION` the version; `WARN` warnings too; `INFO` also what was found and chosen;"
-        " `TRACE` also each call. Unset: warnings.",
+        "How much is told on stderr: `VERSION`, `WARN`, `INFO` or `TRACE`. Unset: warnings. Nothing is said at"
+        " `INFO` and `TRACE` in this release.",
         ("log",),
     ),
     Variable(
@@ -166,9 +164,9 @@ VARIABLES = (
         "MSCOMM_SOCKET_IFNAME",
         None,
         words,
-        "Which network interfaces carry data: names or prefixes (`eth`), `=eth0` for exactly that one, `^docker` to"
-        " exclude, or a network (`10.0.0.0/8`); several with commas."
-        " Default: the address that routes to the scheduler.",
+        "Which network a host uses where rank 0's hub listens: names, beginnings of names (`eth`) or networks"
+        " (`10.0.0.0/8`), each possibly behind `^` to exclude it; several with commas."
+        " Default: the address that routes to other networks.",
         ("cluster.interfaces",),
     ),
     Variable(
