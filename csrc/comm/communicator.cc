@@ -313,7 +313,8 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
     }
   }
   const double waited_s = seconds_since(deadline.start());
-  if (waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
+  // A call that waits for its turn is silent: the one whose turn it is speaks.
+  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
