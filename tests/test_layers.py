@@ -31,9 +31,10 @@ PYTHON_SEES = {
     "bootstrap": BELOW | {"cluster"},
     "groups": BELOW | {"arrays", "cluster", "bootstrap", "context"},
     "collectives": BELOW | {"arrays", "groups"},
+    "messages": BELOW | {"arrays", "groups"},
 }
 # What stands on the public functions.
-UPPER = BELOW | {"arrays", "groups", "collectives", "context"}
+UPPER = BELOW | {"arrays", "groups", "collectives", "messages", "context"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }

@@ -50,6 +50,7 @@ _WHERE = {
         "empty",
         "zeros",
     ),
+    "messages": ("recv", "send"),
     "objects": ("all_gather_object", "broadcast_object"),
     "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
 }
@@ -109,5 +110,7 @@ if TYPE_CHECKING:
     from mscomm.groups import init as init
     from mscomm.groups import is_initialized as is_initialized
     from mscomm.groups import release as release
+    from mscomm.messages import recv as recv
+    from mscomm.messages import send as send
     from mscomm.objects import all_gather_object as all_gather_object
     from mscomm.objects import broadcast_object as broadcast_object

@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,12 +18,11 @@ import numpy as np
 from mscomm import _core
 from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
-from mscomm.cluster.hello import LETTERS
+from mscomm.cluster.letters import Letters
 from mscomm.errors import Error, make
 
 PACKAGE = os.path.dirname(__file__) + os.sep
 _LINES_KEPT = 1024
-_DIAL_S = 30.0
 
 Array = np.ndarray[Any, Any]
 
@@ -89,7 +89,6 @@ class Group:
         self.timeout_s = timeout_s
         self.record_dir = os.environ.get("MSCOMM_RECORD")
         self.made: Callable[[Deadline], Any] | None = None  # how it is made again in a new epoch
-        self._dialling = threading.Lock()  # one link to a peer is made at a time
 
     def enter(self, job: Job, id: str, founded: Founded) -> None:
         """Begin to work, in a new epoch perhaps again."""
@@ -105,8 +104,9 @@ class Group:
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
         self._calls = 0
         self._running: list[Work] = []
+        self._letters = Letters(job, self.core, id, self.ranks)
         if self.member:
-            self.member.attach(id, self.core, self._dialled)
+            self.member.attach(id, self.core, self._letters.dialled)
 
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
@@ -173,9 +173,7 @@ class Group:
         except Error as symptom:
             self.fail(symptom)
 
-    def watch(
-        self, parts: list[_core.Work], result: Any, keeps: Any, finish: Callable[[], None] | None = None
-    ) -> Work:
+    def watch(self, parts: list[_core.Work], result: Any, keeps: Any, finish: Callable[[], None] | None = None) -> Work:
         """The user's handle; what it keeps lives until the calls have ended, also if the user drops it."""
         work = Work(self, parts, result, keeps, finish)
         self._running = [one for one in self._running if not one.done()]
@@ -192,11 +190,54 @@ class Group:
         """Not ours: a signal handler's exception. The group is broken, the others learn why, the exception passes."""
         failure = self.core.failure()
         if failure is not None and self.member is not None:
-            kind, text, ranks, _, _ = failure
+            kind, text, ranks, _, _, _ = failure
             words = f"{text}: {type(error).__name__}" if kind == "Aborted" else text
             self.member.report("Aborted", words, ranks, self.id)
             self.raised = True
             self._write_record(text)
+
+    # -- messages
+
+    def send(self, peer: int, tag: int, dtype: int, x: Array, timeout: Any) -> None:
+        """One message on checked arguments; failures as in run()."""
+        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+        with self._failing():
+            self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
+
+    def recv(self, peer: int, tag: int, dtype: int, out: Array, timeout: Any) -> None:
+        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+        with self._failing():
+            self.core.recv(peer, tag, dtype, out, seconds, 0.0)
+
+    def start_send(self, peer: int, tag: int, dtype: int, x: Array, timeout: Any) -> _core.Work:
+        """The same beside the caller, who makes a Work of it by `watch`. The first to a peer waits for its link."""
+        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+        with self._failing():
+            return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
+
+    def start_recv(self, peer: int, tag: int, dtype: int, out: Array, timeout: Any) -> _core.Work:
+        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+        with self._failing():
+            return self.core.start_recv(peer, tag, dtype, out, seconds, 0.0)
+
+    def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
+        """Make the link to the peer if there is none yet; the seconds that it took."""
+        if peer in self._letters.linked:
+            return 0.0
+        began = time.monotonic()
+        self._letters.reach(peer, f"send to rank {self.ranks[peer]}, tag {tag} ({x.nbytes} bytes)", Deadline(seconds))
+        return time.monotonic() - began
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Every failure inside becomes the group's first cause."""
+        try:
+            yield
+        except Error as symptom:
+            self.fail(symptom)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     # -- failures
 
@@ -218,14 +259,10 @@ class Group:
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
         if failure is not None and failure[4]:  # the verdict has come, perhaps while the symptom was on its way here
-            kind, text, ranks, waiting_for, _ = failure
+            kind, text, ranks, waiting_for, _, _ = failure
             return make(kind, text, ranks, waiting_for)
-        return self.member.settle(self.id, symptom, self.core.where()[0]) if self.member is not None else symptom
-
-    # -- links for messages
-
-    def _dialled(self, rank: int, addresses: Any) -> None:
-        """A thread of its own: that rank of the job wants to send to this one."""
+        number = self.core.where()[0] if failure is None else failure[5]
+        return self.member.settle(self.id, symptom, number) if self.member is not None else symptom
 
     # -- the record
 
