@@ -196,6 +196,7 @@ PYBIND11_MODULE(_core, module) {
   });
 
   module.attr("version") = MSCOMM_VERSION;
+  module.attr("max_dims") = max_dims;
   module.attr("collectives") = as_strings(collectives);
   module.attr("ops") = as_strings(ops);
   module.def("dtypes", [] {
@@ -264,8 +265,9 @@ PYBIND11_MODULE(_core, module) {
       .def("run",
            [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
               std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
-              std::vector<uint64_t> counts, uint64_t digest, bool head) {
+              std::vector<uint64_t> counts, uint64_t digest, bool head, uint64_t number) {
              Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
+             call.signature.number = number;
              const py::gil_scoped_release unlocked;
              group.communicator->run(std::move(call), timeout_s);
            })
@@ -277,6 +279,7 @@ PYBIND11_MODULE(_core, module) {
              const py::gil_scoped_release unlocked;
              return group.communicator->start(std::move(call), timeout_s);
            })
+      .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)
       .def("recv", &run_message<false>)
       .def("start_send", &start_message<true>)
@@ -285,14 +288,18 @@ PYBIND11_MODULE(_core, module) {
       .def("add_incoming", [](Group& group, int peer, int fd) { group.communicator->add_incoming(peer, fd); })
       .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })
       .def("check", [](const Group& group, int peer) { group.communicator->check(peer); })
-      .def(
-          "abort",
-          [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for, const std::string& text,
-             bool verdict) {
-            const py::gil_scoped_release unlocked;
-            group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), verdict});
-          },
-          py::arg("kind"), py::arg("ranks"), py::arg("waiting_for"), py::arg("text"), py::arg("verdict") = true)
+      .def("abort",
+           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
+              const std::string& text) {
+             const py::gil_scoped_release unlocked;
+             group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), true});
+           })
+      .def("fail",
+           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
+              const std::string& text) {
+             const py::gil_scoped_release unlocked;
+             group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), false});
+           })
       .def("left", [](Group& group, int rank) { group.communicator->left(rank); })
       .def("where",
            [](const Group& group) {

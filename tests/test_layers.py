@@ -29,12 +29,13 @@ PYTHON_SEES = {
     "arrays": BELOW,
     "cluster": BELOW,
     "bootstrap": BELOW | {"cluster"},
-    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context"},
-    "collectives": BELOW | {"arrays", "groups"},
-    "messages": BELOW | {"arrays", "groups"},
+    "group": BELOW | {"cluster"},
+    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context", "group"},
+    "collectives": BELOW | {"arrays", "group", "groups"},
+    "messages": BELOW | {"arrays", "group", "groups"},
 }
 # What stands on the public functions.
-UPPER = BELOW | {"arrays", "groups", "collectives", "messages", "context"}
+UPPER = BELOW | {"arrays", "group", "groups", "collectives", "messages", "context"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }

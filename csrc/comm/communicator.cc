@@ -99,9 +99,14 @@ void Communicator::check_usable() const {
   if (broken()) throw_failure();
 }
 
-uint64_t Communicator::next_number() {
+uint64_t Communicator::take_numbers(int count) {
   check_usable();
-  return next_++;
+  return std::exchange(next_, next_ + static_cast<uint64_t>(count));
+}
+
+uint64_t Communicator::reserve(int count) {
+  const std::lock_guard lock(turn_mutex_);
+  return take_numbers(count);
 }
 
 void Communicator::run(Call call, double timeout_s) {
@@ -109,7 +114,8 @@ void Communicator::run(Call call, double timeout_s) {
   const Caller inside(*this);
   {
     const std::lock_guard lock(turn_mutex_);
-    call.signature.number = next_number();
+    const uint64_t first = take_numbers(call.signature.number == 0 ? 1 : 0);
+    if (call.signature.number == 0) call.signature.number = first;
   }
   execute(call, deadline);
 }
@@ -118,7 +124,7 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   const auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
-    call.signature.number = next_number();
+    call.signature.number = take_numbers(1);
     if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     callers_++;
@@ -145,9 +151,9 @@ void Communicator::work() {
     } catch (const Error& error) {
       failure = error;
     }
-    job->work->end(failure);
-    if (failure && hooks_.failed) hooks_.failed();
     leave_caller();
+    job->work->end(failure);  // last: whoever sees it may close the group
+    if (failure && hooks_.failed) hooks_.failed();
   }
 }
 

@@ -106,9 +106,9 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
       } catch (const Error& first) {
         cause = first;
       }
-      work->end(cause);
-      if (cause && hooks_.failed) hooks_.failed();
       leave_caller();
+      work->end(cause);  // last: whoever sees it may close the group
+      if (cause && hooks_.failed) hooks_.failed();
     });
     return work;
   } catch (const std::exception& error) {

@@ -58,10 +58,11 @@ def send(
     group = resolve(group)
     source = library(x, "x", "send").view(x)
     code, dst, tag = dtype_code(source.dtype), _checked_rank("send", "dst", dst, group), _checked_tag("send", tag)
+    seconds = group.seconds(timeout)
     if not async_op:
-        group.send(dst, tag, code, source, timeout)
+        group.send(dst, tag, code, source, seconds)
         return None
-    return group.watch([group.start_send(dst, tag, code, source, timeout)], None, (x, source))
+    return group.watch([group.start_send(dst, tag, code, source, seconds)], source, lambda: None)
 
 
 def recv(
@@ -98,12 +99,17 @@ def recv(
         raise TypeError("recv: out is read-only")
     code, src, tag = dtype_code(out.dtype), _checked_rank("recv", "src", src, group), _checked_tag("recv", tag)
     target, finish = arrays.into(out)
+    seconds = group.seconds(timeout)
+
+    def result() -> Any:
+        if finish:
+            finish()
+        return out
+
     if async_op:
-        return group.watch([group.start_recv(src, tag, code, target, timeout)], out, (out, target), finish)
-    group.recv(src, tag, code, target, timeout)
-    if finish:
-        finish()
-    return out
+        return group.watch([group.start_recv(src, tag, code, target, seconds)], target, result)
+    group.recv(src, tag, code, target, seconds)
+    return result()
 
 
 def _checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:

@@ -75,7 +75,7 @@ class Letters:
 
     def _break(self, symptom: Error) -> None:
         kind, ranks, waiting_for = type(symptom).__name__, list(symptom.ranks), list(symptom.waiting_for)
-        self._core.abort(kind, ranks, waiting_for, str(symptom), False)
+        self._core.fail(kind, ranks, waiting_for, str(symptom))
 
     @property
     def _me(self) -> str:
