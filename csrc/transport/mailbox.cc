@@ -58,7 +58,7 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
 }
 
 Mailbox::~Mailbox() {
-  if (wake_fd_ < 0) return;  // closed in a forked child, whose copy of the mutex may be locked for ever
+  if (wake_fd_ < 0) return;  // closed; in a forked child the copy of the mutex may be locked for ever
   shut_down();
   stop_thread();
   ::close(wake_fd_);
@@ -286,6 +286,8 @@ void Mailbox::close(double timeout_s) {
       link.stream.reset();
     }
     for (Incoming& link : incoming_) link.stream.reset();
+    // Nobody drives any more.
+    if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
   for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
   for (Stream& stream : delivering) {

@@ -216,7 +216,7 @@ class Mailbox {
   const std::vector<int> ranks_;
   const int rank_;
   const uint32_t epoch_;
-  int wake_fd_;  // an eventfd: the driver's poll has something new to look at
+  int wake_fd_;  // an eventfd: the driver's poll has something new to look at; -1: closed
 
   // Protects all below. Held while bytes move, never while somebody waits or is called.
   mutable std::mutex mutex_;
