@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -498,6 +499,18 @@ def test_a_failed_message_ends_collectives_too(rank, group):
 
 
 @ranks(2)
+def test_a_deadline_of_a_collective_says_in_which_message_the_other_one_waits(rank, group):
+    mscomm.barrier()
+    with pytest.raises(
+        mscomm.CollectiveTimeout, match=r"rank 1 .*has ended barrier #1 and waits in recv from rank 0, tag 4"
+    ):
+        if rank == 0:
+            mscomm.barrier(timeout=2)
+        else:
+            mscomm.recv(np.zeros(3), 0, tag=4)
+
+
+@ranks(2)
 def test_an_error_that_nobody_waited_for_is_told_to_the_others(rank, group):
     if rank == 0:
         mscomm.recv(np.zeros(1), 1, timeout=0.5, async_op=True)
@@ -507,21 +520,47 @@ def test_an_error_that_nobody_waited_for_is_told_to_the_others(rank, group):
     assert caught.value.waiting_for == (1,)
 
 
+def stop_for(seconds: float) -> None:
+    """Stop this process, and let it go on after that time."""
+    helper = os.fork()
+    if helper == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(helper, 0)
+
+
+def until_stopped(pid: int) -> None:
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
 @ranks(2)
 def test_a_stopped_peer_delays_the_first_send_and_breaks_nothing(rank, group):
-    mscomm.barrier()
+    pid = int(mscomm.broadcast(np.array([os.getpid()]), root=1)[0])
     if rank == 1:
-        helper = os.fork()
-        if helper == 0:
-            os.kill(os.getppid(), signal.SIGSTOP)
-            time.sleep(1)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        os.waitpid(helper, 0)
+        stop_for(3)
         assert (mscomm.recv(np.zeros(5), 0) == 1).all()
     else:
-        time.sleep(0.2)
+        until_stopped(pid)
         mscomm.send(np.ones(5), 1)
+
+
+@ranks(2)
+def test_a_deadline_before_there_is_a_link_names_the_peer(rank, group):
+    pid = int(mscomm.broadcast(np.array([os.getpid()]), root=1)[0])
+    words = r"rank 0 .*send to rank 1, tag 0 \(40 bytes\): no connection came from rank 1 within 1 s"
+    if rank == 1:
+        stop_for(5)
+        until_group_breaks()
+    else:
+        until_stopped(pid)
+    with pytest.raises(mscomm.CollectiveTimeout, match=words) as caught:
+        if rank == 0:
+            mscomm.send(np.ones(5), 1, timeout=1)
+        else:
+            mscomm.barrier()
+    assert caught.value.waiting_for == (1,)
 
 
 @ranks(2)

@@ -237,10 +237,10 @@ void Communicator::left(int rank) {
 
 Where Communicator::where() const {
   const auto last = recorder_.last();
-  if (!last) return {0, false, "has made no call yet"};
+  if (!last) return {0, false, "has made no call yet" + in_messages()};
   static constexpr const char* words[] = {"is in ", "has ended ", "gave up in "};
   return {last->signature.number, last->state != Record::State::done,
-          words[static_cast<int>(last->state)] + last->signature.text()};
+          words[static_cast<int>(last->state)] + last->signature.text() + in_messages()};
 }
 
 std::optional<Failure> Communicator::failure() const {

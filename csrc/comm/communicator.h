@@ -7,6 +7,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -155,6 +156,7 @@ class Communicator final : public Watch {
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
   // messages.cc
+  std::string in_messages() const;
   [[noreturn]] void fail(const Error& error);
   const char* gone(int peer) const;
   bool expects(int peer) const;
@@ -189,10 +191,11 @@ class Communicator final : public Watch {
   bool stopping_ = false;
   std::unique_ptr<std::thread> worker_;  // made by the first start()
 
-  mutable std::mutex state_mutex_;  // protects failure_, left_ and expected_; never held while waiting
+  mutable std::mutex state_mutex_;  // protects failure_, left_, expected_ and delivering_; never held while waiting
   std::optional<Failure> failure_;
   std::vector<bool> left_;
-  std::vector<bool> expected_;  // from whom a link for messages is being made, or is there
+  std::vector<bool> expected_;             // from whom a link for messages is being made, or is there
+  std::list<const Delivery*> delivering_;  // that threads wait for, oldest first
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // with state_mutex_
 

@@ -16,7 +16,18 @@ class Communicator::Delivery final : public Watch {
  public:
   // calls_python: false on the mailbox's thread, which Python cannot end.
   Delivery(Communicator& group, const Message& message, bool calls_python)
-      : group_(group), message_(message), calls_python_(calls_python) {}
+      : group_(group), message_(message), calls_python_(calls_python) {
+    if (!calls_python_) return;
+    const std::lock_guard lock(group_.state_mutex_);
+    place_ = group_.delivering_.insert(group_.delivering_.end(), this);
+  }
+  ~Delivery() override {
+    if (!calls_python_) return;
+    const std::lock_guard lock(group_.state_mutex_);
+    group_.delivering_.erase(place_);
+  }
+  Delivery(const Delivery&) = delete;
+  Delivery& operator=(const Delivery&) = delete;
 
   void look(const Deadline& deadline, const Missing& missing) override {
     if (group_.broken()) group_.throw_failure();
@@ -65,6 +76,7 @@ class Communicator::Delivery final : public Watch {
   Communicator& group_;
   const Message message_;
   const bool calls_python_;
+  std::list<const Delivery*>::iterator place_;  // in delivering_, if a thread waits for it
   double next_notice_s_ = first_notice_s;
 };
 
@@ -128,6 +140,12 @@ void Communicator::fail(const Error& error) {
 void Communicator::check(int peer) const {
   if (broken()) throw_failure();
   if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
+}
+
+// " and waits in recv from rank 3, tag 7 (4 MiB)", for who asks where this rank is.
+std::string Communicator::in_messages() const {
+  const std::lock_guard lock(state_mutex_);
+  return delivering_.empty() ? "" : " and waits in " + delivering_.front()->text();
 }
 
 const char* Communicator::gone(int peer) const {

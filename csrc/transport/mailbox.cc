@@ -85,18 +85,6 @@ void Mailbox::add_incoming(int peer, Stream stream) {
   wake_driver();
 }
 
-bool Mailbox::has_outgoing(int peer) const {
-  check_peer(peer);
-  const auto lock = enter();
-  return outgoing_[static_cast<size_t>(peer)].stream.has_value();
-}
-
-bool Mailbox::has_incoming(int peer) const {
-  check_peer(peer);
-  const auto lock = enter();
-  return incoming_[static_cast<size_t>(peer)].stream.has_value();
-}
-
 void Mailbox::check_peer(int peer) const {
   if (peer < 0 || static_cast<size_t>(peer) >= ranks_.size())
     throw Error("ValueError", "rank " + std::to_string(peer) + " is not one of the group's " + std::to_string(ranks_.size()));
