@@ -224,7 +224,7 @@ def release() -> None:
         group.leave()
         failure = group.core.failure()
         if unseen is None and failure is not None and not group.raised:
-            kind, text, ranks, waiting_for, _ = failure
+            kind, text, ranks, waiting_for, _, _ = failure
             unseen = make(kind, text, ranks, waiting_for)
     if unseen is not None and not joined.world.raised:
         raise unseen

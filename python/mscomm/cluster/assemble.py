@@ -12,7 +12,7 @@ import resource
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +161,9 @@ class Job:
         met = False
         try:
             with contextlib.ExitStack() as closing:
-                listening = [closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh]
+                listening = [
+                    closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh
+                ]
                 told: dict[int, dict[str, Any]] = {}
                 if self.member and len(ranks) > 1:
                     offered = {"control": control, "data": [_address(listener) for listener in listening]}
@@ -246,15 +248,15 @@ class Job:
             failing.pop_all()
         return sock.detach()
 
-    def invite(self, group: str, rank: int, deadline: Deadline) -> int:
-        """A connection from the rank, which its control thread makes: for messages of the group from here to there."""
+    def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
+        """A connection from the rank, whatever its program does: for messages of the group from here to there.
+
+        check: called at least every 100 ms; may raise to end the wait.
+        """
         assert self.member
-        member = self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
-            member.dial(group, rank, [_address(listener)], deadline)
-            came = links.accept_all(
-                [listener], [rank], self.key, LETTERS, self.identity, deadline, check=lambda: member.check(group)
-            )
+            self.member.dial(group, rank, [_address(listener)], deadline)
+            came = links.accept_all([listener], [rank], self.key, LETTERS, self.identity, deadline, check=check)
         return came[rank].detach()
 
 
@@ -272,7 +274,9 @@ def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[
             heap, heap_fd = _core.make_heap(heap_bytes(len(neighbours)))
             closing.callback(os.close, heap_fd)
             mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
-            fds = _exchange_memory(rank, neighbours, everyone, memory, heap_fd, welcome.key, mine, deadline, member, closing)
+            fds = _exchange_memory(
+                rank, neighbours, everyone, memory, heap_fd, welcome.key, mine, deadline, member, closing
+            )
             for peer, fd in zip(neighbours, fds, strict=True):
                 heap_fds[peer] = fd if peer != rank else -1
         peers = _core.Peers(

@@ -22,7 +22,8 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
 
-Failure = tuple[str, str, list[int], list[int], bool]  # kind, text, ranks, waiting_for, whether it is the verdict
+# kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that saw it (-1: no call)
+Failure = tuple[str, str, list[int], list[int], bool, int]
 
 
 class Communicator(Protocol):
@@ -56,8 +57,7 @@ class Met(NamedTuple):
 
 
 class Member:
-    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides.
-    """
+    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Member:
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
         """From now on tell the communicator; what came before is told now.
 
-        dialled(rank, address): that rank asks for a connection; called on a thread of its own.
+        dialled(rank, address): that rank asks for a connection; it must return at once too.
         """
         with self._news:
             self._communicators[group] = communicator
@@ -190,7 +190,7 @@ class Member:
         if failure:
             _abort(communicator, failure)
         for rank, address in early:
-            _on_own_thread(dialled, rank, address)
+            dialled(rank, address)
 
     def detach(self, group: str) -> None:
         """The group is no more, on this rank."""
@@ -316,8 +316,9 @@ class Member:
         for group, communicator in groups:
             failure = communicator.failure()
             if failure and not failure[4]:
-                kind, text, ranks, _, _ = failure
-                self._tell(group, kind, text, ranks, communicator.where()[0], Deadline(SETTLE_S))
+                kind, text, ranks, waiting_for, _, number = failure
+                ranks = ranks or (waiting_for if number < 0 else [])  # as settle()
+                self._tell(group, kind, text, ranks, number, Deadline(SETTLE_S))
 
     def _hear(self, message: Message) -> None:
         kind = message["t"]
@@ -369,7 +370,7 @@ class Member:
                 if dialled is None:
                     self._early.setdefault(message["group"], []).append((message["from"], message["address"]))
             if dialled:
-                _on_own_thread(dialled, message["from"], message["address"])
+                dialled(message["from"], message["address"])
 
     def _end(self, why: str) -> None:
         """The link is over. Unless we left, nobody watches this job any more."""
@@ -424,11 +425,6 @@ class Member:
 def _again(error: Error) -> Error:
     """A new exception that says the same."""
     return make(type(error).__name__, str(error), error.ranks, error.waiting_for)
-
-
-def _on_own_thread(dialled: Callable[[int, Any], None], rank: int, address: Any) -> None:
-    """Connecting may take a while, and the reading thread must not."""
-    threading.Thread(target=dialled, args=(rank, address), name="mscomm-dial", daemon=True).start()
 
 
 def _abort(communicator: Communicator, failure: Error) -> None:
