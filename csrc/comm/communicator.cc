@@ -118,6 +118,7 @@ uint64_t Communicator::next_number() {
 }
 
 void Communicator::run(Call call, double timeout_s) {
+  check(call, rank_, size());  // a wrong call uses no number
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
   {
@@ -128,6 +129,7 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
+  check(call, rank_, size());
   const auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
