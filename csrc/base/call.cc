@@ -84,9 +84,11 @@ void check(const Call& call, int rank, int size) {
   const Collective what = signature.what;
   const auto n = static_cast<size_t>(size), me = static_cast<size_t>(rank);
 
-  if (rooted(what) ? signature.root < 0 || signature.root >= size : signature.root != -1)
+  // What goes ahead of a call with a root carries that root, too; but to a reduction a root means one result instead of many.
+  const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
+  if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +
-           (rooted(what) ? "a rank from 0 to " + std::to_string(size - 1) : "-1, " + std::string(name(what)) + " has none"));
+           (may_have_root ? "a rank from 0 to " + std::to_string(size - 1) : "-1, as " + std::string(name(what)) + " has none"));
   if (reduces(what) && !supports(signature.dtype, signature.op))
     refuse(std::string(name(signature.op)) + " is not defined on " + std::string(name(signature.dtype)));
 

@@ -116,6 +116,12 @@ void roots_that_are_none_are_refused() {
     }
     call.signature.root = has_root(right.signature.what) ? -1 : 0;
     CHECK(refused(call, rank, "root "));
+    // The counts of gather_v go ahead by all_gather.
+    call = right;
+    call.signature.head = 1;
+    if (!has_root(call.signature.what)) call.signature.root = root;
+    CHECK(refused(call, rank) ==
+          (call.signature.what == Collective::all_reduce || call.signature.what == Collective::reduce_scatter));
   });
 }
 
