@@ -61,6 +61,7 @@ class Call(NamedTuple):
             counts,
             digest,
             head,
+            *number,
         )
 
 
