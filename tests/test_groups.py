@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ranks
+from ranks import Job, ranks
 
 import mscomm
 from mscomm import groups as joined
@@ -286,3 +287,23 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
     assert list(joined._here().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
     assert [len(table) for table in tables] == [1, 1, 0, 0, 0, 0]
+
+
+HUB_SEES = """
+import numpy as np, mscomm
+mscomm.init()
+for i in range(30):
+    made = mscomm.create_group(f"number {i}", [0, 1])
+    mscomm.all_reduce(np.ones(1), group=made)
+    mscomm.destroy_group(made)
+pair = mscomm.split(0)
+mscomm.destroy_group(pair)
+mscomm.barrier()
+"""
+
+
+def test_the_hub_forgets_groups_that_all_have_left(tmp_path: Path) -> None:
+    job = Job(2, [sys.executable, "-c", HUB_SEES], tmp_path)
+    assert job.wait(60) == [0, 0], job.logs()
+    assert list(job.hub._groups) == ["0:world"]
+    assert job.hub._meetings._open == {}
