@@ -381,13 +381,15 @@ class Group:
         rank = self.job.rank
         suffix = "" if self.name == "world" else f".{self.name}"
         path = Path(self.record_dir, f"rank_{rank}{suffix}.json")
+        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
             words = {"rank": rank, "size": self.size, "group": self.name, "cause": cause, "calls": calls}
             partial.write_text(json.dumps(words, indent=1))
             partial.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):  # a folder that is not there, most likely
+                partial.unlink()
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
 
 

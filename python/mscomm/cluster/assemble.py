@@ -148,8 +148,13 @@ class Job:
         """The ranks of this rank's host."""
         return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
-    def found(self, group: str, name: str, ranks: list[int], deadline: Deadline) -> Founded:
-        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub."""
+    def found(
+        self, group: str, name: str, ranks: list[int], deadline: Deadline, all_came: Callable[[], None]
+    ) -> Founded:
+        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub.
+
+        all_came: called when they have; from then on the id is used up.
+        """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
         carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
@@ -170,6 +175,7 @@ class Job:
                     what = "init" if name == "world" else f"create_group({name!r})"
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
+                all_came()
                 core = _core.Group(
                     name=name,
                     peers=self.peers,
