@@ -29,11 +29,12 @@ PYTHON_SEES = {
     "arrays": BELOW,
     "cluster": BELOW,
     "bootstrap": BELOW | {"cluster"},
-    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context"},
-    "collectives": BELOW | {"arrays", "groups"},
+    "group": BELOW | {"cluster"},
+    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context", "group"},
+    "collectives": BELOW | {"arrays", "group", "groups"},
 }
 # What stands on the public functions.
-UPPER = BELOW | {"arrays", "groups", "collectives", "context"}
+UPPER = BELOW | {"arrays", "group", "groups", "collectives", "context"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }

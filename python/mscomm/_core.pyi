@@ -91,8 +91,9 @@ class Group:
     def failure(self) -> tuple[str, str, list[int], list[int], bool] | None:
         """(kind, text, ranks, waiting_for, whether it is the job's verdict) of a broken group."""
 
-    def calls(self) -> list[dict[str, Any]]:
-        """The last calls, oldest first: number, call, state (inside, done, failed), began, took."""
+    def calls(self, after: int = 0) -> list[dict[str, Any]]:
+        """The last calls, oldest first, those after that number: their number, call, state (inside, done, failed),
+        began and took."""
 
     def last_look(self) -> None:
         """Compare what the peers said last with this rank's own calls; raises Mismatch."""
