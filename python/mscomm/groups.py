@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-import mscomm
 from mscomm import bootstrap, environment, log
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
@@ -128,7 +127,7 @@ def init(
     deadline = Deadline(join_timeout_s(os.environ))
 
     began = time.monotonic()
-    log.version(f"mscomm {mscomm.__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
+    log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
     launcher = bootstrap.find(os.environ, init_method, rank, world_size)
     if log.enabled(log.INFO):
         _tell_launcher(launcher)
@@ -148,7 +147,7 @@ def _tell_launcher(launcher: bootstrap.Launcher | None) -> None:
     if launcher is None:
         log.info("launcher: none, a job of one")
         return
-    module = getattr(launcher, "__name__", "").removeprefix(f"{mscomm.__name__}.")  # none: init's arguments say it
+    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # none: init's arguments say it
     known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
     log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
 
