@@ -134,6 +134,15 @@ def test_over_the_mesh_the_carrier_and_the_hosts_are_told(tmp_path: Path) -> Non
     assert "waits" not in job.output(1)
 
 
+def test_the_links_listen_where_the_variable_says(tmp_path: Path) -> None:
+    def of_its_own_host(rank: int) -> dict[str, str]:
+        return {"MSCOMM_SOCKET_IFNAME": "nosuch0", "MSCOMM_HOST_ID": f"h{rank}"}
+
+    job = Job(2, [sys.executable, "-c", BODY], tmp_path, of_its_own_host)
+    assert job.wait(60) == [1, 1], job.logs()
+    assert "MSCOMM_SOCKET_IFNAME='nosuch0' matches no interface of this host that is up" in job.logs()
+
+
 def test_one_rank_warns_of_forced_algorithms(tmp_path: Path) -> None:
     first, second = run(tmp_path, MSCOMM_ALGO="all_reduce=ring,broadcast=tree")
     assert first == ["WARN MSCOMM_ALGO forces all_reduce=ring, broadcast=tree; ring adds floats in an order of its own"]
