@@ -1,6 +1,8 @@
 """Results of different length: each rank looks for the primes in its share of the numbers, and rank 0 gets them all.
 
     mscomm run -n 4 uneven_gather.py
+
+A rank that finds none gives an empty array.
 """
 
 import numpy as np
