@@ -18,23 +18,17 @@ ALLGATHER = EXAMPLES / "nccl_allgather.py"
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 TWO_HOSTS = "4 ranks on 2 host(s)"
 
-# Where each rank listens for the others: the data listener of every rank, as the ranks tell each other.
+# Where each rank listens for the others.
 WHERE = """
 import socket, sys
 import numpy as np
 import mscomm
-from mscomm.cluster import assemble
-listening = []
-make = assemble.listeners
-def spy(*args):
-    made = make(*args)
-    listening.append(made.data.getsockname()[0])
-    return made
-assemble.listeners = spy
+from mscomm import groups
 mscomm.init()
 total = mscomm.all_reduce(np.ones(1000, np.float32))
 assert (total == mscomm.get_group_size()).all()
-sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {listening[0]}\\n")
+address = groups.resolve(None).member.address()
+sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {address}\\n")
 """
 
 
