@@ -7,7 +7,9 @@ import contextlib
 import hashlib
 import operator
 import os
+import platform
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mscomm import bootstrap
+from mscomm import bootstrap, environment, log
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
@@ -31,7 +33,6 @@ __all__ = ["Group", "Work"]
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
-_CALL_S = 1800.0
 
 
 class _Joined:
@@ -118,24 +119,35 @@ def init(
             )
         return
     del device  # an index of an accelerator; the CPU has none
-    timeout_s = (
-        seconds_of(os.environ.get("MSCOMM_TIMEOUT") or _CALL_S, "MSCOMM_TIMEOUT")
-        if timeout is None
-        else seconds_of(timeout)
-    )
-    algo = os.environ.get("MSCOMM_ALGO", "")
+    timeout_s = environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout)
+    algo = environment.read("MSCOMM_ALGO", os.environ)
     forced = assemble.forced_algorithms(algo)
     deadline = Deadline(join_timeout_s(os.environ))
 
+    began = time.monotonic()
+    log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
     launcher = bootstrap.find(os.environ, init_method, rank, world_size)
+    if log.enabled(log.INFO):
+        _tell_launcher(launcher)
     if launcher is None:
+        log.set_rank(0)
         joined = _Joined(assemble.alone(), backend, algo, timeout_s)
         joined.found(Group("world", [0], timeout_s), deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
         joined = _join(invitation, backend, algo, forced, timeout_s, deadline)
     _joined = joined
+    log.info(f"joined as rank {joined.job.rank} of {joined.job.size} in {time.monotonic() - began:.3f} s")
     _watch_exit()
+
+
+def _tell_launcher(launcher: bootstrap.Launcher | None) -> None:
+    if launcher is None:
+        log.info("launcher: none, a job of one")
+        return
+    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # none: init's arguments say it
+    known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
+    log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
 
 
 def _join(
@@ -157,6 +169,7 @@ def _join(
         )
         failing.callback(member.close)
         welcome = member.join(assemble.facts(backend, invitation.size, algo, memory), deadline)
+        log.set_rank(welcome.rank)
         with _telling(member, welcome.rank, welcome.epoch):
             job = assemble.share(member, welcome, memory, forced, deadline)
             joined = _Joined(job, backend, algo, timeout_s)
@@ -289,6 +302,7 @@ def _begin_epoch(joined: _Joined, groups: list[Group], deadline: Deadline) -> in
             joined.groups = {}
             joined.found(world, deadline)
             member.ready(deadline)
+    log.info(f"epoch {welcome.epoch} begins")
     for group in groups:
         if group.made is not None:
             group.made(deadline)

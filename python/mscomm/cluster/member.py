@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mscomm.cluster import interfaces
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
 from mscomm.cluster.plan import world_id
@@ -212,9 +213,8 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """The address of this host by which the hub reaches it, for listeners; loopback if that is no TCP link."""
-        sock = self._frames.sock
-        return str(sock.getsockname()[0]) if sock.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
+        """The address of this host for listeners: MSCOMM_SOCKET_IFNAME's, else that by which the hub reaches it."""
+        return interfaces.listen_address(self._frames.sock)
 
     # -- failures
 
