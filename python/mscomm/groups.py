@@ -61,22 +61,20 @@ class _Joined:
 
     def found(self, group: Group, deadline: Deadline) -> None:
         """Make the group, which all its ranks do, and let it begin to work."""
-        id = self._next_id(group)
+        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
+        key = f"{group.name}:{ranks}"
+        turn = self.creations.get(key, 0) + 1
+        id = plan.world_id(self.job.epoch) if group.name == "world" else f"{self.job.epoch}:{key}:{turn}"
+
+        def all_came() -> None:
+            self.creations[key] = turn
+
         try:
-            founded = self.job.found(id, group.name, group.ranks, deadline)
+            founded = self.job.found(id, group.name, group.ranks, deadline, all_came)
         except Error as symptom:
             raise self.member.settle(id, symptom, 0) if self.member else symptom from symptom
         group.enter(self.job, id, founded)
         self.groups[group.name] = group
-
-    def _next_id(self, group: Group) -> str:
-        """The group's id for the hub, the same on all its ranks."""
-        if group.name == "world":
-            return plan.world_id(self.job.epoch)
-        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
-        key = f"{group.name}:{ranks}"
-        self.creations[key] = turn = self.creations.get(key, 0) + 1
-        return f"{self.job.epoch}:{key}:{turn}"
 
 
 _joined: _Joined | None = None
@@ -237,7 +235,7 @@ def release() -> None:
         group.leave()
         failure = group.core.failure()
         if unseen is None and failure is not None and not group.raised:
-            kind, text, ranks, waiting_for, _ = failure
+            kind, text, ranks, waiting_for, _, _ = failure
             unseen = make(kind, text, ranks, waiting_for)
     if unseen is not None and not joined.world.raised:
         raise unseen

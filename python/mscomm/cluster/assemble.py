@@ -12,7 +12,7 @@ import resource
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,8 +153,13 @@ class Job:
         """The ranks of this rank's host."""
         return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
-    def found(self, group: str, name: str, ranks: list[int], deadline: Deadline) -> Founded:
-        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub."""
+    def found(
+        self, group: str, name: str, ranks: list[int], deadline: Deadline, all_came: Callable[[], None]
+    ) -> Founded:
+        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub.
+
+        all_came: called when they have; from then on the id is used up.
+        """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
         carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
@@ -175,6 +180,7 @@ class Job:
                     what = "init" if name == "world" else f"create_group({name!r})"
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
+                all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours()])
                 core = _core.Group(
                     name=name,
@@ -268,15 +274,15 @@ class Job:
             failing.pop_all()
         return sock.detach()
 
-    def invite(self, group: str, rank: int, deadline: Deadline) -> int:
-        """A connection from the rank, which its control thread makes: for messages of the group from here to there."""
+    def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
+        """A connection from the rank, whatever its program does: for messages of the group from here to there.
+
+        check: called at least every 100 ms; may raise to end the wait.
+        """
         assert self.member
-        member = self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
-            member.dial(group, rank, [_address(listener)], deadline)
-            came = links.accept_all(
-                [listener], [rank], self.key, LETTERS, self.identity, deadline, check=lambda: member.check(group)
-            )
+            self.member.dial(group, rank, [_address(listener)], deadline)
+            came = links.accept_all([listener], [rank], self.key, LETTERS, self.identity, deadline, check=check)
         return came[rank].detach()
 
 

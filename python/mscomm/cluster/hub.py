@@ -209,8 +209,17 @@ class Hub:
                 group.announced = True
                 if group is self._world:
                     self._topo_until = None
-                self._log(f"verdict on {name}: {judge.verdict.kind}: {judge.verdict.text}")
-                self._broadcast({"t": "verdict", "group": name, **judge.verdict._asdict()}, group.ranks)
+                verdict = self._explained(judge.verdict, group)
+                self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
+                self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
+
+    def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
+        """Of another group than the world: with the world's failure, if a rank of the group left because of it."""
+        first = self._world.judge.verdict
+        left = {link.number for link in self._roster if link.left}
+        if first and group is not self._world and left & set(verdict.ranks):
+            return verdict._replace(text=f"{verdict.text}; before that the group of all ranks failed: {first.text}")
+        return verdict
 
     def _close(self) -> None:
         self._door.close()
@@ -351,9 +360,16 @@ class Hub:
         self._answer(self._meetings.withdraw(link.number, _field(message, "key", str), seconds))
 
     def _handle_dial(self, link: Link, message: Message) -> None:
-        """One rank asks another to connect to it."""
-        to = _field(message, "to", int)
-        words = {name: message.get(name) for name in ("group", "address")}
+        """One rank of a group asks another to connect to it."""
+        to, name = _field(message, "to", int), _field(message, "group", str)
+        group = self._groups.get(name)
+        if group is None or to not in group.ranks or link.number not in group.ranks:
+            return  # of an earlier epoch
+        if to in group.closed:
+            text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
+            group.judge.failed(link.number, "PeerLost", [to], text, -1, self._members(group), time.monotonic())
+            return
+        words = {"group": name, "address": message.get("address")}
         for other in self._roster:
             if other.number == to and other.open and not other.left:
                 self._send(other, {"t": "dial", "from": link.number, **words})
@@ -446,7 +462,9 @@ class Hub:
             why = f"rejoin: {left[0]} has left the job, so that its ranks are never all there again"
             for link in waiting:
                 link.waits = False
-                self._send(link, {"t": "unmet", "key": "rejoin", "kind": "PeerLost", "text": why, "ranks": [left[0].number]})
+                self._send(
+                    link, {"t": "unmet", "key": "rejoin", "kind": "PeerLost", "text": why, "ranks": [left[0].number]}
+                )
             return
         if len(waiting) < self._roster.size:
             return

@@ -94,7 +94,8 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             received = sock.recv(hello.needs)
             if not received:
                 raise ConnectionResetError("it closed the connection")
-            sock.sendall(hello.feed(received))
+            if answer := hello.feed(received):  # after the last one the other end may have done all it wanted, and gone
+                sock.sendall(answer)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {_PEERS[purpose]}: {error}") from error
     except Error as error:
