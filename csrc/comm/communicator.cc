@@ -263,7 +263,7 @@ void Communicator::close() {
   std::unique_lock turn(turn_mutex_);
   if (callers_ > 0) {
     turn.unlock();
-    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was under way, after " + current(),
+    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was running, after " + current(),
                  {in_job(rank_)}),
            false});
     turn.lock();
