@@ -186,12 +186,10 @@ void close_ends_a_recv_of_another_thread() {
 }
 
 void destroyed_without_close_with_a_message_under_way() {
-  auto out = std::make_unique<Ints>(3);
-  std::shared_ptr<Work> work;
-  {
-    Pair pair;
-    work = pair.ranks[0].group->start(Rank::message(false, 1, *out), Deadline(120));
-  }
+  Pair pair;
+  Ints out(3);
+  const auto work = pair.ranks[0].group->start(Rank::message(false, 1, out), Deadline(120));
+  pair.ranks[0].group.reset();
   CHECK(work->done() && work->error() && work->error()->kind == "Aborted");
 }
 
