@@ -163,10 +163,10 @@ py::object failure(const Group& group) {
   return py::make_tuple(error.kind, std::string(error.what()), error.ranks, error.waiting_for, failure->verdict, failure->number);
 }
 
-std::vector<py::dict> calls(const Group& group) {
+std::vector<py::dict> calls(const Group& group, uint64_t after) {
   static constexpr const char* states[] = {"inside", "done", "failed"};
   std::vector<py::dict> list;
-  for (const Record& record : group.recorder.all()) {
+  for (const Record& record : group.recorder.all(after)) {
     py::dict entry;
     entry["number"] = record.signature.number;
     entry["call"] = record.signature.text();
@@ -307,7 +307,7 @@ PYBIND11_MODULE(_core, module) {
              return py::make_tuple(where.number, where.inside, where.text);
            })
       .def("failure", &failure)
-      .def("calls", &calls)
+      .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("close",
            [](Group& group) {

@@ -111,6 +111,7 @@ uint64_t Communicator::reserve(int count) {
 }
 
 void Communicator::run(Call call, double timeout_s) {
+  check(call, rank_, size());  // a wrong call uses no number
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
   {
@@ -122,6 +123,7 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
+  check(call, rank_, size());
   const auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
@@ -301,7 +303,8 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
     }
   }
   const double waited_s = seconds_since(deadline.start());
-  if (waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
+  // A call that waits for its turn is silent: the one whose turn it is speaks.
+  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {

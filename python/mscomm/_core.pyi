@@ -183,8 +183,9 @@ class Group:
         number: -1 where no call saw it.
         """
 
-    def calls(self) -> list[dict[str, Any]]:
-        """The last calls, oldest first: number, call, state (inside, done, failed), began, took."""
+    def calls(self, after: int = 0) -> list[dict[str, Any]]:
+        """The last calls, oldest first, those after that number: their number, call, state (inside, done, failed),
+        began and took."""
 
     def last_look(self) -> None:
         """Compare what the peers said last with this rank's own calls; raises Mismatch."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from mscomm import _core
+from mscomm import _core, environment, log
 from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.letters import Letters
@@ -122,6 +122,7 @@ class Work:
                 part.check()
             except Error as symptom:
                 self._group.fail(symptom)
+        self._group.ended()
         with self._collecting:
             if not self._collected:
                 self._collected.append(self._result())
@@ -155,8 +156,9 @@ class Group:
         self.ranks = ranks
         self.size = len(ranks)
         self.timeout_s = timeout_s
-        self.record_dir = os.environ.get("MSCOMM_RECORD")
+        self.record_dir = environment.read("MSCOMM_RECORD", os.environ)
         self.made: Callable[[Deadline], Any] | None = None  # how it is made again in a new epoch
+        self._tracing = threading.Lock()  # protects _traced
         self._watching = threading.Lock()  # protects _running
 
     def enter(self, job: Job, id: str, founded: Founded) -> None:
@@ -173,6 +175,8 @@ class Group:
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
         self._calls = 0
         self._running: list[Work] = []
+        # The last call of which a line was written; None: nobody asked for such lines.
+        self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._letters = Letters(job, self.core, id, self.ranks)
         if self.member:
@@ -181,6 +185,9 @@ class Group:
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
+        if self._traced is not None:
+            self._trace()
+        log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
         if self.member:
             self.member.detach(self.id)
         if self.control is not None and self.job.heap is not None:
@@ -243,6 +250,8 @@ class Group:
             self._note_line()
         try:
             self.core.run(*call.arguments(seconds, number))
+            if self._traced is not None:
+                self._trace()
         except Error as symptom:
             self.fail(symptom)
         except BaseException as error:
@@ -353,6 +362,9 @@ class Group:
         if self._cause is None:
             self._cause = self._first_cause(symptom)
             self._write_record(str(self._cause))
+            if self._traced is not None:
+                self._trace()
+            log.info(f"group {self.name} is broken: {type(self._cause).__name__}: {self._cause}")
         return make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
 
     def _first_cause(self, symptom: Error) -> Error:
@@ -362,6 +374,22 @@ class Group:
             return make(kind, text, ranks, waiting_for)
         number = self.core.where()[0] if failure is None else failure[5]
         return self.member.settle(self.id, symptom, number) if self.member is not None else symptom
+
+    # -- the log
+
+    def ended(self) -> None:
+        """A call that ran beside the callers has ended."""
+        if self._traced is not None:
+            self._trace()
+
+    def _trace(self) -> None:
+        """A line for each call that has ended and has none yet."""
+        with self._tracing:
+            for call in self.core.calls(self._traced or 0):
+                if call["state"] == "inside":
+                    return  # and so those after it
+                self._traced = call["number"]
+                log.trace(f"group {self.name}: {call['call']} {call['state']} in {call['took'] * 1e6:.1f} us")
 
     # -- the record
 
@@ -381,13 +409,15 @@ class Group:
         rank = self.job.rank
         suffix = "" if self.name == "world" else f".{self.name}"
         path = Path(self.record_dir, f"rank_{rank}{suffix}.json")
+        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
             words = {"rank": rank, "size": self.size, "group": self.name, "cause": cause, "calls": calls}
             partial.write_text(json.dumps(words, indent=1))
             partial.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):  # a folder that is not there, most likely
+                partial.unlink()
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import selectors
@@ -13,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
-from mscomm.cli.output import Output, Stream, Streams
+from mscomm.cli.output import Log, Output, Stream, Streams
 from mscomm.cli.parts import Part
 from mscomm.cluster.judge import Verdict
 
@@ -73,7 +72,8 @@ class Launch:
         self._env = {name: value for name, value in env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
         self._part = part
         self._log_dir = log_dir
-        self._scheduler_log: BinaryIO | None = None
+        self._scheduler_log: Log | None = None
+        self._logs: list[Log] = []
         self._started = time.monotonic()
         self._processes: list[
             subprocess.Popen[bytes]
@@ -97,7 +97,7 @@ class Launch:
                 self._part.open(stack, self._note)  # may wait, and Ctrl-C ends that
                 self._take_signals(stack)
                 stack.callback(self._end_all)
-                self._start_ranks(stack)
+                self._start_ranks(stack, logs)
                 try:
                     self._watch()
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
@@ -123,18 +123,21 @@ class Launch:
     def _note(self, text: str) -> None:
         """A line of the scheduler's log, from any thread."""
         if self._scheduler_log:
-            with contextlib.suppress(OSError):  # a full disk is no reason to end the job
-                self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
-                self._scheduler_log.flush()
+            self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
-    def _open_log(self, name: str, stack: ExitStack) -> BinaryIO | None:
-        return stack.enter_context(open(self._log_dir / name, "wb")) if self._log_dir else None
+    def _open_log(self, name: str, stack: ExitStack) -> Log | None:
+        if self._log_dir is None:
+            return None
+        log = Log(self._log_dir / name)
+        stack.callback(log.close)
+        self._logs.append(log)
+        return log
 
-    def _start_ranks(self, stack: ExitStack) -> None:
+    def _start_ranks(self, stack: ExitStack, logs: ExitStack) -> None:
         for local_rank in range(self._size):
             rank = self._part.first + local_rank
             inherited, variables = self._part.entrance(rank)
-            log = self._open_log(f"worker_{rank}.log", stack)
+            log = self._open_log(f"worker_{rank}.log", logs)
             with inherited:
                 process = self._start_rank(inherited.fileno(), {**self._identity(local_rank), **variables})
             self._processes.append(process)
@@ -275,6 +278,9 @@ class Launch:
             then = f"; {others} then failed or were ended" if len(failed) > 1 else ""
             here = " on this host" if self._size < self._part.size else ""
             self._say(f"rank {first.rank} failed first{here}: {first.how} after {first.after_s:.1f} s{then}{where}")
+        for log in self._logs:
+            if log.complaint:
+                self._say(log.complaint)
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")

@@ -209,8 +209,17 @@ class Hub:
                 group.announced = True
                 if group is self._world:
                     self._topo_until = None
-                self._log(f"verdict on {name}: {judge.verdict.kind}: {judge.verdict.text}")
-                self._broadcast({"t": "verdict", "group": name, **judge.verdict._asdict()}, group.ranks)
+                verdict = self._explained(judge.verdict, group)
+                self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
+                self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
+
+    def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
+        """Of another group than the world: with the world's failure, if a rank of the group left because of it."""
+        first = self._world.judge.verdict
+        left = {link.number for link in self._roster if link.left}
+        if first and group is not self._world and left & set(verdict.ranks):
+            return verdict._replace(text=f"{verdict.text}; before that the group of all ranks failed: {first.text}")
+        return verdict
 
     def _close(self) -> None:
         self._door.close()

@@ -6,6 +6,7 @@ A daemon thread reads the link from join() on. It calls what `Communicator` name
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mscomm.cluster import interfaces
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
 from mscomm.cluster.plan import world_id
@@ -21,6 +23,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # of a host, or of the way to it
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that saw it (-1: no call)
 Failure = tuple[str, str, list[int], list[int], bool, int]
@@ -73,6 +76,7 @@ class Member:
         self._rank = rank
         self._node_id = node_id
         self._hub = hub
+        self._hub_address = ""  # where it is on another host
         # Guards what the reading thread learns; waiters sleep on it. Never held while a communicator is called.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
@@ -98,6 +102,8 @@ class Member:
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Register with the hub and wait until all ranks have. Raises the verdict, or why the hub refuses us."""
         known = {"pid": os.getpid(), "hostname": socket.gethostname(), "host": socket.gethostname()}
+        self._hub_address = _address(self._frames.sock.getpeername())
+        known["link"] = _address(self._frames.sock.getsockname())
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": {**known, **facts}}, deadline)
         self._reader.start()
         self._await(lambda: self._welcome is not None, deadline, "the other ranks to join", world_id(0))
@@ -207,9 +213,8 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """The address of this host by which the hub reaches it, for listeners; loopback if that is no TCP link."""
-        sock = self._frames.sock
-        return str(sock.getsockname()[0]) if sock.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
+        """The address of this host for listeners: MSCOMM_SOCKET_IFNAME's, else that by which the hub reaches it."""
+        return interfaces.listen_address(self._frames.sock)
 
     # -- failures
 
@@ -303,7 +308,8 @@ class Member:
                     self._hear(message)
             self._end("its process ended or was killed")
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
-            self._end(f"the link to it failed: {error}")
+            silent = isinstance(error, OSError) and error.errno in _SILENT
+            self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
 
     def _tell_failures(self) -> None:
         """Of calls that ran on a group's worker thread: it may be long until somebody waits for them."""
@@ -372,13 +378,21 @@ class Member:
             if dialled:
                 dialled(message["from"], message["address"])
 
-    def _end(self, why: str) -> None:
-        """The link is over. Unless we left, nobody watches this job any more."""
+    def _beside_the_hub(self) -> list[int]:
+        """The ranks of the hub's host, as far as this rank, of another host, can know."""
+        facts = self._welcome.facts if self._welcome and self._hub_address else []
+        return [rank for rank, fact in enumerate(facts) if fact.get("link") in ("", self._hub_address)]
+
+    def _end(self, why: str, lost: Sequence[int] = ()) -> None:
+        """The link is over. Unless we left, nobody watches this job any more. lost: ranks whose host is silent."""
         with self._news:
             self._ended = self._ended or why
             unexpected = not self._leaving
             self._news.notify_all()
-        if unexpected:
+        if unexpected and lost:
+            words = f"rank {', '.join(map(str, lost))}: lost with the host of {self._hub}: {why}"
+            self._fail(PeerLost(words, lost))
+        elif unexpected:
             self._fail(make("Aborted", f"{self._hub} is gone: {why}; start the job again and look at its output"))
 
     def _fail(self, failure: Error) -> None:
@@ -420,6 +434,12 @@ class Member:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
         self._forked = True
         self._frames.close()
+
+
+def _address(name: Any) -> str:
+    """The host part of a socket's name; "" where both ends are on one host."""
+    host = str(name[0]) if isinstance(name, tuple) else ""
+    return "" if host == "::1" or host.startswith("127.") else host
 
 
 def _again(error: Error) -> Error:
