@@ -14,7 +14,6 @@ namespace {
 thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // of what was sent, at the end
-constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
 // Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
 std::mutex all_mutex;
