@@ -162,7 +162,7 @@ class Group:
     def expect_incoming(self, peer: int, /) -> None:
         """A link from that rank is being made: whether it is still there, the end of that link will tell."""
 
-    def check_peer(self, peer: int, /) -> None:
+    def check(self, peer: int, /) -> None:
         """Raises if the group is broken, or that rank has left or ended."""
 
     def abort(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:

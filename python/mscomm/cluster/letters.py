@@ -34,13 +34,13 @@ class Letters:
         core, rank = self._core, self._ranks[peer]
         try:
             while not self._dialling[peer].acquire(timeout=min(deadline.left(), 0.1)):
-                core.check_peer(peer)
+                core.check(peer)
                 if deadline.passed:
                     raise CollectiveTimeout(f"no connection came from rank {rank}", waiting_for=[rank])
             try:
-                core.check_peer(peer)
+                core.check(peer)
                 if peer not in self.linked:
-                    core.add_outgoing(peer, self._job.invite(self._group, rank, deadline, lambda: core.check_peer(peer)))
+                    core.add_outgoing(peer, self._job.invite(self._group, rank, deadline, lambda: core.check(peer)))
                     self.linked.add(peer)
             finally:
                 self._dialling[peer].release()
