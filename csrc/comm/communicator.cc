@@ -78,7 +78,8 @@ Communicator::~Communicator() {
     std::erase(all, this);
   }
   if (forked_) return;
-  abort({Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
+  abort(
+      {Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
   if (worker_) stop_worker();
 }
 
@@ -335,8 +336,8 @@ void Communicator::say_waiting(double waited_s, const std::vector<int>& missing)
   while (std::find(missing.begin(), missing.end(), speaker) != missing.end()) speaker++;
   if (!hooks_.notice || (backend_->waiters_see_all() && speaker != rank_)) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
-  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " + seconds_text(waited_s) + " for " +
-                named(missing));
+  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " +
+                seconds_text(waited_s) + " for " + named(missing));
 }
 
 Error Communicator::differing(const Differs& differs) const {

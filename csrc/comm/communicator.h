@@ -105,7 +105,7 @@ class Communicator final : public Watch {
   // A link from the peer is being made: whether the peer is still there, that link will tell.
   void expect_incoming(int peer);
   // Throws if the group is broken, or the peer has left or ended.
-  void check(int peer) const;
+  void check_peer(int peer) const;
 
   // From any thread, at any time, without waiting. The first failure stays, but a verdict replaces a symptom.
   void abort(Failure failure);

@@ -137,7 +137,7 @@ void Communicator::fail(const Error& error) {
   throw_failure();
 }
 
-void Communicator::check(int peer) const {
+void Communicator::check_peer(int peer) const {
   if (broken()) throw_failure();
   if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
 }
