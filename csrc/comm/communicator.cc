@@ -396,7 +396,8 @@ void Communicator::in_child() {
     communicator->forked_ = true;
     communicator->backend_->close_descriptors();
     communicator->peers_->close_descriptors();
-    communicator->worker_.release();  // the thread is the parent's
+    communicator->worker_.release();        // the thread is the parent's
+    communicator->hooks_.failed = nullptr;  // and so is who reads of its failures
   }
   all_mutex.unlock();
 }

@@ -419,6 +419,9 @@ class Member:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
         self._forked = True
         self._frames.close()
+        fd, self.failed_fd = self.failed_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _again(error: Error) -> Error:
