@@ -29,7 +29,8 @@ PYTHON_SEES = {
     "arrays": BELOW,
     "cluster": BELOW,
     "bootstrap": BELOW | {"cluster"},
-    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context"},
+    "group": BELOW | {"cluster"},
+    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context", "group"},
     "collectives": BELOW | {"arrays", "groups"},
 }
 # What stands on the public functions.
