@@ -88,7 +88,6 @@ class Group:
         self.size = len(ranks)
         self.timeout_s = timeout_s
         self.record_dir = os.environ.get("MSCOMM_RECORD")
-        self.made: Callable[[Deadline], Any] | None = None  # how it is made again in a new epoch
         self._dialling = threading.Lock()  # one link to a peer is made at a time
 
     def enter(self, job: Job, id: str, founded: Founded) -> None:

@@ -110,15 +110,19 @@ class Member:
         now = self._welcome.epoch
         with self._news:
             self._met.pop("rejoin", None)
+
+        def answered() -> bool:
+            return "rejoin" in self._met or (self._welcome is not None and self._welcome.epoch > now)
+
         self._say({"t": "rejoin", "facts": dict(facts)}, deadline)
         try:
-            self._await(
-                lambda: "rejoin" in self._met or (self._welcome is not None and self._welcome.epoch > now),
-                deadline,
-                "the lost ranks to come back",
-            )
+            self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
-            self._say({"t": "unrejoin"}, Deadline(SETTLE_S))
+            # The hub knows who is not there, unless the last one comes at this moment.
+            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+            self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
+        except KeyboardInterrupt:
+            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
             refused = self._met.pop("rejoin", None)
@@ -171,7 +175,7 @@ class Member:
     def check(self, group: str) -> None:
         """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
         with self._news:
-            failure = self._failure or self._verdicts.get(group)
+            failure = self._verdicts.get(group) or self._failure
         if failure:
             raise _again(failure)
 
@@ -411,7 +415,7 @@ class Member:
         with self._news:
             while not (met() or self._failure or group in self._verdicts) and not deadline.passed:
                 self._news.wait(deadline.left())
-            failure = self._failure or self._verdicts.get(group)
+            failure = self._verdicts.get(group) or self._failure  # what the hub said, before that it is gone
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
 
