@@ -185,6 +185,7 @@ PYBIND11_MODULE(_core, module) {
   });
 
   module.attr("version") = MSCOMM_VERSION;
+  module.attr("max_dims") = max_dims;
   module.attr("collectives") = as_strings(collectives);
   module.attr("ops") = as_strings(ops);
   module.def("dtypes", [] {
@@ -253,8 +254,9 @@ PYBIND11_MODULE(_core, module) {
       .def("run",
            [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
               std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
-              std::vector<uint64_t> counts, uint64_t digest, bool head) {
+              std::vector<uint64_t> counts, uint64_t digest, bool head, uint64_t number) {
              Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
+             call.signature.number = number;
              const py::gil_scoped_release unlocked;
              group.communicator->run(std::move(call), timeout_s);
            })
@@ -266,6 +268,7 @@ PYBIND11_MODULE(_core, module) {
              const py::gil_scoped_release unlocked;
              return group.communicator->start(std::move(call), timeout_s);
            })
+      .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("abort",
            [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
               const std::string& text) {

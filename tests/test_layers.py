@@ -31,10 +31,10 @@ PYTHON_SEES = {
     "bootstrap": BELOW | {"cluster"},
     "group": BELOW | {"cluster"},
     "groups": BELOW | {"arrays", "cluster", "bootstrap", "context", "group"},
-    "collectives": BELOW | {"arrays", "groups"},
+    "collectives": BELOW | {"arrays", "group", "groups"},
 }
 # What stands on the public functions.
-UPPER = BELOW | {"arrays", "groups", "collectives", "context"}
+UPPER = BELOW | {"arrays", "group", "groups", "collectives", "context"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }

@@ -20,10 +20,10 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# What pybind11 adds to every class, and a constructor that is not there: a Heap comes from make_heap.
+# What pybind11 adds to every class, and constructors that are not there: a Heap comes from make_heap, a Work from start.
 PYBIND11 = """
-mscomm\\._core\\.(Group|Heap)
-mscomm\\._core\\.Heap\\.__init__
+mscomm\\._core\\.(Group|Heap|Peers|Work)
+mscomm\\._core\\.(Heap|Work)\\.__init__
 """
 
 needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")

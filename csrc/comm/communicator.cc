@@ -109,12 +109,17 @@ void Communicator::stop_worker() {
   worker_.reset();
 }
 
-uint64_t Communicator::next_number() {
+uint64_t Communicator::take_numbers(int count) {
   if (forked_)
     throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(in_job(rank_)) +
                                     " and is no rank itself; call mscomm in the parent");
   if (broken()) throw_failure();
-  return next_++;
+  return std::exchange(next_, next_ + static_cast<uint64_t>(count));
+}
+
+uint64_t Communicator::reserve(int count) {
+  const std::lock_guard lock(turn_mutex_);
+  return take_numbers(count);
 }
 
 void Communicator::run(Call call, double timeout_s) {
@@ -122,7 +127,8 @@ void Communicator::run(Call call, double timeout_s) {
   const Caller inside(*this);
   {
     const std::lock_guard lock(turn_mutex_);
-    call.signature.number = next_number();
+    const uint64_t first = take_numbers(call.signature.number == 0 ? 1 : 0);
+    if (call.signature.number == 0) call.signature.number = first;
   }
   execute(call, deadline);
 }
@@ -131,7 +137,7 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   const auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
-    call.signature.number = next_number();
+    call.signature.number = take_numbers(1);
     if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     callers_++;
@@ -158,13 +164,13 @@ void Communicator::work() {
     } catch (const Error& error) {
       failure = error;
     }
-    job->work->end(failure);
-    if (failure && hooks_.failed) hooks_.failed();
     {
       const std::lock_guard lock(turn_mutex_);
       callers_--;
     }
     turn_.notify_all();
+    job->work->end(failure);  // last: whoever sees it may close the group
+    if (failure && hooks_.failed) hooks_.failed();
   }
 }
 

@@ -72,8 +72,10 @@ class Communicator final : public Watch {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // One collective call, start to end; the signature lacks its number. Throws Error, and what the interrupt hook throws; after
-  // that the group is broken.
+  // Takes that many numbers in a row, for a call that is made of several; returns the first. Each must then be run.
+  uint64_t reserve(int count);
+  // One collective call, start to end; the signature lacks its number, unless it was reserved. Throws Error, and what the
+  // interrupt hook throws; after that the group is broken.
   void run(Call call, double timeout_s);
   // The same on the worker's thread, in the order of calls. x and out must live until the work has ended.
   std::shared_ptr<Work> start(Call call, double timeout_s);
@@ -101,7 +103,7 @@ class Communicator final : public Watch {
     std::shared_ptr<Work> work;
   };
 
-  uint64_t next_number();  // with turn_mutex_
+  uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
   void work();
   void stop_worker();
   void execute(const Call& call, const Deadline& deadline);

@@ -25,29 +25,47 @@ _WHERE = {
         "AuthenticationError",
         "Aborted",
     ),
+    "group": ("Group", "Work"),
     "groups": (
-        "Group",
         "abort",
+        "create_group",
+        "destroy_group",
         "get_backend",
+        "get_group_rank_from_world_rank",
         "get_group_size",
         "get_launcher",
         "get_local_rank",
         "get_local_rank_size",
+        "get_process_group_ranks",
         "get_rank",
+        "get_world_rank_from_group_rank",
         "get_world_size",
         "init",
         "is_initialized",
+        "rejoin",
         "release",
+        "shrink",
+        "split",
     ),
     "collectives": (
         "all_gather",
+        "all_gather_v",
         "all_reduce",
         "all_reduce_",
         "all_reduce_many",
+        "all_to_all",
+        "all_to_all_v",
         "barrier",
         "broadcast",
         "broadcast_",
         "empty",
+        "gather",
+        "gather_v",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_v",
+        "scatter",
+        "scatter_v",
         "zeros",
     ),
     "objects": ("all_gather_object", "broadcast_object"),
@@ -77,13 +95,23 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from mscomm.collectives import all_gather as all_gather
+    from mscomm.collectives import all_gather_v as all_gather_v
     from mscomm.collectives import all_reduce as all_reduce
     from mscomm.collectives import all_reduce_ as all_reduce_
     from mscomm.collectives import all_reduce_many as all_reduce_many
+    from mscomm.collectives import all_to_all as all_to_all
+    from mscomm.collectives import all_to_all_v as all_to_all_v
     from mscomm.collectives import barrier as barrier
     from mscomm.collectives import broadcast as broadcast
     from mscomm.collectives import broadcast_ as broadcast_
     from mscomm.collectives import empty as empty
+    from mscomm.collectives import gather as gather
+    from mscomm.collectives import gather_v as gather_v
+    from mscomm.collectives import reduce as reduce
+    from mscomm.collectives import reduce_scatter as reduce_scatter
+    from mscomm.collectives import reduce_scatter_v as reduce_scatter_v
+    from mscomm.collectives import scatter as scatter
+    from mscomm.collectives import scatter_v as scatter_v
     from mscomm.collectives import zeros as zeros
     from mscomm.context import GRAPH_MODE as GRAPH_MODE
     from mscomm.context import PYNATIVE_MODE as PYNATIVE_MODE
@@ -97,17 +125,26 @@ if TYPE_CHECKING:
     from mscomm.errors import Error as Error
     from mscomm.errors import Mismatch as Mismatch
     from mscomm.errors import PeerLost as PeerLost
-    from mscomm.groups import Group as Group
+    from mscomm.group import Group as Group
+    from mscomm.group import Work as Work
     from mscomm.groups import abort as abort
+    from mscomm.groups import create_group as create_group
+    from mscomm.groups import destroy_group as destroy_group
     from mscomm.groups import get_backend as get_backend
+    from mscomm.groups import get_group_rank_from_world_rank as get_group_rank_from_world_rank
     from mscomm.groups import get_group_size as get_group_size
     from mscomm.groups import get_launcher as get_launcher
     from mscomm.groups import get_local_rank as get_local_rank
     from mscomm.groups import get_local_rank_size as get_local_rank_size
+    from mscomm.groups import get_process_group_ranks as get_process_group_ranks
     from mscomm.groups import get_rank as get_rank
+    from mscomm.groups import get_world_rank_from_group_rank as get_world_rank_from_group_rank
     from mscomm.groups import get_world_size as get_world_size
     from mscomm.groups import init as init
     from mscomm.groups import is_initialized as is_initialized
+    from mscomm.groups import rejoin as rejoin
     from mscomm.groups import release as release
+    from mscomm.groups import shrink as shrink
+    from mscomm.groups import split as split
     from mscomm.objects import all_gather_object as all_gather_object
     from mscomm.objects import broadcast_object as broadcast_object

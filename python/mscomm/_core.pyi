@@ -1,6 +1,6 @@
 """The C++ core: what src/module.cc offers.
 
-The place of a name in collectives, ops and dtypes() is its number in the other functions.
+The place of a name in collectives, functions, ops and dtypes() is its number in the other functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,9 @@ from typing import Any, Literal, final
 import numpy as np
 
 version: str
+max_dims: int
 collectives: list[str]
+functions: list[str]
 ops: list[str]
 
 def dtypes() -> list[str]: ...
@@ -23,9 +25,6 @@ def select(what: int, hosts: Sequence[int], forced: Sequence[str], /) -> tuple[s
     ValueError for a forced name that is none, or that these hosts do not allow.
     """
 
-def make_control(size: int, /) -> int:
-    """The descriptor of a new control block for a group of that size."""
-
 def make_heap(bytes: int, /) -> tuple[Heap, int]:
     """A heap and the descriptor by which the peers map it; the caller closes it."""
 
@@ -37,7 +36,43 @@ class Heap:
         """At least that many bytes, in use for as long as an array refers to them; None when there is no room."""
 
     def in_use(self) -> int:
-        """Bytes that arrays refer to."""
+        """Bytes that arrays refer to, control memory of groups among them."""
+
+    def retire(self) -> None:
+        """An epoch is over: nobody else may touch the memory any more; arrays in it keep what they hold."""
+
+    def reserve_control(self, size: int, /) -> int:
+        """Memory for the arena of a group of that size; returns its offset, which the group's ranks are told."""
+
+    def release_control(self, control: int, size: int, /) -> None:
+        """This rank is done with it; the memory is free when all `size` ranks are. size 0: nobody has used it."""
+
+@final
+class Peers:
+    """The ranks of a job in one epoch, as every group of it sees them."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        names: Sequence[str],
+        hosts: Sequence[int],
+        pidfds: Sequence[int],
+        heap: Heap | None,
+        heap_fds: Sequence[int],
+    ) -> None:
+        """All but heap are by rank; pidfds are taken over, heap_fds stay the caller's; -1: there is none."""
+
+@final
+class Work:
+    """A call on its group's worker thread."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float, /) -> bool:
+        """Whether it has ended, after at most that long."""
+
+    def check(self) -> None:
+        """Raise the error that it ended with, if it did."""
 
 @final
 class Group:
@@ -47,37 +82,62 @@ class Group:
         self,
         *,
         name: str,
+        peers: Peers,
+        ranks: Sequence[int],
         rank: int,
-        hosts: Sequence[int],
         epoch: int,
-        names: Sequence[str],
         forced: Sequence[str],
-        pidfds: Sequence[int],
-        heap: Heap | None,
-        control_fd: int,
-        heap_fds: Sequence[int],
+        control: int,
         spin: bool,
         links: Sequence[int],
         notice: Callable[[str], object],
+        failed_fd: int,
     ) -> None:
-        """hosts, names, pidfds, heap_fds and links are by rank; pidfds and links are taken over; -1: there is none.
+        """ranks: of the job; rank: this one's place among them. links: sockets by place, taken over, -1 for this rank.
 
-        No arena with control_fd -1, no mesh with empty links.
+        No arena with control -1, no mesh with empty links. failed_fd: an eventfd that is written when a call on the
+        worker's thread has failed, or -1.
         """
 
     def run(
         self,
         what: int,
+        function: int,
         dtype: int,
         op: int,
         root: int,
         x: np.ndarray[Any, Any] | None,
         out: np.ndarray[Any, Any] | None,
         timeout_s: float,
-        fused: int,
+        shape: Sequence[int] | None,
+        counts: Sequence[int],
+        digest: int,
+        head: bool,
+        number: int,
         /,
     ) -> None:
-        """One collective call on C-contiguous arrays, which the caller has checked."""
+        """One collective call on C-contiguous arrays, which the caller has checked. number: reserved, 0: the next."""
+
+    def start(
+        self,
+        what: int,
+        function: int,
+        dtype: int,
+        op: int,
+        root: int,
+        x: np.ndarray[Any, Any] | None,
+        out: np.ndarray[Any, Any] | None,
+        timeout_s: float,
+        shape: Sequence[int] | None,
+        counts: Sequence[int],
+        digest: int,
+        head: bool,
+        /,
+    ) -> Work:
+        """The same on the worker's thread; x and out must live until it has ended."""
+
+    def reserve(self, count: int, /) -> int:
+        """That many call numbers in a row; returns the first."""
 
     def abort(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
         """Break the group with a verdict; from any thread, without waiting."""
@@ -100,6 +160,9 @@ class Group:
     def close(self) -> None: ...
     def chosen(self) -> dict[str, str]:
         """Which algorithm runs each collective."""
+
+    def carried(self) -> dict[str, int]:
+        """Bytes of x and out of the calls that went by "arena" and by "mesh"."""
 
     def lost_wakes(self) -> int:
         """Sleeps at the gate that only their time limit ended though the gate was open: always 0, and tested to be."""

@@ -1,8 +1,14 @@
 """The collective operations: every rank of the group calls the same one, in the same order.
 
-`root` is a rank in the group (torch.distributed counts it in the world). `group` is None for all ranks, or a Group.
-`timeout` is in seconds or a timedelta; None takes init's. `out` receives the result; `out=x` works in place. Strided
-input is read in C order.
+`root` is a rank in the group (torch.distributed counts it in the world). `group` is None for all ranks, a Group or the
+name of one. `timeout` is in seconds or a timedelta; None takes init's. Strided input is read in C order.
+
+`out` receives the result, which has x's dtype. It may be x where the result has x's shape, and in general it may lie
+where x is in the whole: x of all_gather at this rank's place in out, out of reduce_scatter at its place in x, as with
+NCCL. Any other overlap is a ValueError.
+
+`async_op=True` returns a Work at once, whose wait() gives the result; the calls of a group are carried out in the order
+in which they were made.
 
 All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
 Mismatch or Aborted (see mscomm.errors) if the call fails; then the group is broken and the contents of out are
@@ -11,30 +17,45 @@ undefined.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mscomm import _core
 from mscomm.arrays import library
+from mscomm.arrays import numpy as host
 from mscomm.arrays.numpy import dtype_code
-from mscomm.groups import Group, resolve, shared_empty
+from mscomm.errors import Mismatch
+from mscomm.group import Call, Group
+from mscomm.groups import resolve, shared_empty
 
 Timeout = float | timedelta | None
 
 OPS = {name: code for code, name in enumerate(_core.ops)}
-_ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = (
-    _core.collectives.index(name) for name in ("all_reduce", "all_gather", "broadcast", "barrier")
-)
-_ALL_REDUCE_MANY = _core.functions.index("all_reduce_many")
+WHAT = {name: code for code, name in enumerate(_core.collectives)}
+FUNCTION = {name: code for code, name in enumerate(_core.functions)}
+_INT64 = dtype_code(np.dtype(np.int64))
+
+# all_reduce_many: an array of at least ALONE_BYTES goes as it is; smaller ones share buckets of BUCKET_BYTES.
+ALONE_BYTES = 1 << 20
+BUCKET_BYTES = 4 << 20
 
 
 def all_reduce(
-    x: Any, op: str = "sum", *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
 ) -> Any:
     """Combine x elementwise over the ranks; every rank gets the same bits.
 
@@ -48,23 +69,28 @@ def all_reduce(
     array([6., 6., 6.], dtype=float32)
     """
     group = resolve(group)
-    arrays = library(x, "x", "all_reduce")
-    source = arrays.view(x)
-    code, op_code = dtype_code(source.dtype), _op_code("all_reduce", op, source.dtype)
-    out = arrays.like(x, x.shape) if out is None else _checked_out("all_reduce", x, out, x.shape, in_place=True)
-    target, finish = arrays.into(out)
-    group.run(_ALL_REDUCE, _ALL_REDUCE, code, op_code, -1, source, target, timeout)
-    if finish:
-        finish()
-    return out
+    given = _given("all_reduce", x)
+    op_code = _op_code("all_reduce", op, given.source.dtype)
+    target, result = _result("all_reduce", given, out, given.shape, 0)
+    call = Call(WHAT["all_reduce"], given.source, target, dtype=given.code, op=op_code)
+    return group.call(call, timeout, async_op, result)
 
 
-def all_reduce_(x: Any, op: str = "sum", *, group: Group | str | None = None, timeout: Timeout = None) -> Any:
+def all_reduce_(
+    x: Any, op: str = "sum", *, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False
+) -> Any:
     """all_reduce in place: short for `all_reduce(x, op, out=x)`."""
-    return all_reduce(x, op, out=x, group=group, timeout=timeout)
+    return all_reduce(x, op, out=x, group=group, timeout=timeout, async_op=async_op)
 
 
-def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None) -> Any:
+def all_gather(
+    x: Any,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
     """Concatenate every rank's x along axis 0, in rank order.
 
     x of shape (a, ...) gives (n * a, ...) on n ranks; a scalar (shape ()) gives (n,). Shape and dtype must be the
@@ -75,46 +101,446 @@ def all_gather(x: Any, *, out: Any = None, group: Group | str | None = None, tim
            [1.]], dtype=float32)
     """
     group = resolve(group)
-    arrays = library(x, "x", "all_gather")
-    source = arrays.view(x)
-    code = dtype_code(source.dtype)
-    shape = (x.shape[0] * group.size, *x.shape[1:]) if x.shape else (group.size,)
-    out = arrays.like(x, shape) if out is None else _checked_out("all_gather", x, out, shape, in_place=group.size == 1)
-    target, finish = arrays.into(out)
-    group.run(_ALL_GATHER, _ALL_GATHER, code, 0, -1, source, target, timeout)
-    if finish:
-        finish()
-    return out
+    given = _given("all_gather", x)
+    target, result = _result("all_gather", given, out, _times(given.shape, group.size), group.rank * given.source.size)
+    call = Call(WHAT["all_gather"], given.source, target, dtype=given.code)
+    return group.call(call, timeout, async_op, result)
+
+
+def reduce_scatter(
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Combine x over the ranks, and give each rank its part along axis 0.
+
+    x of shape (n * a, ...) gives (a, ...) on n ranks: rank r gets rows r * a to (r + 1) * a of what all_reduce would
+    give, to the bit. op: see all_reduce. ValueError if axis 0 does not divide by n. Shape and dtype must be the same on
+    all ranks. Returns out, or a new array of x's type.
+
+    >>> mscomm.reduce_scatter(np.arange(4.0))                              # on 2 ranks: rank 0, rank 1
+    array([0., 2.])
+    array([4., 6.])
+    """
+    group = resolve(group)
+    given = _given("reduce_scatter", x)
+    op_code = _op_code("reduce_scatter", op, given.source.dtype)
+    shape = _share("reduce_scatter", given.shape, group.size)
+    target, result = _result("reduce_scatter", given, out, shape, group.rank * math.prod(shape))
+    call = Call(WHAT["reduce_scatter"], given.source, target, dtype=given.code, op=op_code)
+    return group.call(call, timeout, async_op, result)
 
 
 def broadcast(
-    x: Any, root: int = 0, *, out: Any = None, group: Group | str | None = None, timeout: Timeout = None
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
 ) -> Any:
     """Give every rank the root's x.
 
     Each rank's x says shape and dtype, which must be the same; its contents count at the root alone. Returns out, or
     a new array like x; on the root a copy of x.
+
+    >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
+    array([1, 1])
     """
     group = resolve(group)
-    arrays = library(x, "x", "broadcast")
-    source = arrays.view(x)
-    code, root = dtype_code(source.dtype), _checked_root("broadcast", root, group)
-    out = arrays.like(x, x.shape) if out is None else _checked_out("broadcast", x, out, x.shape, in_place=True)
-    target, finish = arrays.into(out)
-    group.run(_BROADCAST, _BROADCAST, code, 0, root, source, target, timeout)
-    if finish:
-        finish()
-    return out
+    given = _given("broadcast", x)
+    root = checked_root("broadcast", root, group)
+    target, result = _result("broadcast", given, out, given.shape, 0)
+    call = Call(WHAT["broadcast"], given.source, target, dtype=given.code, root=root)
+    return group.call(call, timeout, async_op, result)
 
 
-def broadcast_(x: Any, root: int = 0, *, group: Group | str | None = None, timeout: Timeout = None) -> Any:
+def broadcast_(
+    x: Any, root: int = 0, *, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False
+) -> Any:
     """broadcast in place: short for `broadcast(x, root, out=x)`."""
-    return broadcast(x, root, out=x, group=group, timeout=timeout)
+    return broadcast(x, root, out=x, group=group, timeout=timeout, async_op=async_op)
 
 
-def barrier(*, group: Group | str | None = None, timeout: Timeout = None) -> None:
-    """Return when every rank of the group has called it."""
-    resolve(group).run(_BARRIER, _BARRIER, 0, 0, -1, None, None, timeout)
+def reduce(
+    x: Any,
+    root: int = 0,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Combine x elementwise over the ranks, at the root.
+
+    At the root as all_reduce, to the bit: out, or a new array like x. None elsewhere, where out is not looked at.
+
+    >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
+    array([4., 4.])
+    """
+    group = resolve(group)
+    given = _given("reduce", x)
+    op_code = _op_code("reduce", op, given.source.dtype)
+    root = checked_root("reduce", root, group)
+    target, result = _result("reduce", given, out, given.shape, 0) if group.rank == root else (None, _nothing)
+    call = Call(WHAT["reduce"], given.source, target, dtype=given.code, op=op_code, root=root)
+    return group.call(call, timeout, async_op, result)
+
+
+def gather(
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Concatenate every rank's x along axis 0, in rank order, at the root.
+
+    At the root as all_gather: out, or a new array of x's type. None elsewhere, where out is not looked at. Shape and
+    dtype must be the same on all ranks.
+
+    >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
+    array([0, 1])
+    """
+    group = resolve(group)
+    given = _given("gather", x)
+    root = checked_root("gather", root, group)
+    target, result = None, _nothing
+    if group.rank == root:
+        shape, place = _times(given.shape, group.size), group.rank * given.source.size
+        target, result = _result("gather", given, out, shape, place)
+    call = Call(WHAT["gather"], given.source, target, dtype=given.code, root=root)
+    return group.call(call, timeout, async_op, result)
+
+
+def scatter(
+    x: Any = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Give each rank its part of the root's x along axis 0.
+
+    x of shape (n * a, ...) at the root gives (a, ...) on each of n ranks: rank r gets rows r * a to (r + 1) * a. It is
+    read at the root alone; other ranks may pass None, and learn shape and dtype from the root. If they pass an array,
+    it must have the root's shape and dtype. Returns out, or a new array of x's type, where there is no x a NumPy array.
+    ValueError if axis 0 does not divide by n; Mismatch on all ranks if a rank's x or out does not fit.
+
+    >>> mscomm.scatter(np.arange(4) if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
+    array([0, 1])
+    array([2, 3])
+    """
+    group = resolve(group)
+    given = None if x is None else _given("scatter", x)
+    root = checked_root("scatter", root, group)
+    if group.rank == root and given is None:
+        raise TypeError("scatter: x is None at the root, whose array is divided; other ranks may pass None")
+    if given is not None:
+        _share("scatter", given.shape, group.size)
+    return _scatter("scatter", given, None, root, out, group, timeout, async_op)
+
+
+def all_to_all(
+    x: Any,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Exchange parts: part d of rank s's x becomes part s of rank d's result.
+
+    Axis 0 of x is divided into n parts, one for each rank; the result has x's shape. ValueError if axis 0 does not
+    divide by n. Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
+
+    >>> mscomm.all_to_all(np.array([0, 1]) + 10 * mscomm.get_rank())       # on 2 ranks: rank 0, rank 1
+    array([ 0, 10])
+    array([ 1, 11])
+    """
+    group = resolve(group)
+    given = _given("all_to_all", x)
+    _share("all_to_all", given.shape, group.size)
+    target, result = _result("all_to_all", given, out, given.shape, 0)
+    call = Call(WHAT["all_to_all"], given.source, target, dtype=given.code)
+    return group.call(call, timeout, async_op, result)
+
+
+def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
+    """Return when every rank of the group has called it. None; with async_op a Work of None."""
+    return resolve(group).call(Call(WHAT["barrier"]), timeout, async_op, _nothing)
+
+
+# -- parts that differ by rank
+
+
+def all_gather_v(
+    x: Any,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """all_gather of arrays whose axis 0 differs by rank. Returns (rows, counts).
+
+    x has the shape (a, ...), with another a on each rank, 0 among them, and the same rest and dtype on all. rows: out,
+    or a new array of x's type, of shape (sum of all a, ...), the ranks' rows in rank order. counts: each rank's a.
+    out must have the right shape: Mismatch on all ranks if it has not.
+
+    >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
+    (array([0, 1, 1]), [1, 2])
+    """
+    return gather_rows("all_gather_v", x, None, out, resolve(group), timeout, async_op)
+
+
+def gather_v(
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """gather of arrays whose axis 0 differs by rank. At the root (rows, counts) as all_gather_v; None elsewhere."""
+    group = resolve(group)
+    return gather_rows("gather_v", x, checked_root("gather_v", root, group), out, group, timeout, async_op)
+
+
+def scatter_v(
+    x: Any,
+    counts: Sequence[int],
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """scatter in parts of different length: rank r gets counts[r] rows of the root's x.
+
+    counts: a row count for each rank, the same on all of them; at the root they add up to x.shape[0]. For the rest see
+    scatter.
+
+    >>> mscomm.scatter_v(np.arange(3) if mscomm.get_rank() == 0 else None, [1, 2])   # on 2 ranks: rank 0, rank 1
+    array([0])
+    array([1, 2])
+    """
+    group = resolve(group)
+    given = None if x is None else _given("scatter_v", x)
+    root = checked_root("scatter_v", root, group)
+    counts = _checked_counts("scatter_v", "counts", counts, group, given)
+    if group.rank == root and given is None:
+        raise TypeError("scatter_v: x is None at the root, whose array is divided; other ranks may pass None")
+    return _scatter("scatter_v", given, counts, root, out, group, timeout, async_op)
+
+
+def reduce_scatter_v(
+    x: Any,
+    counts: Sequence[int],
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """reduce_scatter in parts of different length: rank r gets counts[r] rows.
+
+    counts: a row count for each rank, the same on all of them; they add up to x.shape[0]. Shape and dtype of x must be
+    the same on all ranks. Returns out, or a new array of shape (counts[rank], ...).
+
+    >>> mscomm.reduce_scatter_v(np.arange(3.0), [1, 2])                    # on 2 ranks: rank 0, rank 1
+    array([0.])
+    array([2., 4.])
+    """
+    group = resolve(group)
+    given = _given("reduce_scatter_v", x)
+    op_code = _op_code("reduce_scatter_v", op, given.source.dtype)
+    counts = _checked_counts("reduce_scatter_v", "counts", counts, group, given)
+    row = math.prod(given.shape[1:])
+    shape = (counts[group.rank], *given.shape[1:])
+    target, result = _result("reduce_scatter_v", given, out, shape, row * sum(counts[: group.rank]))
+    call = Call(
+        WHAT["reduce_scatter"],
+        given.source,
+        target,
+        function=FUNCTION["reduce_scatter_v"],
+        dtype=given.code,
+        op=op_code,
+        counts=[row * count for count in counts],
+        digest=_digest(counts),
+    )
+    return group.call(call, timeout, async_op, result)
+
+
+def all_to_all_v(
+    x: Any,
+    send_counts: Sequence[int],
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Exchange parts of different length. Returns (rows, recv_counts).
+
+    send_counts[d] rows of x, in rank order, go to rank d; they add up to x.shape[0]. rows: out, or a new array of x's
+    type: what came, in rank order, recv_counts[s] rows from rank s. x.shape[1:] and dtype must be the same on all
+    ranks. out must have the right shape: Mismatch on all ranks if it has not.
+
+    >>> mscomm.all_to_all_v(np.arange(3), [1, 2])                          # on 2 ranks: rank 0, rank 1
+    (array([0, 0]), [1, 1])
+    (array([1, 2, 1, 2]), [2, 2])
+    """
+    group = resolve(group)
+    given = _given("all_to_all_v", x)
+    sent = _checked_counts("all_to_all_v", "send_counts", send_counts, group, given)
+    n = group.size
+    table = np.empty((n, n), np.int64)  # a row for each sender
+    head = Call(
+        WHAT["all_gather"],
+        np.array(sent, np.int64),
+        table,
+        function=FUNCTION["all_to_all_v"],
+        dtype=_INT64,
+        head=True,
+    )
+
+    def data() -> tuple[Call, Callable[[], Any]]:
+        got = table[:, group.rank].tolist()
+        shape = (sum(got), *given.shape[1:])
+        target, result = _late_result("all_to_all_v", given, out, shape, 0, group)
+        call = Call(
+            WHAT["all_to_all"],
+            given.source,
+            target,
+            function=FUNCTION["all_to_all_v"],
+            dtype=given.code,
+            shape=(0, *given.shape[1:]),
+            counts=(table.reshape(-1) * math.prod(given.shape[1:])).tolist(),
+        )
+        return call, functools.partial(_with_counts, result, got)
+
+    return group.call_after(head, data, timeout, async_op)
+
+
+def gather_rows(
+    function: str, x: Any, root: int | None, out: Any, group: Group, timeout: Timeout, async_op: bool
+) -> Any:
+    """all_gather_v, and with a root gather_v."""
+    given = _given(function, x)
+    if not given.shape:
+        raise ValueError(f"{function}: x is a scalar; it needs an axis 0, which may differ by rank")
+    lengths = np.empty(group.size, np.int64)
+    head = Call(
+        WHAT["all_gather"],
+        np.array([given.shape[0]], np.int64),
+        lengths,
+        function=FUNCTION[function],
+        dtype=_INT64,
+        root=-1 if root is None else root,
+        head=True,
+    )
+
+    def data() -> tuple[Call, Callable[[], Any]]:
+        counts = lengths.tolist()
+        row = math.prod(given.shape[1:])
+        shape = (sum(counts), *given.shape[1:])
+        target: np.ndarray[Any, Any] | None = None
+        result: Callable[[], Any] = _nothing
+        if root is None or root == group.rank:
+            place = row * sum(counts[: group.rank])
+            target, rows = _late_result(function, given, out, shape, place, group)
+            result = functools.partial(_with_counts, rows, counts)
+        call = Call(
+            WHAT["all_gather" if root is None else "gather"],
+            given.source,
+            target,
+            function=FUNCTION[function],
+            dtype=given.code,
+            root=-1 if root is None else root,
+            shape=shape,
+            counts=[row * count for count in counts],
+        )
+        return call, result
+
+    return group.call_after(head, data, timeout, async_op)
+
+
+def _scatter(
+    function: str,
+    given: _Given | None,
+    counts: list[int] | None,
+    root: int,
+    out: Any,
+    group: Group,
+    timeout: Timeout,
+    async_op: bool,
+) -> Any:
+    """scatter, and with counts scatter_v: the root tells dtype and shape, then it sends the parts."""
+    at_root = group.rank == root
+    if given is not None and at_root and out is not None:  # known here before anything is sent
+        _check_out(function, given, out, *_part_of(given.shape, counts, group))
+    digest = 0 if counts is None else _digest(counts)
+    told = np.zeros(2 + _core.max_dims, np.int64)  # dtype, how many dimensions, and these
+    if given is not None and at_root:
+        told[: 2 + len(given.shape)] = (given.code, len(given.shape), *given.shape)
+    head = Call(
+        WHAT["broadcast"],
+        told,
+        told,
+        function=FUNCTION[function],
+        dtype=_INT64,
+        root=root,
+        digest=digest,
+        head=True,
+    )
+
+    def data() -> tuple[Call, Callable[[], Any]]:
+        code, dims, *extents = told.tolist()
+        shape = tuple(extents[:dims])
+        nothing = np.empty(0, host.dtype_of(code))
+        model = given or _Given(host, nothing, nothing, shape, code)
+        if (model.code, model.shape) != (code, shape):
+            mine, theirs = (f"{_core.dtypes()[c]}{list(s)}" for c, s in ((model.code, model.shape), (code, shape)))
+            raise Mismatch(f"{function}: x is {mine} on rank {group.ranks[group.rank]}, and {theirs} at the root")
+        part, place = _part_of(shape, counts, group)
+        target, result = _late_result(function, model, out, part, place if at_root else None, group)
+        call = Call(
+            WHAT["scatter"],
+            model.source if at_root else None,
+            target,
+            function=FUNCTION[function],
+            dtype=code,
+            root=root,
+            shape=shape,
+            counts=() if counts is None else [math.prod(shape[1:]) * count for count in counts],
+            digest=digest,
+        )
+        return call, result
+
+    return group.call_after(head, data, timeout, async_op)
+
+
+def _part_of(shape: tuple[int, ...], counts: list[int] | None, group: Group) -> tuple[tuple[int, ...], int]:
+    """The shape of this rank's part of an array that is divided, and the element at which it begins."""
+    counts = counts or [shape[0] // group.size] * group.size
+    return (counts[group.rank], *shape[1:]), math.prod(shape[1:]) * sum(counts[: group.rank])
+
+
+# -- many arrays
 
 
 def all_reduce_many(
@@ -124,47 +550,125 @@ def all_reduce_many(
     out: Sequence[Any] | None = None,
     group: Group | str | None = None,
     timeout: Timeout = None,
-) -> list[Any]:
-    """all_reduce of a list of arrays, fused: one exchange for each dtype in the list instead of one for each array.
+    async_op: bool = False,
+) -> Any:
+    """all_reduce of a list of arrays, fused: small arrays of one dtype share an exchange.
 
-    The result is that of `[all_reduce(x, op) for x in arrays]`, to the bit. out: a list of arrays; it may be
+    The result is a list, that of `[all_reduce(x, op) for x in arrays]`, to the bit. out: a list of arrays; it may be
     `arrays` itself. The list must have the same length, shapes and dtypes on all ranks.
+
+    >>> mscomm.all_reduce_many([np.ones(2), np.ones(1, np.int32)])         # on 2 ranks
+    [array([2., 2.]), array([2], dtype=int32)]
     """
     group = resolve(group)
     _known_op("all_reduce_many", op)
-    libraries = [library(x, f"arrays[{i}]", "all_reduce_many") for i, x in enumerate(arrays)]
-    sources = [lib.view(x) for lib, x in zip(libraries, arrays, strict=True)]
-    op_codes = [_op_code("all_reduce_many", op, source.dtype) for source in sources]
+    given = [_given("all_reduce_many", x, f"arrays[{i}]") for i, x in enumerate(arrays)]
+    op_codes = [_op_code("all_reduce_many", op, one.source.dtype) for one in given]
     if out is None:
-        out = [lib.like(x, x.shape) for lib, x in zip(libraries, arrays, strict=True)]
-    elif len(out) != len(arrays):
-        raise ValueError(f"all_reduce_many: out has {len(out)} arrays, arrays has {len(arrays)}")
-    else:
-        for x, y in zip(arrays, out, strict=True):
-            _checked_out("all_reduce_many", x, y, x.shape, in_place=True)
-    targets = [lib.into(y) for lib, y in zip(libraries, out, strict=True)]
+        out = [None] * len(given)
+    elif len(out) != len(given):
+        raise ValueError(f"all_reduce_many: out has {len(out)} arrays, arrays has {len(given)}")
+    targets = [
+        _result("all_reduce_many", one, y, one.shape, 0, f"out[{i}]")
+        for i, (one, y) in enumerate(zip(given, out, strict=True))
+    ]
+    digest, parts = _fused(tuple((one.code, one.shape) for one in given))
+    calls = [_FusedCall([given[i].source for i in part], [targets[i][0] for i in part]) for part in parts]
+    seconds = group.seconds(timeout)
 
-    # Lists that differ may still fill buckets of one size: the digest is compared with the rest of the call.
-    kinds = repr([(source.shape, source.dtype.name) for source in sources]).encode()
-    fused = int.from_bytes(hashlib.blake2b(kinds, digest_size=8).digest(), "little") | 1
-    by_code: dict[int, list[int]] = {}
-    for i, source in enumerate(sources):
-        by_code.setdefault(dtype_code(source.dtype), []).append(i)
-    for code, members in by_code.items():
-        sizes = [sources[i].size for i in members]
-        bucket = shared_empty((sum(sizes),), sources[members[0]].dtype)
-        ends = np.cumsum(sizes)
-        for i, size, end in zip(members, sizes, ends, strict=True):
-            bucket[end - size : end] = sources[i].reshape(-1)
-        group.run(
-            _ALL_REDUCE, _ALL_REDUCE_MANY, code, op_codes[members[0]], -1, bucket, bucket, timeout, digest=fused
+    def call(fused: _FusedCall, i: int) -> Call:
+        return Call(
+            WHAT["all_reduce"],
+            *fused.filled(group),
+            function=FUNCTION["all_reduce_many"],
+            dtype=given[i].code,
+            op=op_codes[i],
+            digest=digest,
         )
-        for i, size, end in zip(members, sizes, ends, strict=True):
-            target, finish = targets[i]
-            target.reshape(-1)[...] = bucket[end - size : end]
-            if finish:
-                finish()
-    return list(out)
+
+    def result() -> list[Any]:
+        for fused in calls:
+            fused.spread(group)
+        return [finished() for _, finished in targets]
+
+    if not given:  # a call too: the others may have another list
+        nothing = np.empty(0, np.uint8)
+        empty_list = Call(WHAT["all_reduce"], nothing, nothing, function=FUNCTION["all_reduce_many"], digest=digest)
+        return group.call(empty_list, timeout, async_op, list)
+    number = 0 if async_op else group.reserve(len(parts))
+    works = []
+    with group.committed("all_reduce_many"):
+        for fused, part in zip(calls, parts, strict=True):
+            if async_op:
+                works.append(group.start(call(fused, part[0]), seconds))
+                continue
+            group.run(call(fused, part[0]), seconds, number)
+            fused.spread(group)
+            number += 1
+    return group.watch(works, (given, targets, calls), result) if async_op else result()
+
+
+class _FusedCall:
+    """Arrays that go in one call: side by side in a bucket in shared memory; one alone as it is."""
+
+    def __init__(self, sources: list[np.ndarray[Any, Any]], targets: list[np.ndarray[Any, Any]]) -> None:
+        self._sources = sources
+        self._targets = targets
+        self._bucket: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None  # the memory, what is filled
+
+    def filled(self, group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """x and out of the call."""
+        if len(self._sources) == 1:
+            return self._sources[0], self._targets[0]
+        try:
+            memory = group.buckets.pop()
+        except IndexError:
+            memory = shared_empty((BUCKET_BYTES,), np.dtype(np.uint8))
+        bucket = memory.view(self._sources[0].dtype)[: sum(source.size for source in self._sources)]
+        at = 0
+        for source in self._sources:
+            bucket[at : at + source.size] = source.reshape(-1)
+            at += source.size
+        self._bucket = memory, bucket
+        return bucket, bucket
+
+    def spread(self, group: Group) -> None:
+        """The results to where they belong, once; the bucket can be filled again then."""
+        if self._bucket is None:
+            return
+        memory, bucket = self._bucket
+        self._bucket = None
+        at = 0
+        for target in self._targets:
+            target.reshape(-1)[...] = bucket[at : at + target.size]
+            at += target.size
+        group.buckets.append(memory)
+
+
+@functools.lru_cache(64)
+def _fused(kinds: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[int, list[list[int]]]:
+    """How a list of arrays, given by dtypes and shapes, is divided into calls; and a digest of the list.
+
+    Lists that differ may still fill buckets of one size: the digest is compared with the rest of the call.
+    """
+    digest = int.from_bytes(hashlib.blake2b(repr(kinds).encode(), digest_size=8).digest(), "little") | 1
+    parts: list[list[int]] = []
+    filling: dict[int, tuple[list[int], int]] = {}  # by dtype: the bucket, and its bytes
+    for i, (code, shape) in enumerate(kinds):
+        size = math.prod(shape) * host.dtype_of(code).itemsize
+        if size >= ALONE_BYTES:
+            parts.append([i])
+            continue
+        bucket, filled = filling.get(code, ([], 0))
+        if not bucket or filled + size > BUCKET_BYTES:
+            bucket, filled = [], 0
+            parts.append(bucket)
+        bucket.append(i)
+        filling[code] = bucket, filled + size
+    return digest, parts
+
+
+# -- memory
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
@@ -191,6 +695,133 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     return array
 
 
+# -- arguments
+
+
+class _Given(NamedTuple):
+    """An array that was given: its library, itself, what the core reads, its shape, the core's number of its dtype."""
+
+    arrays: ModuleType
+    x: Any
+    source: np.ndarray[Any, Any]
+    shape: tuple[int, ...]
+    code: int
+
+
+def _given(function: str, x: Any, argument: str = "x") -> _Given:
+    arrays = library(x, argument, function)
+    source = arrays.view(x)
+    return _Given(arrays, x, source, tuple(x.shape), dtype_code(source.dtype))
+
+
+def _with_counts(rows: Callable[[], Any], counts: list[int]) -> tuple[Any, list[int]]:
+    return rows(), counts
+
+
+def _nothing() -> None:
+    """The result where there is none."""
+
+
+def _result(
+    function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
+) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
+    """Where the core writes a result of that shape, and what gives the user the result then.
+
+    place: the element of the longer of x and out at which the other one may begin, for work in place; None: nowhere.
+    """
+    if out is None:
+        out = given.arrays.like(given.x, shape)
+    else:
+        _check_out(function, given, out, shape, place, argument)
+    target, finish = given.arrays.into(out)
+
+    def result() -> Any:
+        if finish:
+            finish()
+        return out
+
+    return target, result
+
+
+def _late_result(
+    function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, group: Group
+) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
+    """As _result, when the others are in the call already: what is wrong with out is a failure of the group then."""
+    try:
+        return _result(function, given, out, shape, place)
+    except (TypeError, ValueError) as error:
+        rank = group.ranks[group.rank]
+        raise Mismatch(f"{error}, on rank {rank}", [rank]) from error
+
+
+def _check_out(
+    function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
+) -> None:
+    """Whether the result can be written to out."""
+    x = given.x
+    library(out, argument, function)
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"{function}: {argument} has shape {tuple(out.shape)}, the result has {tuple(shape)}")
+    if out.dtype != x.dtype:
+        raise TypeError(f"{function}: {argument} has dtype {out.dtype}, x has {x.dtype}")
+    if not out.flags.writeable:
+        raise TypeError(f"{function}: {argument} is read-only")
+    if out is x and place == 0:
+        return
+    if np.may_share_memory(x, out) and np.shares_memory(x, out) and not _in_place(x, out, place):
+        raise ValueError(
+            f"{function}: x and {argument} overlap, but not as work in place does; give {argument} memory of its own"
+        )
+
+
+def _in_place(x: Any, out: Any, place: int | None) -> bool:
+    """Whether the shorter of the two lies at its place in the longer one."""
+    if place is None:
+        return False
+    shorter, longer = (x, out) if x.size <= out.size else (out, x)
+    at, begin = (array.__array_interface__["data"][0] for array in (shorter, longer))
+    if x.shape == out.shape and place == 0:
+        return bool(at == begin and x.strides == out.strides)
+    return bool(
+        shorter.flags.c_contiguous and longer.flags.c_contiguous and at == begin + place * longer.dtype.itemsize
+    )
+
+
+def _times(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """The shape of n such arrays along axis 0; of n scalars."""
+    return (shape[0] * n, *shape[1:]) if shape else (n,)
+
+
+def _share(function: str, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """The shape of one of n parts along axis 0."""
+    if not shape or shape[0] % n:
+        rows = f"axis 0 of {shape}" if shape else "a scalar"
+        raise ValueError(
+            f"{function}: {rows} does not divide into parts for {n} ranks; {function}_v takes parts that differ"
+        )
+    return (shape[0] // n, *shape[1:])
+
+
+def _checked_counts(
+    function: str, argument: str, counts: Sequence[int], group: Group, given: _Given | None
+) -> list[int]:
+    """The rows of each rank, which must add up to those of x."""
+    try:
+        rows = [operator.index(count) for count in counts]
+    except TypeError:
+        raise TypeError(f"{function}: {argument} must be a list of ints, a row count for each rank") from None
+    if len(rows) != group.size or min(rows) < 0:
+        raise ValueError(f"{function}: {argument} is {rows}; it needs {group.size} numbers of rows, one for each rank")
+    if given is not None and (not given.shape or given.shape[0] != sum(rows)):
+        has = f"x of shape {given.shape} has {given.shape[0]}" if given.shape else "x is a scalar"
+        raise ValueError(f"{function}: {argument} adds up to {sum(rows)} rows, {has}")
+    return rows
+
+
+def _digest(counts: list[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(counts).encode(), digest_size=8).digest(), "little") | 1
+
+
 def _op_code(function: str, op: str, dtype: np.dtype[Any]) -> int:
     code = _known_op(function, op)
     if not _core.supports(dtype_code(dtype), code):
@@ -205,7 +836,7 @@ def _known_op(function: str, op: str) -> int:
     return code
 
 
-def _checked_root(function: str, root: int, group: Group) -> int:
+def checked_root(function: str, root: int, group: Group) -> int:
     try:
         root = operator.index(root)
     except TypeError:
@@ -215,25 +846,3 @@ def _checked_root(function: str, root: int, group: Group) -> int:
             f"{function}: root {root} is no rank of group {group.name}, which has the ranks 0 to {group.size - 1}"
         )
     return root
-
-
-def _checked_out(function: str, x: Any, out: Any, shape: tuple[int, ...], *, in_place: bool) -> Any:
-    """out, if the result can be written there."""
-    library(out, "out", function)
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"{function}: out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
-    if out.dtype != x.dtype:
-        raise TypeError(f"{function}: out has dtype {out.dtype}, x has {x.dtype}")
-    if not out.flags.writeable:
-        raise TypeError(f"{function}: out is read-only")
-    if out is x and in_place:
-        return out
-    if np.may_share_memory(x, out) and np.shares_memory(x, out):
-        same = (
-            in_place
-            and out.__array_interface__["data"][0] == x.__array_interface__["data"][0]
-            and out.strides == x.strides
-        )
-        if not same:
-            raise ValueError(f"{function}: x and out overlap in part; give out memory of its own, or out=x")
-    return out

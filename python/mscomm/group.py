@@ -2,50 +2,129 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from mscomm import _core
 from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
-from mscomm.cluster.hello import LETTERS
 from mscomm.errors import Error, make
 
 PACKAGE = os.path.dirname(__file__) + os.sep
 _LINES_KEPT = 1024
-_DIAL_S = 30.0
 
 Array = np.ndarray[Any, Any]
 
 
+class Call(NamedTuple):
+    """One collective as the core takes it: checked arguments; x and out are C-contiguous, None where a rank has none.
+
+    what, function: indices of _core.collectives and _core.functions; function is what the user called. shape: of the
+    signature, x's if None. counts, digest, head: csrc/base/call.h.
+    """
+
+    what: int
+    x: Array | None = None
+    out: Array | None = None
+    function: int | None = None
+    dtype: int = 0
+    op: int = 0
+    root: int = -1
+    shape: Sequence[int] | None = None
+    counts: Sequence[int] = ()
+    digest: int = 0
+    head: bool = False
+
+    def arguments(self, timeout_s: float, *number: int) -> tuple[Any, ...]:
+        """Of _core.Group.run, which takes a number, and of start."""
+        what, x, out, function, dtype, op, root, shape, counts, digest, head = self
+        return (
+            what,
+            what if function is None else function,
+            dtype,
+            op,
+            root,
+            x,
+            out,
+            timeout_s,
+            shape,
+            counts,
+            digest,
+            head,
+        )
+
+
+class _Part(Protocol):
+    """What a Work waits for: a call on the worker's thread, or a thread of Python's."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float, /) -> bool: ...
+
+    def check(self) -> None: ...
+
+
+class _Beside:
+    """A function on a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._function = function
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="mscomm-call", daemon=True).start()  # Group.drain waits for it
+
+    def _run(self) -> None:
+        try:
+            self.result = self._function()
+        except BaseException as error:  # raised by check()
+            self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float, /) -> bool:
+        return self._ended.wait(timeout_s)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class Work:
-    """A call that runs on its group's worker thread, from `async_op=True`.
+    """A call that runs beside the caller, from `async_op=True`.
 
     It keeps x and out alive. Do not touch them until it has ended; out is complete when wait() has returned. If it is
     dropped before somebody waited, the next call on the group raises its error.
+
+    >>> work = mscomm.all_reduce(x, async_op=True)
+    >>> y = work.wait()
     """
 
-    def __init__(
-        self, group: Group, parts: list[_core.Work], result: Any, keeps: Any, finish: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, group: Group, parts: Sequence[_Part], keeps: Any, result: Callable[[], Any]) -> None:
         self._group = group
         self._parts = parts
-        self._result = result
         self._keeps = keeps
-        self._finish = finish
-        self._finishing = threading.Lock()  # the result is copied out once
+        self._result = result
+        self._collecting = threading.Lock()  # the result is copied out once
+        self._collected: list[Any] = []
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
-        """The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on."""
+        """The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
+
+        timeout: seconds or a timedelta; None waits as long as the call takes.
+        """
         deadline = Deadline(float("inf") if timeout is None else seconds_of(timeout))
         for part in self._parts:
             while not part.wait(min(deadline.left(), 0.05)):  # between two, Python looks at its signals
@@ -55,11 +134,10 @@ class Work:
                 part.check()
             except Error as symptom:
                 self._group.fail(symptom)
-        with self._finishing:
-            finish, self._finish = self._finish, None
-            if finish:
-                finish()
-        return self._result
+        with self._collecting:
+            if not self._collected:
+                self._collected.append(self._result())
+        return self._collected[0]
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
@@ -67,7 +145,7 @@ class Work:
 
     is_completed = done
 
-    def exception(self) -> Error | None:
+    def exception(self) -> BaseException | None:
         """The error of a call that has ended; None if it ended well, or has not ended yet."""
         for part in self._parts:
             if part.done():
@@ -76,6 +154,8 @@ class Work:
                 except Error as symptom:
                     self._group.raised = True
                     return self._group.settle(symptom)
+                except BaseException as error:  # of an uneven call's allocation: the group has been told
+                    return error
         return None
 
 
@@ -89,6 +169,7 @@ class Group:
         self.timeout_s = timeout_s
         self.record_dir = os.environ.get("MSCOMM_RECORD")
         self._dialling = threading.Lock()  # one link to a peer is made at a time
+        self._watching = threading.Lock()  # protects _running
 
     def enter(self, job: Job, id: str, founded: Founded) -> None:
         """Begin to work, in a new epoch perhaps again."""
@@ -104,6 +185,7 @@ class Group:
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
         self._calls = 0
         self._running: list[Work] = []
+        self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         if self.member:
             self.member.attach(id, self.core, self._dialled)
 
@@ -121,64 +203,78 @@ class Group:
 
     # -- calls
 
-    def run(
-        self,
-        what: int,
-        function: int,
-        dtype: int,
-        op: int,
-        root: int,
-        x: Array | None,
-        out: Array | None,
-        timeout: Any,
-        shape: Sequence[int] | None = None,
-        counts: Sequence[int] = (),
-        digest: int = 0,
-        head: bool = False,
-    ) -> None:
-        """One collective call on checked arguments; every failure becomes the group's first cause here."""
-        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+    def call(self, call: Call, timeout: Any, async_op: bool, result: Callable[[], Any]) -> Any:
+        """The call, then result(): what the user gets. A Work of it for async_op."""
+        if not async_op:
+            self.run(call, self.seconds(timeout))
+            return result()
+        return self.watch([self.start(call, self.seconds(timeout))], call, result)
+
+    def call_after(
+        self, head: Call, then: Callable[[], tuple[Call, Callable[[], Any]]], timeout: Any, async_op: bool
+    ) -> Any:
+        """Two calls as one: the head, and what then() makes of what it brought. Both have their numbers at once.
+
+        Whatever is wrong after the head, on this rank alone, breaks the group: the others are on their way.
+        """
+        seconds = self.seconds(timeout)
+        function = _core.functions[head.what if head.function is None else head.function]
+        first = self.reserve(2)
+
+        def both() -> Any:
+            began = time.monotonic()
+            with self.committed(f"{function} #{first}"):
+                self.run(head, seconds, first)
+                try:
+                    call, result = then()
+                except Error as symptom:
+                    self.fail(symptom)
+                self.run(call, max(seconds - (time.monotonic() - began), 0.001), first + 1)
+            return result()
+
+        if not async_op:
+            return both()
+        beside = _Beside(both)
+        return self.watch([beside], (head, then), lambda: beside.result)
+
+    def seconds(self, timeout: Any) -> float:
+        """The limit of one call."""
+        return self.timeout_s if timeout is None else seconds_of(timeout)
+
+    def reserve(self, count: int) -> int:
+        """That many call numbers in a row: the first. Each must then be run."""
+        try:
+            return self.core.reserve(count)
+        except Error as symptom:
+            self.fail(symptom)
+
+    def run(self, call: Call, seconds: float, number: int = 0) -> None:
+        """One collective call; every failure becomes the group's first cause here. number: reserved, 0: the next."""
         if self._lines is not None:
             self._note_line()
         try:
-            self.core.run(what, function, dtype, op, root, x, out, seconds, shape, counts, digest, head)
+            self.core.run(*call.arguments(seconds, number))
         except Error as symptom:
             self.fail(symptom)
         except BaseException as error:
             self._interrupted(error)
             raise
 
-    def start(
-        self,
-        what: int,
-        function: int,
-        dtype: int,
-        op: int,
-        root: int,
-        x: Array | None,
-        out: Array | None,
-        timeout: Any,
-        shape: Sequence[int] | None = None,
-        counts: Sequence[int] = (),
-        digest: int = 0,
-        head: bool = False,
-    ) -> _core.Work:
-        """The same on the group's worker thread; the caller makes a Work of it by `watch`."""
-        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+    def start(self, call: Call, seconds: float) -> _core.Work:
+        """The same on the group's worker thread; `watch` makes the user's handle of it."""
         if self._lines is not None:
             self._note_line()
         try:
-            return self.core.start(what, function, dtype, op, root, x, out, seconds, shape, counts, digest, head)
+            return self.core.start(*call.arguments(seconds))
         except Error as symptom:
             self.fail(symptom)
 
-    def watch(
-        self, parts: list[_core.Work], result: Any, keeps: Any, finish: Callable[[], None] | None = None
-    ) -> Work:
+    def watch(self, parts: Sequence[_Part], keeps: Any, result: Callable[[], Any]) -> Work:
         """The user's handle; what it keeps lives until the calls have ended, also if the user drops it."""
-        work = Work(self, parts, result, keeps, finish)
-        self._running = [one for one in self._running if not one.done()]
-        self._running.append(work)
+        work = Work(self, parts, keeps, result)
+        with self._watching:
+            self._running = [one for one in self._running if not one.done()]
+            self._running.append(work)
         return work
 
     def drain(self) -> None:
@@ -196,6 +292,23 @@ class Group:
             self.member.report("Aborted", words, ranks, self.id)
             self.raised = True
             self._write_record(text)
+
+    @contextlib.contextmanager
+    def committed(self, what: str) -> Iterator[None]:
+        """Inside, this rank owes the others calls: an exception breaks the group, and they learn why."""
+        try:
+            yield
+        except Error:
+            raise  # from a call, which has told them
+        except BaseException as error:
+            if self.core.failure() is None:
+                text = f"rank {self.job.rank}: {what}: {type(error).__name__}: {error}"
+                if self.member is not None:
+                    self.member.report("Aborted", text, [self.job.rank], self.id)
+                self.core.abort("Aborted", [self.job.rank], [], text)
+                self._write_record(text)
+            self.raised = True
+            raise
 
     # -- failures
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,9 +17,11 @@ from typing import Any, NoReturn
 import msgpack
 import numpy as np
 
-from mscomm import collectives
+from mscomm.arrays.numpy import dtype_code
+from mscomm.collectives import FUNCTION, WHAT, checked_root, gather_rows
 from mscomm.errors import Error
-from mscomm.groups import Group, resolve, seconds_of
+from mscomm.group import Call, Group
+from mscomm.groups import resolve
 
 Timeout = float | timedelta | None
 
@@ -50,8 +51,8 @@ def all_gather_object(obj: Any, *, group: Group | str | None = None, timeout: Ti
     >>> mscomm.all_gather_object({"rank": mscomm.get_rank()})              # on 2 ranks
     [{'rank': 0}, {'rank': 1}]
     """
-    group = resolve(group)
-    rows, counts = _all_gather_v(np.frombuffer(pack(obj), np.uint8), group, timeout)
+    mine = np.frombuffer(pack(obj), np.uint8)
+    rows, counts = gather_rows("all_gather_object", mine, None, None, resolve(group), timeout, False)
     ends = np.cumsum(counts).tolist()
     return [unpack(rows[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -65,26 +66,18 @@ def broadcast_object(obj: Any, root: int = 0, *, group: Group | str | None = Non
     {'lr': 0.1}
     """
     group = resolve(group)
-    began = time.monotonic()
-    mine = np.frombuffer(pack(obj) if root == group.rank else b"", np.uint8)
-    size = collectives.broadcast(np.array(mine.size, np.uint64), root, group=group, timeout=timeout)
-    x = mine if root == group.rank else np.empty(int(size), np.uint8)
-    return unpack(collectives.broadcast(x, root, group=group, timeout=_rest(timeout, began)))
+    root = checked_root("broadcast_object", root, group)
+    at_root = root == group.rank
+    mine = np.frombuffer(bytearray(pack(obj)) if at_root else b"", np.uint8)
+    length = np.array([mine.size], np.int64)
+    both = Call(WHAT["broadcast"], function=FUNCTION["broadcast_object"], root=root)
 
+    def data() -> tuple[Call, Callable[[], Any]]:
+        x = mine if at_root else np.empty(int(length[0]), np.uint8)
+        return both._replace(x=x, out=x, dtype=dtype_code(x.dtype)), lambda: unpack(x)
 
-def _all_gather_v(x: np.ndarray[Any, Any], group: Group, timeout: Timeout) -> tuple[Any, Any]:
-    """All ranks' x, one after the other, and the length of each."""
-    began = time.monotonic()
-    counts = collectives.all_gather(np.array(x.size, np.uint64), group=group, timeout=timeout)
-    padded = np.zeros(int(counts.max()), np.uint8)
-    padded[: x.size] = x
-    rows = collectives.all_gather(padded, group=group, timeout=_rest(timeout, began)).reshape(group.size, -1)
-    return np.concatenate([row[: int(count)] for row, count in zip(rows, counts, strict=True)]), counts
-
-
-def _rest(timeout: Timeout, began: float) -> Timeout:
-    """What is left of the time for a call that began at `began`, for its second exchange."""
-    return None if timeout is None else max(seconds_of(timeout) - (time.monotonic() - began), 0.001)
+    head = both._replace(x=length, out=length, dtype=dtype_code(length.dtype), head=True)
+    return group.call_after(head, data, timeout, False)
 
 
 def pack(obj: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,19 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     if not dtype.isnative:
         raise TypeError(f"dtype {dtype!r} is big-endian; convert the array first: np.asarray(x, dtype=np.{dtype.name})")
     return _codes.setdefault(dtype, DTYPES.index(dtype.name))
+
+
+@functools.cache
+def dtype_of(code: int) -> np.dtype[Any]:
+    """The dtype of that number; TypeError for bfloat16 where ml-dtypes is not installed."""
+    if DTYPES[code] != "bfloat16":
+        return np.dtype(DTYPES[code])
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError("arrays of bfloat16 need ml-dtypes: pip install ml-dtypes") from None
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 def view(x: Array) -> Array:
