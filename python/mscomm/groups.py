@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -292,9 +292,7 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
                 # Another rank was lost on the way: whether it comes back, the next turn is told.
 
 
-def _begin_epoch(
-    joined: _Joined, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline
-) -> None:
+def _begin_epoch(joined: _Joined, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
     """Everything of this rank's part in the job anew, but the control link and the Group objects."""
     with _telling(member, welcome.rank, welcome.epoch):
         joined.job = assemble.share(member, welcome, memory, joined.job.forced, deadline)

@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     node_id: str | None
     worker_ip: str | None
     topo_timeout_s: float
+    recovery: bool
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -93,8 +94,11 @@ def read(env: Mapping[str, str]) -> Settings:
     size = _number(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process", 1, 1 << 20)
     if env.get("MS_SERVER_NUM"):
         _number(env, "MS_SERVER_NUM", "0: mscomm has no parameter servers", 0, 0)
-    topo_timeout_s = join_timeout_s(env)
-    return Settings(host, port, size, env.get("MS_NODE_ID") or None, env.get("MS_WORKER_IP") or None, topo_timeout_s)
+    recovery = False
+    if env.get("MS_ENABLE_RECOVERY"):
+        recovery = _number(env, "MS_ENABLE_RECOVERY", "0 or 1", 0, 1) == 1
+    own = env.get("MS_NODE_ID") or None, env.get("MS_WORKER_IP") or None
+    return Settings(host, port, size, *own, join_timeout_s(env), recovery)
 
 
 def _number(env: Mapping[str, str], name: str, expected: str, low: int, high: int) -> int:
@@ -135,7 +139,14 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
             listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
         except OSError as error:
             raise _cannot_listen(settings, error) from error
-        hub = Hub(settings.size, key=key, topo_timeout_s=settings.topo_timeout_s, ranks_known=False, log=_log)
+        hub = Hub(
+            settings.size,
+            key=key,
+            topo_timeout_s=settings.topo_timeout_s,
+            ranks_known=False,
+            restarts=settings.recovery,
+            log=_log,
+        )
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
         _log(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")

@@ -43,11 +43,17 @@ class Part(Protocol):
     def serve(self, stack: ExitStack) -> None:
         """All ranks of this host are started."""
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        """One of them has ended."""
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        """One of them has ended; again: it is started again after this."""
+
+    def can_restart(self) -> bool:
+        """Whether a rank that is started again now can take part in the job."""
 
     def verdict(self) -> Verdict | None:
         """The job's first failure, if it is known here."""
+
+    def over(self) -> Verdict | None:
+        """Why the job cannot go on, on no host, if that is so."""
 
     def needed(self, well: bool) -> bool:
         """Whether ranks of other hosts still need this launcher, now that its own have ended (all of them well)."""
@@ -59,12 +65,13 @@ class WholeJob:
     first = 0
     look_s: float | None = None
 
-    def __init__(self, size: int, topo_timeout_s: float) -> None:
+    def __init__(self, size: int, topo_timeout_s: float, restarts: bool) -> None:
         self.size = size
         self._topo_timeout_s = topo_timeout_s
+        self._restarts = restarts
 
     def open(self, stack: ExitStack, log: Log) -> None:
-        self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, log)
+        self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, self._restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs = socket.socketpair()
@@ -74,11 +81,17 @@ class WholeJob:
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        self._hub.process_ended(rank, how, badly=badly)
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly, again=again)
+
+    def can_restart(self) -> bool:
+        return self._hub.can_restart
 
     def verdict(self) -> Verdict | None:
         return self._hub.verdict
+
+    def over(self) -> Verdict | None:
+        return self._hub.over
 
     def needed(self, well: bool) -> bool:
         return False
@@ -91,9 +104,17 @@ class Node0:
     look_s: float | None = LOOK_S
 
     def __init__(
-        self, size: int, host: str, port: int, permit_plain: bool, topo_timeout_s: float, announcement: str
+        self,
+        size: int,
+        host: str,
+        port: int,
+        permit_plain: bool,
+        topo_timeout_s: float,
+        restarts: bool,
+        announcement: str,
     ) -> None:
         self.size = size
+        self._restarts = restarts
         self._announcement = announcement
         self._address = (host, port)
         self._permit_plain = permit_plain
@@ -116,7 +137,7 @@ class Node0:
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
         self._where = interfaces.endpoint(host, port)
-        self._hub = _hub(self.size, self._key, self._topo_timeout_s, log)
+        self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log)
         self._hub.listen(listener)
         print(self._announcement, file=sys.stderr, flush=True)
         self._until = float("inf")
@@ -129,11 +150,17 @@ class Node0:
     def serve(self, stack: ExitStack) -> None:
         self._thread = _serve(self._hub, stack)
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        self._hub.process_ended(rank, how, badly=badly)
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly, again=again)
+
+    def can_restart(self) -> bool:
+        return self._hub.can_restart
 
     def verdict(self) -> Verdict | None:
         return self._hub.verdict
+
+    def over(self) -> Verdict | None:
+        return self._hub.over
 
     def needed(self, well: bool) -> bool:
         """Until the other nodes' ranks have left too; after a failure only until they have had time to hear of it."""
@@ -183,10 +210,16 @@ class OtherNode:
     def serve(self, stack: ExitStack) -> None:
         return
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         return  # node 0's hub sees the end of its link
 
+    def can_restart(self) -> bool:
+        return True
+
     def verdict(self) -> Verdict | None:
+        return None
+
+    def over(self) -> Verdict | None:
         return None
 
     def needed(self, well: bool) -> bool:
@@ -196,8 +229,10 @@ class OtherNode:
 _HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, report, and end
 
 
-def _hub(size: int, key: bytes, topo_timeout_s: float, log: Log) -> Hub:
-    return Hub(size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, log=log)
+def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Log) -> Hub:
+    return Hub(
+        size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, restarts=restarts, log=log
+    )
 
 
 def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:

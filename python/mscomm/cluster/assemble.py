@@ -161,7 +161,9 @@ class Job:
         met = False
         try:
             with contextlib.ExitStack() as closing:
-                listening = [closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh]
+                listening = [
+                    closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh
+                ]
                 told: dict[int, dict[str, Any]] = {}
                 if self.member and len(ranks) > 1:
                     offered = {"control": control, "data": [_address(listener) for listener in listening]}
@@ -272,7 +274,9 @@ def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[
             heap, heap_fd = _core.make_heap(heap_bytes(len(neighbours)))
             closing.callback(os.close, heap_fd)
             mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
-            fds = _exchange_memory(rank, neighbours, everyone, memory, heap_fd, welcome.key, mine, deadline, member, closing)
+            fds = _exchange_memory(
+                rank, neighbours, everyone, memory, heap_fd, welcome.key, mine, deadline, member, closing
+            )
             for peer, fd in zip(neighbours, fds, strict=True):
                 heap_fds[peer] = fd if peer != rank else -1
         peers = _core.Peers(

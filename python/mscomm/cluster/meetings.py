@@ -50,7 +50,9 @@ class Meetings:
         meeting = self._open.setdefault(key, _Meeting(name, ranks, survivors))
         meeting.facts[rank] = facts
         if ranks != meeting.ranks:
-            why = f"{name}: the ranks do not agree who takes part: {self._name(rank)} named {ranks}, not {meeting.ranks}"
+            why = (
+                f"{name}: the ranks do not agree who takes part: {self._name(rank)} named {ranks}, not {meeting.ranks}"
+            )
             return self._cancel(key, "Mismatch", why, [rank])
         for other_key, other in self._open.items():
             if other_key != key and other.name == name and self._wait_for_each_other(meeting, other):
@@ -59,7 +61,10 @@ class Meetings:
                 )
                 why = f"{name}: the ranks do not agree who takes part: {text}"
                 differing = [r for one in (other, meeting) for r in one.here]
-                return [*self._cancel(other_key, "Mismatch", why, differing), *self._cancel(key, "Mismatch", why, differing)]
+                return [
+                    *self._cancel(other_key, "Mismatch", why, differing),
+                    *self._cancel(key, "Mismatch", why, differing),
+                ]
         return self._look(key)
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:

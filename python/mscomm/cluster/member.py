@@ -56,8 +56,7 @@ class Met(NamedTuple):
 
 
 class Member:
-    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides.
-    """
+    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides."""
 
     def __init__(
         self,
