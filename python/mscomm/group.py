@@ -47,21 +47,8 @@ class Call(NamedTuple):
 
     def arguments(self, timeout_s: float, *number: int) -> tuple[Any, ...]:
         """Of _core.Group.run, which takes a number, and of start."""
-        what, x, out, function, dtype, op, root, shape, counts, digest, head = self
-        return (
-            what,
-            what if function is None else function,
-            dtype,
-            op,
-            root,
-            x,
-            out,
-            timeout_s,
-            shape,
-            counts,
-            digest,
-            head,
-        )
+        what, x, out, function, dtype, op, root, *rest = self
+        return (what, what if function is None else function, dtype, op, root, x, out, timeout_s, *rest, *number)
 
 
 class _Part(Protocol):
