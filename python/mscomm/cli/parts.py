@@ -230,9 +230,7 @@ _HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, re
 
 
 def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Log) -> Hub:
-    return Hub(
-        size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, restarts=restarts, log=log
-    )
+    return Hub(size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, restarts=restarts, log=log)
 
 
 def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
