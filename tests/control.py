@@ -96,6 +96,7 @@ class Job:
                 ours, self.ends[rank] = socket.socketpair()
                 self.hub.adopt(ours, rank)
         self.members: list[Member] = []
+        self.links: list[Frames] = []  # of others than members, to be closed at the end
         self.outcome = None
         self.thread = threading.Thread(target=self._serve)
 
@@ -110,8 +111,8 @@ class Job:
         self.hub.stop()
         self.thread.join(5)
         assert not self.thread.is_alive()
-        for member in self.members:
-            member.close()
+        for end in (*self.members, *self.links):
+            end.close()
         for end in self.ends.values():
             end.close()
         if self.listener:
@@ -154,6 +155,14 @@ class Job:
         assert not failures
         return [results[rank][:2] for rank in range(self.size)]
 
+    def again(self, rank):
+        """The member of a process that a launcher has started again."""
+        ours, theirs = socket.socketpair()
+        self.hub.adopt(ours, rank)
+        self.ends[rank].close()
+        self.ends[rank] = theirs
+        return self.member(rank)
+
     def settled(self, timeout_s=5.0):
         self.thread.join(timeout_s)
         assert self.outcome is not None
@@ -171,3 +180,24 @@ def key_file(path, content=KEY, mode=0o600):
     path.write_bytes(content)
     path.chmod(mode)
     return str(path)
+
+
+class Waits:
+    """A call on a thread of its own: what it returned, or the mscomm error that it raised."""
+
+    def __init__(self, function, *args):
+        self.result = self.error = None
+
+        def call():
+            try:
+                self.result = function(*args)
+            except errors.Error as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=call)
+        self.thread.start()
+
+    def ended(self):
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self

@@ -24,7 +24,7 @@ def converse(connector: Hello, acceptor: Hello) -> None:
 def ends(mine=None, peer=None, ranks=(3,), keys=(KEY, KEY), purposes=(DATA, DATA)):
     mine = mine or Identity(JOB, VERSION, 3, 1)
     peer = peer or Identity(JOB, VERSION, 0, 1)
-    return Hello.connector(keys[0], purposes[0], mine), Hello.acceptor(keys[1], purposes[1], peer, ranks)
+    return Hello.connector(keys[0], purposes[0], mine), Hello.acceptor(keys[1], purposes[1:], peer, ranks)
 
 
 def test_hello_tells_the_acceptor_who_came():

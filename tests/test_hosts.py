@@ -18,23 +18,26 @@ ALLGATHER = EXAMPLES / "nccl_allgather.py"
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 TWO_HOSTS = "4 ranks on 2 host(s)"
 
-# Where each rank listens for the others: the data listener of every rank, as the ranks tell each other.
+# By which address of its host each rank is linked to those of other hosts.
 WHERE = """
-import socket, sys
+import os, socket, sys
 import numpy as np
 import mscomm
-from mscomm.cluster import assemble
-listening = []
-make = assemble.listeners
+from mscomm.cluster.assemble import Job
+mine = set()
+connect = Job._connect
 def spy(*args):
-    made = make(*args)
-    listening.append(made.data.getsockname()[0])
-    return made
-assemble.listeners = spy
+    fds = connect(*args)
+    for fd in fds:
+        if fd >= 0:
+            with socket.socket(fileno=os.dup(fd)) as link:
+                mine.update(link.getsockname()[:1] if link.family != socket.AF_UNIX else ())
+    return fds
+Job._connect = spy
 mscomm.init()
 total = mscomm.all_reduce(np.ones(1000, np.float32))
 assert (total == mscomm.get_group_size()).all()
-sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {listening[0]}\\n")
+sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {','.join(mine)}\\n")
 """
 
 

@@ -145,7 +145,7 @@ def command(
         others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
         part = Node0(size, *where, max_restarts > 0, others)
     else:
-        part = OtherNode(size, nodes.rank * local, *where)
+        part = OtherNode(size, range(nodes.rank * local, (nodes.rank + 1) * local), *where)
     try:
         status = Launch(line, local, env, part, log_dir, max_restarts).run()
     except (CannotStart, Error, OSError) as error:

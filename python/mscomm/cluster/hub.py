@@ -21,19 +21,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import mscomm
 from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
-from mscomm.cluster.hello import CONTROL, Identity, package_version
+from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
-from mscomm.cluster.switchboard import Switchboard
+from mscomm.cluster.switchboard import Line, Switchboard
 from mscomm.errors import Error
 
 if TYPE_CHECKING:
     import subprocess
 
 _T = TypeVar("_T")
+_DISMISS_S = 1.0
 
 
 class Outcome(NamedTuple):
@@ -52,6 +53,12 @@ class _Group:
         self.judge = judge
         self.announced = False
         self.closed: set[int] = set()
+
+
+class _Launcher(Line):
+    """The link of another host's launcher, and the ranks that it watches."""
+
+    ranks = range(0)
 
 
 class Hub:
@@ -102,7 +109,10 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
         mine = Identity(self._job, self._version)  # strangers are of no epoch yet
-        self._door = Door(self._selector, key, CONTROL, mine, range(size), self._enter, self._log)
+        self._launchers: Switchboard[_Launcher] = Switchboard(
+            self._selector, self._handle_launcher, self._launcher_gone
+        )
+        self._door = Door(self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log)
         # Other threads append orders and send a byte; the hub's thread acts on them.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
@@ -237,6 +247,8 @@ class Hub:
             if self._over:
                 self._log(f"the job cannot go on: {self._over.text}")
                 self._begin_epoch()
+                for launcher in list(self._launchers.lines):
+                    self._tell_launcher(launcher)
 
     def _end(self) -> Verdict | None:
         """Why the job cannot go on, if it cannot."""
@@ -256,6 +268,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
+        self._dismiss_launchers()
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
@@ -339,7 +352,10 @@ class Hub:
 
     # -- what members say
 
-    def _enter(self, sock: socket.socket, peer: Identity) -> None:
+    def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
+        if purpose == LAUNCHER:
+            self._launchers.add(_Launcher(sock))
+            return
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _handle(self, link: Link, message: Message) -> None:
@@ -560,6 +576,46 @@ class Hub:
         for group in self._groups_of(number):
             group.judge.gone(number, how, time.monotonic())
         self._answer(self._meetings.look())
+
+    # -- launchers of other hosts
+
+    def _handle_launcher(self, launcher: _Launcher, message: Message) -> None:
+        """What happens to the ranks of another host, as its launcher sees it."""
+        kind = message["t"]
+        if kind == "attend":
+            launcher.ranks = range(_field(message, "first", int), _field(message, "end", int))
+            self._tell_launcher(launcher)
+        elif kind == "ended" and (rank := _field(message, "rank", int)) in launcher.ranks:
+            how, badly, again = (
+                _field(message, "how", str),
+                _field(message, "badly", bool),
+                _field(message, "again", bool),
+            )
+            self._process_ended(rank, how, badly, again)
+        else:
+            raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
+
+    def _tell_launcher(self, launcher: _Launcher) -> None:
+        """Whether the job can go on."""
+        over = self._over._asdict() if self._over else None
+        self._launchers.write(launcher, encode({"t": "state", "over": over}, FROM_HUB_BYTES))
+
+    def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
+        """Those of its ranks that have not ended yet are not started again; the ends of their links tell the rest."""
+        for rank in launcher.ranks:
+            if self._restarts and rank not in self._ended_well:
+                self._ended_badly.setdefault(rank, "its launcher has ended")
+
+    def _dismiss_launchers(self) -> None:
+        """They close when they have heard it; to close first, with news unread, could throw the word away."""
+        for launcher in list(self._launchers.lines):
+            self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))
+        until = time.monotonic() + _DISMISS_S
+        while self._launchers.lines and time.monotonic() < until:
+            for ready, _ in self._selector.select(max(0.0, until - time.monotonic())):
+                ready.data()
+        for launcher in list(self._launchers.lines):
+            self._launchers.drop(launcher)
 
     # -- what the hub says
 

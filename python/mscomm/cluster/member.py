@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
+from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
@@ -210,9 +211,8 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """The address of this host by which the hub reaches it, for listeners; loopback if that is no TCP link."""
-        sock = self._frames.sock
-        return str(sock.getsockname()[0]) if sock.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
+        """Where this rank listens for those of other hosts: interfaces.listen_address."""
+        return listen_address(self._frames.sock)
 
     # -- failures
 
