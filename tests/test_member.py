@@ -6,10 +6,13 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 from control import WORLD, Communicator, Job, eventually, soon, undialled
+from ranks import ranks
 
-from mscomm import errors
+import mscomm
+from mscomm import errors, groups
 
 
 def test_settle_returns_the_first_cause_with_the_symptom_behind_it():
@@ -82,3 +85,24 @@ def test_a_forked_child_lets_go_of_the_control_link():
         member.leave(1)
         members[0][0].leave(1)
         assert job.settled().ok
+
+
+@ranks(2)
+def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
+    """The core has a copy of its own: the number may be somebody else's by then."""
+    group = groups.resolve(None)
+    if rank == 1:
+        eventually(lambda: group.core.failure() is not None)  # rank 0 closes its link without a word
+        os._exit(0)
+    work = mscomm.all_reduce(np.ones(1), async_op=True)
+    reader, writer = os.pipe()
+    number = group.member.failed_fd
+    group.member.close()
+    os.dup2(writer, number)
+    group.core.abort("Aborted", [0], [], "enough")
+    group.core.close()  # waits for the worker
+    assert work.done()
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 8)
+    os._exit(0)

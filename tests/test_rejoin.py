@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -332,3 +333,49 @@ if os.environ["MSCOMM_RESTART_COUNT"] == "0":
     while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         assert time.monotonic() < end, "it lives on"
         time.sleep(0.01)
+
+
+# -- several nodes, here by loopback addresses of one host
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """two_nodes(body, options): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
+
+    def run_both(body, *options, **env):
+        (tmp_path / "script.py").write_text(body)
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        words = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+        command = [sys.executable, "-m", "mscomm", "run", *map(str, options), *words]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        nodes = [subprocess.Popen([*command, str(node), tmp_path / "script.py"], env=env, **streams) for node in (0, 1)]
+        try:
+            said = [node.communicate(timeout=120) for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+                node.communicate()
+        return [(node.returncode, *words) for node, words in zip(nodes, said, strict=True)]
+
+    return run_both
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_each_node_starts_its_own_ranks_again(two_nodes, victim):
+    ends = two_nodes(LOOP, "--max-restarts", 1, VICTIMS=f"40:{victim}")
+    for node, (code, out, err) in enumerate(ends):
+        assert code == 0, err
+        assert out.count('"done": 150') == 2
+        assert (f"rank {victim} is started again" in err) == (node == victim // 2)
+    assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]  # the line for the other node
+
+
+def test_a_rank_that_no_node_starts_again_ends_the_job_on_both(two_nodes):
+    (code_0, _, err_0), (code_1, _, err_1) = two_nodes(LOOP, "--max-restarts", 1, VICTIMS="40:2 90:3")
+    assert code_1 == 128 + signal.SIGKILL, err_1
+    assert code_0 == 1, err_0
+    assert "rank 2 is started again (restart 1 of 1)" in err_1
+    assert "the job failed on another host: PeerLost: rank 3" in err_0

@@ -113,7 +113,7 @@ class Launch:
                     self._watch()
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
                     return PIPE_CLOSED
-            return self._summary(self._part.verdict())
+            return self._summary(self._part.verdict(), self._elsewhere())
 
     # -- start
 
@@ -220,6 +220,13 @@ class Launch:
         over = self._part.over() if self._part.look_s is not None else None
         return over is not None and not self._has_one_of(over.ranks)
 
+    def _elsewhere(self) -> Verdict | None:
+        """The first failure, if it was on another host."""
+        over, verdict = self._part.over(), self._part.verdict()
+        if over is not None and self._size < self._part.size and not self._has_one_of(over.ranks):
+            return over
+        return verdict if verdict and verdict.ranks and not self._has_one_of(verdict.ranks[:1]) else None
+
     def _has_one_of(self, ranks: Sequence[int]) -> bool:
         return any(self._part.first <= rank < self._part.first + self._size for rank in ranks)
 
@@ -294,14 +301,13 @@ class Launch:
             process.wait()
         self._streams.close()
 
-    def _summary(self, verdict: Verdict | None) -> int:
+    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
         """Say who failed first: the rank that the verdict names if it did not end well, else the first that did not."""
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
         first = min(failed, key=lambda end: self._order(end, named), default=None)
-        elsewhere = verdict is not None and bool(named) and not self._has_one_of(named)
-        if verdict and elsewhere:
-            self._say(f"the job failed on another host: {verdict.kind}: {verdict.text}")
+        if elsewhere:
+            self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere.text}")
         if first:
             where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
             others = f"{len(failed) - 1} of the other {self._size - 1} ranks"
@@ -316,7 +322,7 @@ class Launch:
         for count, name in ((dropped, "stdout"), (dropped_errors, "stderr")):
             if count:
                 self._note(f"{count} bytes of output were dropped: {_NOBODY_READ.format(name)}")
-        return first.status if first else int(elsewhere or bool(dropped or dropped_errors))
+        return first.status if first else int(bool(elsewhere or dropped or dropped_errors))
 
     def _say(self, text: str) -> None:
         self._stderr.write(f"mscomm run: {text}\n".encode())
