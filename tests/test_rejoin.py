@@ -335,6 +335,68 @@ if os.environ["MSCOMM_RESTART_COUNT"] == "0":
         time.sleep(0.01)
 
 
+def test_survivors_keep_nothing_of_the_epochs_before(tmp_path):
+    body = """
+import os, signal
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+pair = mscomm.create_group("pair", [0, 1])
+kept = mscomm.zeros(100_000)  # of the first epoch
+sizes = []
+while True:
+    try:
+        life = int(mscomm.all_reduce(np.array([life]), "max")[0])
+        mscomm.all_reduce(mscomm.zeros(100_000), group=pair)
+        mscomm.all_reduce(np.zeros(1), async_op=True).wait()
+        maps = open("/proc/self/maps").read()
+        sizes.append((len(os.listdir("/proc/self/fd")), maps.count("mscomm-heap"), len(os.listdir("/proc/self/task"))))
+        if life == 5:
+            break
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mscomm.barrier()
+    except mscomm.PeerLost:
+        mscomm.rejoin()
+if rank == 0:
+    assert not kept.any() and len(sizes) == 6
+    assert sizes[2:] == [sizes[2]] * 4, sizes
+"""
+    done = run(tmp_path, body, "--max-restarts", 5, ranks=2)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+# -- a scheduler and workers
+
+
+def test_a_worker_comes_back_to_its_scheduler(tmp_path):
+    (tmp_path / "script.py").write_text(LOOP)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    job = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ENABLE_RECOVERY": "1"}
+    env = {**os.environ, **job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "VICTIMS": "40:2"}
+
+    def start(rank, life=0):
+        own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "MSCOMM_RANK": str(rank)}
+        command = [sys.executable, tmp_path / "script.py"]
+        return subprocess.Popen(command, env={**env, **own, "MSCOMM_RESTART_COUNT": str(life)})
+
+    scheduler = subprocess.Popen([sys.executable, "-m", "mscomm", "sched"], env=env, stdout=subprocess.PIPE, text=True)
+    workers = [start(rank) for rank in range(4)]
+    try:
+        assert workers[2].wait(60) == -signal.SIGKILL
+        workers[2] = start(2, life=1)
+        assert [worker.wait(60) for worker in workers] == [0] * 4
+        out, _ = scheduler.communicate(timeout=20)
+    finally:
+        for process in (scheduler, *workers):
+            process.kill()
+            process.wait()
+    assert scheduler.returncode == 0, out
+    assert "epoch 1 begins" in out and "all 4 workers have left" in out
+
+
 # -- several nodes, here by loopback addresses of one host
 
 

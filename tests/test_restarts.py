@@ -122,6 +122,20 @@ def test_a_time_out_names_those_that_are_not_there():
         assert {wait.ended().result.epoch for wait in (new, *waiting)} == {1}
 
 
+def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
+    with Job(2, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
+            assert wait.ended().result.epoch == 1
+        setting_up = Waits(members[0].ready, soon())
+        once_more = Waits(members[1].rejoin, facts(2), soon())  # a signal ended its set-up
+        assert isinstance(setting_up.ended().error, errors.PeerLost)
+        assert "gave up its set-up" in str(setting_up.error)
+        both = Waits(members[0].rejoin, facts(2), soon())
+        assert [wait.ended().result.epoch for wait in (once_more, both)] == [2, 2]
+
+
 def test_a_rank_that_ended_well_is_never_there_again():
     with Job(2, watched=True, restarts=True) as job:
         job.joined()

@@ -430,7 +430,12 @@ class Hub:
     def _handle_rejoin(self, link: Link, message: Message) -> None:
         """A survivor waits for the next epoch: it takes part in nothing of this one any more."""
         link.facts = _field(message, "facts", dict)
+        link.rejoin_key = _field(message, "key", str)
         link.waits = True
+        if len(self._ready) < self._roster.size:  # the others must not wait for it in their set-up
+            text = f"{link} gave up its set-up, and waits for the next epoch"
+            now = time.monotonic()
+            self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
         self._begin_epoch()
         self._answer(self._meetings.look())  # of those that still are in this one
 
@@ -546,7 +551,7 @@ class Hub:
         """It waits for the next epoch in vain."""
         link.waits = False
         if link.welcomed:
-            self._send(link, {"t": "unmet", "key": "rejoin", "kind": kind, "text": why, "ranks": ranks})
+            self._send(link, {"t": "unmet", "key": link.rejoin_key, "kind": kind, "text": why, "ranks": ranks})
             return
         verdict = self._over or self._world.judge.verdict or Verdict(kind, tuple(ranks), (), why)
         self._send(link, {"t": "verdict", "group": world_id(0), **verdict._asdict()})

@@ -81,6 +81,7 @@ class Member:
         self._told: set[str] = set()  # groups whose failure the hub has heard from us
         self._welcome: Welcome | None = None
         self._go = -1  # the epoch in which all are ready
+        self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._failure: Error | None = None  # of the whole link: why we were refused, or that the hub is gone
         self._verdicts: dict[str, Error] = {}  # by group
@@ -108,13 +109,13 @@ class Member:
         """Wait until every rank has come back, and begin the next epoch with them."""
         assert self._welcome
         now = self._welcome.epoch
-        with self._news:
-            self._met.pop("rejoin", None)
+        self._rejoins += 1
+        key = f"rejoin {self._rejoins}"  # an answer that comes too late is none to the next question
 
         def answered() -> bool:
-            return "rejoin" in self._met or (self._welcome is not None and self._welcome.epoch > now)
+            return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
 
-        self._say({"t": "rejoin", "facts": dict(facts)}, deadline)
+        self._say({"t": "rejoin", "key": key, "facts": dict(facts)}, deadline)
         try:
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
@@ -125,7 +126,7 @@ class Member:
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
-            refused = self._met.pop("rejoin", None)
+            refused = self._met.pop(key, None)
         if isinstance(refused, Error):
             raise refused
         return self._welcome

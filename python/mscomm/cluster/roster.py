@@ -23,6 +23,7 @@ class Link(Line):
         self.last_call = 0  # its number, when it left
         self.welcomed = False  # it takes part in an epoch, or did
         self.waits = False  # for the next epoch, and takes part in nothing of this one
+        self.rejoin_key = ""  # what it calls the answer
         self.node_id: str | None = None
         self.facts: Message = {}
 
