@@ -116,7 +116,8 @@ struct Group {
                                 // Full: the reader has not looked yet, and will.
                                 if (*failed >= 0 && write(*failed, &one, sizeof one) < 0 && errno != EAGAIN) return;
                               }};
-    communicator = std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), recorder, std::move(hooks));
+    communicator =
+        std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
   }
 
   Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
@@ -145,17 +146,39 @@ struct Group {
   }
 };
 
+Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) {
+  // A send only reads; Message has one pointer for both directions.
+  void* data = sends ? const_cast<void*>(array.data()) : array.mutable_data();
+  return {sends, peer, tag, static_cast<Dtype>(dtype), data, static_cast<size_t>(array.nbytes())};
+}
+
+// spent_s: what has passed of timeout_s already.
+template <bool sends>
+void run_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s, double spent_s) {
+  const Message one = message(sends, peer, tag, dtype, array);
+  const py::gil_scoped_release unlocked;
+  group.communicator->run(one, Deadline(timeout_s, spent_s));
+}
+
+template <bool sends>
+std::shared_ptr<Work> start_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s,
+                                    double spent_s) {
+  const Message one = message(sends, peer, tag, dtype, array);
+  const py::gil_scoped_release unlocked;
+  return group.communicator->start(one, Deadline(timeout_s, spent_s));
+}
+
 py::object failure(const Group& group) {
   const auto failure = group.communicator->failure();
   if (!failure) return py::none();
   const Error& error = failure->error;
-  return py::make_tuple(error.kind, std::string(error.what()), error.ranks, error.waiting_for, failure->verdict);
+  return py::make_tuple(error.kind, std::string(error.what()), error.ranks, error.waiting_for, failure->verdict, failure->number);
 }
 
-std::vector<py::dict> calls(const Group& group) {
+std::vector<py::dict> calls(const Group& group, uint64_t after) {
   static constexpr const char* states[] = {"inside", "done", "failed"};
   std::vector<py::dict> list;
-  for (const Record& record : group.recorder.all()) {
+  for (const Record& record : group.recorder.all(after)) {
     py::dict entry;
     entry["number"] = record.signature.number;
     entry["call"] = record.signature.text();
@@ -269,11 +292,25 @@ PYBIND11_MODULE(_core, module) {
              return group.communicator->start(std::move(call), timeout_s);
            })
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
+      .def("send", &run_message<true>)
+      .def("recv", &run_message<false>)
+      .def("start_send", &start_message<true>)
+      .def("start_recv", &start_message<false>)
+      .def("add_outgoing", [](Group& group, int peer, int fd) { group.communicator->add_outgoing(peer, fd); })
+      .def("add_incoming", [](Group& group, int peer, int fd) { group.communicator->add_incoming(peer, fd); })
+      .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })
+      .def("check", [](const Group& group, int peer) { group.communicator->check(peer); })
       .def("abort",
            [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
               const std::string& text) {
              const py::gil_scoped_release unlocked;
              group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), true});
+           })
+      .def("fail",
+           [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
+              const std::string& text) {
+             const py::gil_scoped_release unlocked;
+             group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), false});
            })
       .def("left", [](Group& group, int rank) { group.communicator->left(rank); })
       .def("where",
@@ -282,7 +319,7 @@ PYBIND11_MODULE(_core, module) {
              return py::make_tuple(where.number, where.inside, where.text);
            })
       .def("failure", &failure)
-      .def("calls", &calls)
+      .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("close",
            [](Group& group) {

@@ -21,6 +21,7 @@ from ranks import ranks
 
 import mscomm
 from mscomm import _core, groups
+from mscomm.group import Call
 
 
 def many(x: Any, *, out: Any = None, **options: Any) -> Any:
@@ -200,7 +201,7 @@ def test_all_gather_wants_an_out_n_times_as_long(rank, group):
 def test_all_gather_refuses_an_out_that_contains_x(rank, group):
     memory = np.zeros(8)
     with pytest.raises(ValueError, match="overlap"):
-        mscomm.all_gather(memory[4 * rank :][:4], out=memory)
+        mscomm.all_gather(memory[4 * rank :][1:4], out=memory[:6])
     mscomm.barrier()
 
 
@@ -411,7 +412,7 @@ def test_init_again_with_the_same_backend_does_nothing(alone):
 
 
 def test_init_again_with_another_backend_is_an_error(alone, monkeypatch):
-    monkeypatch.setattr(groups._world, "backend", "another")  # this release has but one
+    monkeypatch.setattr(groups._joined, "backend", "another")  # this release has but one
     with pytest.raises(RuntimeError, match="release"):
         mscomm.init("gloo")
 
@@ -503,7 +504,7 @@ def test_zeros_clears_memory_that_was_used_before(rank, group):
 
 @ranks(2)
 def test_a_view_keeps_shared_memory_alive(rank, group):
-    heap = groups.resolve(None).heap
+    heap = groups.resolve(None).job.heap
     x = mscomm.zeros(1000)
     x[500] = rank + 1
     part = x[500:600].reshape(10, 10).T
@@ -517,15 +518,16 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
 
 @ranks(2)
 def test_shared_memory_is_given_back_with_the_last_array(rank, group):
-    heap = groups.resolve(None).heap
-    assert heap.in_use() == 0
+    heap = groups.resolve(None).job.heap
+    before = heap.in_use()  # what the group of all ranks works with
     arrays = [mscomm.empty(size) for size in (0, 1, 1000, 1 << 20)]
-    assert heap.in_use() >= 4 * (1001 + (1 << 20))
+    assert heap.in_use() >= before + 4 * (1001 + (1 << 20))
     mscomm.all_reduce_many(arrays)
     results = [mscomm.all_reduce(x, out=mscomm.empty(x.shape)) for x in arrays]
     del arrays, results
+    groups.resolve(None).buckets.clear()  # the fused call keeps one for the next
     gc.collect()
-    assert heap.in_use() == 0
+    assert heap.in_use() == before
 
 
 @ranks(2)
@@ -565,9 +567,8 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
         assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this process was forked from")
     core = groups.resolve(None).core
     barrier = _core.collectives.index("barrier")
-    assert in_a_forked_child(lambda: core.run(barrier, 0, 0, -1, None, None, 1.0, 0)).startswith(
-        "RuntimeError: mscomm:"
-    )
+    call = Call(barrier).arguments(1.0, 0)
+    assert in_a_forked_child(lambda: core.run(*call)).startswith("RuntimeError: mscomm:")
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 
@@ -645,3 +646,134 @@ def test_importing_mscomm_costs_little_over_numpy(capsys):
 def test_importing_mscomm_does_not_import(module):
     line = f"import sys, mscomm; mscomm.init(); mscomm.barrier(); sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line]).returncode == 0
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "scatter", "all_to_all"])
+@ranks(2)
+def test_rows_that_do_not_divide_are_refused_before_anything_is_sent(rank, group, name):
+    for x in (np.ones(3), np.ones((5, 2)), np.ones(())):
+        with pytest.raises(ValueError, match=rf"{name}: .* does not divide into 2 parts.*{name}_v"):
+            getattr(mscomm, name)(x)
+    assert mscomm.all_reduce(np.ones(1))[0] == 2
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter_v", "scatter_v", "all_to_all_v"])
+@ranks(2)
+def test_counts_that_are_wrong_are_refused_before_anything_is_sent(rank, group, name):
+    function = getattr(mscomm, name)
+    for counts, error, words in (
+        ([3], ValueError, "it needs 2 numbers of rows"),
+        ([4, -1], ValueError, "it needs 2 numbers of rows"),
+        ([2, 2], ValueError, "adds up to 4 rows, x of shape \\(3,\\) has 3"),
+        ([1.5, 1.5], TypeError, "must be a list of ints"),
+        (3, TypeError, "must be a list of ints"),
+    ):
+        with pytest.raises(error, match=words):
+            function(np.ones(3), counts)
+    with pytest.raises(ValueError, match="x is a scalar"):
+        function(np.ones(()), [1, 0])
+    assert mscomm.all_reduce(np.ones(1))[0] == 2
+
+
+@ranks(2)
+def test_a_scalar_has_no_rows_to_gather(rank, group):
+    for function in (mscomm.all_gather_v, mscomm.gather_v):
+        with pytest.raises(ValueError, match="x is a scalar"):
+            function(np.ones(()))
+    mscomm.barrier()
+
+
+@ranks(2)
+def test_the_root_must_have_what_it_scatters(rank, group):
+    for call in (lambda: mscomm.scatter(None, rank), lambda: mscomm.scatter_v(None, [1, 1], rank)):
+        with pytest.raises(TypeError, match="x is None at the root"):
+            call()
+    mscomm.barrier()
+
+
+@ranks(2)
+def test_out_is_not_looked_at_where_there_is_no_result(rank, group):
+    out = np.zeros(2) if rank == 0 else "not even an array"
+    assert mscomm.reduce(np.ones(2), out=out) is (out if rank == 0 else None)
+    out = np.zeros(4) if rank == 0 else "not even an array"
+    assert mscomm.gather(np.ones(2), out=out) is (out if rank == 0 else None)
+
+
+# --- beside the caller ----------------------------------------------------------------------------------------------
+
+
+@ranks(3)
+def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
+    work = mscomm.all_reduce(np.full(1000, rank), async_op=True)
+    assert isinstance(work, mscomm.Work)
+    assert (work.wait() == 3).all() and work.wait() is work.wait(timeout=1)
+    assert work.done() and work.is_completed() and work.exception() is None
+
+
+@ranks(3)
+def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
+    x, works = np.full(50_000, rank + 1.0), []
+    for _ in range(20):
+        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place, each on what the one before left
+        works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
+    assert mscomm.all_reduce(np.ones(1))[0] == 3  # after all of them
+    assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
+    rows, counts = works[-1].wait()
+    assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
+
+
+@ranks(2)
+def test_a_work_that_is_waited_for_too_briefly_goes_on(rank, group):
+    work = mscomm.barrier(async_op=True) if rank == 0 else None
+    if work:
+        with pytest.raises(TimeoutError, match="it goes on"):
+            work.wait(timeout=0.05)
+        assert not work.done() and work.exception() is None
+    mscomm.all_gather(np.ones(1), group=mscomm.create_group("other", [0, 1]))
+    if work:
+        mscomm.barrier(group="other")
+        work.wait()
+    else:
+        mscomm.barrier(group="other")
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
+    for size in (10, 100_000) * 20:
+        mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
+        mscomm.all_gather_v(np.ones(rank + size), async_op=True)
+        gc.collect()
+        np.zeros(size)  # would have the memory
+    mscomm.barrier()
+
+
+@ranks(2, timeout_s=30)
+def test_the_error_of_a_dropped_work_is_raised_by_the_next_call(rank, group):
+    if rank == 0:
+        mscomm.all_reduce(np.ones(3), async_op=True)
+        with pytest.raises(mscomm.Mismatch, match=r"all_reduce #1.*barrier #1"):
+            while True:
+                mscomm.barrier()
+    else:
+        with pytest.raises(mscomm.Mismatch, match=r"all_reduce #1.*barrier #1"):
+            mscomm.barrier()
+
+
+@ranks(2, timeout_s=30)
+def test_a_work_raises_what_ended_its_call_and_shows_it(rank, group):
+    other = mscomm.create_group("other", [0, 1])
+    with pytest.raises(mscomm.Aborted, match="rank 1 called abort: enough"):
+        if rank == 0:
+            work = mscomm.all_gather_v(np.ones(3), async_op=True)
+            mscomm.barrier(group=other)
+            try:
+                work.wait()
+            finally:
+                assert isinstance(work.exception(), mscomm.Aborted)
+        mscomm.barrier(group=other)
+        mscomm.abort("enough")
+        mscomm.barrier()

@@ -103,3 +103,16 @@ def test_the_first_program_prints_what_the_page_shows(page: Path, tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(line for line in shown.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [
+        ("groups.py", "[0] 2 x 2 ranks, the largest difference is none\n"),
+        ("uneven_gather.py", "[0] 1229 primes below 10000, by rank [367, 302, 281, 279]; the largest is 9973\n"),
+    ],
+)
+def test_an_example_prints_its_result(example: str, printed: str) -> None:
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "4", ROOT / "examples" / example]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr

@@ -17,11 +17,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hosts import Hosts
 from ranks import ranks
 
 import mscomm
 
 ALGORITHMS = ["arena", "direct", "ring", "tree"]
+COLLECTIVES = {
+    "all_reduce": lambda x: mscomm.all_reduce(x),
+    "all_gather": lambda x: mscomm.all_gather(x),
+    "reduce_scatter": lambda x: mscomm.reduce_scatter(x),
+    "broadcast": lambda x: mscomm.broadcast(x),
+    "reduce": lambda x: mscomm.reduce(x),
+    "gather": lambda x: mscomm.gather(x),
+    "scatter": lambda x: mscomm.scatter(x),
+    "all_to_all": lambda x: mscomm.all_to_all(x),
+    "barrier": lambda x: mscomm.barrier(),
+    "all_gather_v": lambda x: mscomm.all_gather_v(x[: len(x) - mscomm.get_rank()]),
+    "all_to_all_v": lambda x: mscomm.all_to_all_v(x, [len(x) // 4] * 4),
+    "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
+    "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
+}
 each_algorithm = pytest.mark.parametrize("algo", ALGORITHMS)
 forced = {"MSCOMM_ALGO": "{algo}"}
 
@@ -110,6 +126,58 @@ def test_every_later_call_raises_the_same_error(rank, group, algo):
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("what", COLLECTIVES)
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(4, env=forced, expect={1: -signal.SIGKILL})
+def test_a_rank_killed_in_any_collective_is_named(rank, group, algo, what):
+    shared = mscomm.zeros(1 << 18, np.float32)
+    for x in (np.ones(1 << 18, np.float32), shared):  # the second is larger than what tests before left warm
+        COLLECTIVES[what](x)
+    mscomm.barrier()
+    if rank == 1:
+        later(0.1, signal.SIGKILL)
+    with pytest.raises(mscomm.PeerLost, match=r"rank 1 ") as caught:
+        while True:
+            COLLECTIVES[what](shared)
+    assert caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(4, env=forced, expect={2: -signal.SIGKILL})
+def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
+    x = np.ones(1 << 18, np.float32)
+    if rank == 2:
+        for _ in range(4):
+            mscomm.all_reduce(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = []
+    with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
+        while True:
+            works.append(mscomm.all_reduce(x, async_op=True))
+            works.append(mscomm.all_reduce(x, async_op=True))
+            works[-2].wait()
+    for work in works[4:]:  # those that were queued behind it have ended, too, and say the same
+        with pytest.raises(mscomm.PeerLost) as again:
+            work.wait(timeout=RAISES_WITHIN_S)
+        assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)
+    with pytest.raises(mscomm.PeerLost, match="rank 2 "):
+        mscomm.barrier()
+
+
+@ranks(3, expect={1: -signal.SIGKILL})
+def test_what_nobody_waited_for_is_raised_by_the_next_call(rank, group):
+    mscomm.barrier()
+    if rank == 1:
+        time.sleep(1)  # the others begin, and look away
+        os.kill(os.getpid(), signal.SIGKILL)
+    mscomm.all_reduce(np.ones(3), async_op=True)
+    until = time.monotonic() + RAISES_WITHIN_S
+    while mscomm.groups.resolve(None).core.failure() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(mscomm.PeerLost, match="rank 1 "):
+        mscomm.barrier()
+
+
 @each_algorithm
 @ranks(4, env=forced)
 def test_a_rank_stopped_for_three_seconds_delays_the_call_and_breaks_nothing(rank, group, algo):
@@ -163,6 +231,84 @@ def test_ranks_may_end_at_different_times_after_the_last_call(rank, group, algo)
         return
     time.sleep(0.3 * rank)
     assert (mscomm.broadcast(x) == 0).all()
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(3, env=forced, expect={1: 3})
+def test_a_rank_that_exits_before_the_others_call_is_named(rank, group, algo):
+    mscomm.barrier()
+    if rank == 1:
+        sys.exit(3)
+    with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*left the job") as caught:
+        mscomm.all_reduce(np.ones(7, np.float32))
+        mscomm.barrier()
+    assert caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(3, env=forced, expect={1: 7})
+def test_a_process_that_ends_without_a_word_is_named_with_its_status(rank, group, algo):
+    mscomm.barrier()
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*exit code 7") as caught:
+        mscomm.all_reduce(np.ones(7, np.float32))
+        mscomm.barrier()
+    assert caught.value.ranks == (1,)
+
+
+@each_algorithm
+@ranks(3, env=forced)
+def _waits_two_seconds(rank, group, algo):
+    mscomm.barrier()
+    if rank == 1:
+        time.sleep(2)
+    assert mscomm.all_reduce(np.ones(1 << 16))[0] == 3
+
+
+def test_a_rank_that_is_two_seconds_late_is_no_failure_and_no_news(tmp_path: Path) -> None:
+    for algo in ALGORITHMS:
+        folder = tmp_path / algo
+        folder.mkdir()
+        _waits_two_seconds(folder, algo=algo)
+        assert [(folder / f"rank_{rank}.log").read_text() for rank in range(3)] == [""] * 3
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(4, env=forced)
+def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
+    pair = mscomm.split(rank // 2)
+    mscomm.barrier()
+    if rank == 2:
+        time.sleep(1.5)
+    if rank >= 2:
+        with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
+            mscomm.all_reduce(np.ones(3), group=pair, timeout=0.5)
+        with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
+            mscomm.barrier(group=pair)
+    else:
+        for _ in range(200):
+            assert mscomm.all_reduce(np.ones(1000), group=pair)[0] == 2
+    for _ in range(20):
+        assert mscomm.all_reduce(np.ones(1000))[0] == 4
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(4, env=forced, expect={3: -signal.SIGKILL})
+def test_groups_without_the_lost_rank_go_on(rank, group, algo):
+    pair = mscomm.split(rank // 2)
+    mscomm.barrier()
+    if rank == 3:
+        later(0.1, signal.SIGKILL)
+    with pytest.raises(mscomm.PeerLost, match="rank 3 "):
+        while True:
+            mscomm.all_reduce(np.ones(1000))
+    if rank == 2:
+        with pytest.raises(mscomm.PeerLost, match="rank 3 "):
+            mscomm.barrier(group=pair)
+    elif rank < 2:
+        for _ in range(100):
+            assert mscomm.all_reduce(np.ones(1000), group=pair)[0] == 2
 
 
 @each_algorithm
@@ -283,3 +429,245 @@ def test_the_last_calls_are_recorded_with_their_lines(tmp_path: Path) -> None:
     ]
     assert record["calls"][-1]["state"] == "failed"
     assert re.search(r"test_faults\.py:\d+$", record["calls"][0]["line"])
+
+
+# -- jobs of `mscomm run`
+
+INTERRUPTED = """
+import pathlib, sys
+import numpy as np
+import mscomm
+mscomm.init()
+rank = mscomm.get_rank()
+mscomm.barrier()
+pathlib.Path(sys.argv[1], f"up.{rank}").touch()
+try:
+    while True:
+        mscomm.all_reduce(np.ones(1 << 16))
+except (KeyboardInterrupt, mscomm.Aborted) as error:
+    pathlib.Path(sys.argv[1], f"saw.{rank}").write_text(f"{type(error).__name__}: {error}")
+    raise
+"""
+
+
+def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> None:
+    script, mark = tmp_path / "loop.py", f"mscomm-test-{os.getpid()}-ctrl-c"
+    script.write_text(INTERRUPTED)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "mscomm", "run", "-n", "4", str(script), str(tmp_path)],
+        env={**os.environ, "MSCOMM_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("up.*"))) < 4:
+        assert time.monotonic() < until and job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGINT, err
+    for rank in range(4):
+        saw = (tmp_path / f"saw.{rank}").read_text()
+        assert saw == "KeyboardInterrupt: " or re.match(r"Aborted: rank \d .*KeyboardInterrupt", saw), saw
+    assert leftovers(mark) == []
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str):
+    """A file system of its own that is soon full."""
+    if os.getuid() != 0:
+        pytest.skip("mount needs root")
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=False).returncode:
+        pytest.skip("no mount here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+CHATTERING = """
+import sys
+import numpy as np
+import mscomm
+mscomm.init()
+for i in range(50):
+    print("x" * 10000, flush=True)
+assert mscomm.all_reduce(np.ones(3))[0] == 2
+print("all is well", flush=True)
+sys.exit(mscomm.get_rank() * int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_logs_on_a_full_disk_cost_neither_the_output_nor_the_status(tmp_path: Path, status: int) -> None:
+    script = tmp_path / "chatter.py"
+    script.write_text(CHATTERING)
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        done = subprocess.run(
+            [sys.executable, "-m", "mscomm", "run", "-n", "2", "--log_dir", str(disk), str(script), str(status)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == status, done.stderr
+    for rank in range(2):
+        assert f"[{rank}] all is well" in done.stdout
+        assert done.stdout.count(f"[{rank}] " + "x" * 10000) == 50
+        lines = [line for line in done.stderr.splitlines() if f"worker_{rank}.log is incomplete" in line]
+        assert len(lines) == 1, done.stderr
+        assert re.search(r": [1-9]\d+ bytes were dropped: No space left on device", lines[0])
+
+
+RECORDING = """
+import os
+import numpy as np
+import mscomm
+mscomm.init()
+for _ in range(300):
+    mscomm.all_reduce(np.ones(3))
+if mscomm.get_rank() == 1:
+    raise RuntimeError("boom")
+try:
+    mscomm.barrier()
+except mscomm.Aborted as error:
+    print("saw", error, flush=True)
+"""
+
+
+def test_a_record_for_which_there_is_no_room_is_said_and_costs_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "record.py"
+    script.write_text(RECORDING)
+    with small_disk(tmp_path / "disk", "8k") as disk:
+        done = subprocess.run(
+            [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)],
+            env={**os.environ, "MSCOMM_RECORD": str(disk)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        left = [path.name for path in disk.iterdir()]
+    assert done.returncode == 1, done.stderr
+    assert "[0] saw rank 1: RuntimeError: boom" in done.stdout
+    said = r"\[0\] mscomm: rank 0: cannot write the record of the last calls: .*No space left on device"
+    assert re.search(said, done.stderr), done.stderr
+    assert left == [], "half a record"
+
+
+MANY = """
+import os, random, signal, sys, threading
+import numpy as np
+import mscomm
+mscomm.init()
+rank, n = mscomm.get_rank(), mscomm.get_group_size()
+for i in range(5):
+    assert (mscomm.all_reduce(np.full(5000, rank + i)) == n * (n - 1) // 2 + n * i).all()
+    mscomm.barrier()
+if rank == 0:
+    print("right", flush=True)
+if rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        mscomm.all_reduce(np.ones(5000))
+except mscomm.PeerLost as error:
+    assert error.ranks == (int(sys.argv[1]),), error
+    print("named", flush=True)
+"""
+
+
+@pytest.mark.parametrize("algo", ["", pytest.param("direct", marks=pytest.mark.long)])
+def test_64_ranks_share_two_cores_and_name_the_one_that_is_killed(tmp_path: Path, algo: str) -> None:
+    script, began = tmp_path / "many.py", time.monotonic()
+    script.write_text(MANY)
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    done = subprocess.run(
+        ["taskset", "-c", cpus, sys.executable, "-m", "mscomm", "run", "-n", "64", str(script), "40"],
+        env={**os.environ, "MSCOMM_ALGO": algo, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr[-4000:]
+    assert done.stdout.count("right") == 1 and done.stdout.count("named") == 63, done.stderr[-4000:]
+    print(f"64 ranks took {time.monotonic() - began:.1f} s from start to end")
+
+
+@ranks(4, expect={1: -signal.SIGKILL})
+def _on_one_cpu(rank, group):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    for i in range(20):
+        assert (mscomm.all_reduce(np.full(50_000, rank + i)) == 6 + 4 * i).all()
+    if rank == 1:
+        later(0.1, signal.SIGKILL)
+    with pytest.raises(mscomm.PeerLost, match="rank 1 "):
+        while True:
+            mscomm.all_reduce(np.ones(50_000))
+
+
+def test_four_ranks_on_one_cpu(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(before)])  # also when the ranks decide how to wait
+    try:
+        _on_one_cpu(tmp_path)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# -- a link between two hosts
+
+CUT = """
+import json, pathlib, sys, time
+import numpy as np
+import mscomm
+mscomm.init()
+rank, folder = mscomm.get_rank(), pathlib.Path(sys.argv[1])
+x = np.ones(1 << 20, np.float32)
+mscomm.all_reduce(x)
+(folder / f"up.{rank}").touch()
+try:
+    while True:
+        mscomm.all_reduce(x)
+except mscomm.Error as error:
+    words = {"kind": type(error).__name__, "ranks": error.ranks, "text": str(error), "at": time.time()}
+    (folder / f"part.{rank}").write_text(json.dumps(words))
+    (folder / f"part.{rank}").rename(folder / f"saw.{rank}")
+"""
+
+
+def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
+    """No end of a connection is ever seen: the cable is out."""
+    key, script, silence_s = tmp_path / "job.key", tmp_path / "cut.py", 4
+    key.write_bytes(os.urandom(32))
+    key.chmod(0o600)
+    script.write_text(CUT)
+    with Hosts(2, tmp_path) as hosts:
+        words = ["--nnodes", "2", "--master-addr", hosts[0].address, "-n", "2", "--node-rank"]
+        env = {"MSCOMM_JOB_KEY_FILE": str(key), "MS_NODE_TIMEOUT": str(silence_s)}
+        nodes = [
+            host.start([sys.executable, "-m", "mscomm", "run", *words, str(i), str(script), str(tmp_path)], env)
+            for i, host in enumerate(hosts)
+        ]
+        try:
+            appear([tmp_path / f"up.{rank}" for rank in range(4)], 60)
+            time.sleep(0.3)  # into a call
+            cut = time.time()
+            hosts[1].unplug()
+            appear([tmp_path / f"saw.{rank}" for rank in range(4)], 10 * silence_s)
+        finally:
+            for node in nodes:
+                node.kill()
+            output = [node.communicate() for node in nodes]
+    for rank in range(4):
+        saw = json.loads((tmp_path / f"saw.{rank}").read_text())
+        others = {0, 1} if rank >= 2 else {2, 3}
+        assert saw["kind"] == "PeerLost" and set(saw["ranks"]) & others, (rank, saw, output)
+        print(f"rank {rank} raised {saw['at'] - cut:.1f} s after the cable was out: {saw['text']}")
+
+
+def appear(paths: list[Path], within_s: float) -> None:
+    until = time.monotonic() + within_s
+    while missing := [path.name for path in paths if not path.exists()]:
+        assert time.monotonic() < until, f"no {missing} within {within_s} s"
+        time.sleep(0.02)

@@ -384,7 +384,7 @@ def test_over_hosts_a_key_or_permission_is_needed(two: Hosts) -> None:
     processes = [host.start([sys.executable, "-c", plain], {**env, "RANK": str(i)}) for i, host in enumerate(two)]
     for process in processes:
         code, _, err = finished(process)
-        assert code == 0 and "warning: this job has no key" in err, err
+        assert code == 0 and "WARN this job has no key" in err, err
 
 
 def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:

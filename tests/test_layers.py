@@ -32,9 +32,10 @@ PYTHON_SEES = {
     "group": BELOW | {"cluster"},
     "groups": BELOW | {"arrays", "cluster", "bootstrap", "context", "group"},
     "collectives": BELOW | {"arrays", "group", "groups"},
+    "messages": BELOW | {"arrays", "group", "groups"},
 }
 # What stands on the public functions.
-UPPER = BELOW | {"arrays", "group", "groups", "collectives", "context"}
+UPPER = BELOW | {"arrays", "group", "groups", "collectives", "messages", "context"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }

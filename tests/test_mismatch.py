@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from functions import FUNCTIONS, How
 from ranks import ranks
 
 import mscomm
@@ -24,9 +25,9 @@ Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, o
 
 
 def random_call(dice: random.Random, size: int) -> Made:
-    shape = dice.choice([(1,), (7,), (7, 1), (5000,), (70_000,), (300_000,)])
+    shape = dice.choice([(12,), (12, 7), (84, 1), (6000,), (72_000,), (300_000,)])  # which 2, 3 and 4 divide
     return (
-        dice.choice(_core.collectives),
+        dice.choice([what for what in _core.collectives if what != "scatter"]),  # its head comes first: see below
         dice.choice(["float32", "int32", "float64", "uint8"]),
         shape,
         dice.choice(["sum", "max", "prod"]),
@@ -37,25 +38,18 @@ def random_call(dice: random.Random, size: int) -> Made:
 def meaning(made: Made) -> Any:
     """What of a call the ranks must agree on."""
     what, dtype, shape, op, root = made
-    return {
-        "barrier": (what,),
-        "all_reduce": (what, dtype, shape, op),
-        "all_gather": (what, dtype, shape),
-        "broadcast": (what, dtype, shape, root),
-    }[what]
+    if what == "barrier":
+        return (what,)
+    row = FUNCTIONS[what]
+    return what, dtype, shape, op if row.has_op else None, root if row.has_root else None
 
 
 def perform(made: Made) -> None:
     what, dtype, shape, op, root = made
-    x = np.ones(shape, dtype)
     if what == "barrier":
         mscomm.barrier()
-    elif what == "all_reduce":
-        mscomm.all_reduce(x, op)
-    elif what == "broadcast":
-        mscomm.broadcast(x, root)
     else:
-        mscomm.all_gather(x)
+        FUNCTIONS[what].call(np.ones(shape, dtype), How(op, root, []), mscomm.get_rank())
 
 
 def words(made: Made) -> str:
@@ -63,7 +57,7 @@ def words(made: Made) -> str:
     what, dtype, shape, op, root = made
     if what == "barrier":
         return "barrier #2"
-    detail = {"all_reduce": f", {op}", "all_gather": "", "broadcast": f", root {root}"}[what]
+    detail = (f", {op}" if FUNCTIONS[what].has_op else "") + (f", root {root}" if FUNCTIONS[what].has_root else "")
     return f"{what} #2 ({dtype}[{', '.join(map(str, shape))}]{detail})"
 
 
@@ -146,8 +140,35 @@ def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Pa
 @ranks(2)
 def test_fused_lists_of_one_total_size_but_other_shapes_are_a_mismatch(rank, group):
     mine = [np.ones(3), np.ones(4)] if rank else [np.ones(4), np.ones(3)]
-    with pytest.raises(mscomm.Mismatch, match="fused"):
+    with pytest.raises(mscomm.Mismatch, match="digest"):
         mscomm.all_reduce_many(mine)
+
+
+@ranks(2)
+def test_uneven_calls_with_other_counts_are_a_mismatch(rank, group):
+    with pytest.raises(mscomm.Mismatch, match="digest"):
+        mscomm.reduce_scatter_v(np.ones(5), [2, 3] if rank else [3, 2])
+
+
+@ranks(2)
+def test_gathered_arrays_with_other_rows_are_a_mismatch_that_names_both(rank, group):
+    with pytest.raises(mscomm.Mismatch, match=r"float64\[5, 3\].*float64\[5, 4\]"):
+        mscomm.all_gather_v(np.ones((2 + rank, 3 + rank)))
+
+
+@ranks(2)
+def test_an_array_that_is_not_the_one_that_the_root_scatters_is_a_mismatch(rank, group):
+    with pytest.raises(mscomm.Mismatch, match=r"x is float32\[4\] on rank 1, and float64\[4\] at the root"):
+        mscomm.scatter(np.ones(4, np.float32 if rank else np.float64))
+
+
+@ranks(3)
+def test_an_out_that_turns_out_too_small_breaks_the_group_and_is_named(rank, group):
+    out = np.zeros(5 if rank == 1 else 6)
+    with pytest.raises(mscomm.Mismatch, match=r"all_gather_v: out has shape \(5,\), the result has \(6,\), on rank 1"):
+        mscomm.all_gather_v(np.ones(rank + 1), out=out)
+    with pytest.raises(mscomm.Mismatch):
+        mscomm.barrier()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# What pybind11 adds to every class, and constructors that are not there: a Heap comes from make_heap, a Work from start.
+# What pybind11 adds to every class, and constructors that are not there: make_heap makes a Heap, start a Work.
 PYBIND11 = """
 mscomm\\._core\\.(Group|Heap|Peers|Work)
 mscomm\\._core\\.(Heap|Work)\\.__init__

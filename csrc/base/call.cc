@@ -1,8 +1,133 @@
 #include "base/call.h"
 
 #include <cstdio>
+#include <optional>
+
+#include "base/error.h"
+#include "base/reduce.h"
 
 namespace mscomm {
+
+namespace {
+
+// Of x that are read, and of out that are written, on one rank.
+struct Elements {
+  uint64_t x = 0, out = 0;
+};
+
+// A number that does not fit becomes, and stays, none.
+using Size = std::optional<uint64_t>;
+
+Size product(Size a, uint64_t b) {
+  uint64_t result;
+  return a && !__builtin_mul_overflow(*a, b, &result) ? Size(result) : std::nullopt;
+}
+
+Size sum(const std::vector<uint64_t>& counts, size_t first, size_t number, size_t stride) {
+  uint64_t total = 0;
+  for (size_t i = 0; i < number; i++)
+    if (__builtin_add_overflow(total, counts[first + i * stride], &total)) return std::nullopt;
+  return total;
+}
+
+// "gather on rank 1 of 4"
+Error refused(const Call& call, int rank, int size, const std::string& why) {
+  return {"ValueError", std::string(name(call.signature.function)) + " on rank " + std::to_string(rank) + " of " +
+                            std::to_string(size) + ": " + why};
+}
+
+bool rooted(Collective what) {
+  return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
+}
+
+bool divides(Collective what) {
+  return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
+}
+
+bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
+
+// What the collective as a whole does on each rank, the root's part being everybody's.
+Elements elements(const Call& call, size_t me, size_t n) {
+  const Collective what = call.signature.what;
+  const uint64_t count = call.signature.count;
+  const std::vector<uint64_t>& counts = call.counts;
+  // The sums fit: they are parts of the whole, which was added up before.
+  const uint64_t own = counts.empty() ? count / (divides(what) ? n : 1) : counts[me];
+  const uint64_t whole = counts.empty() ? count * (gathers(what) ? n : 1) : *sum(counts, 0, counts.size(), 1);
+  switch (what) {
+    case Collective::barrier:
+      return {};
+    case Collective::all_gather:
+    case Collective::gather:
+      return {own, whole};
+    case Collective::reduce_scatter:
+    case Collective::scatter:
+      return {whole, own};
+    case Collective::all_to_all:
+      if (!counts.empty()) return {*sum(counts, me * n, n, 1), *sum(counts, me, n, n)};
+      return {count, count};
+    case Collective::all_reduce:
+    case Collective::broadcast:
+    case Collective::reduce:
+      return {count, count};
+  }
+  return {};
+}
+
+}  // namespace
+
+void check(const Call& call, int rank, int size) {
+  const Signature& signature = call.signature;
+  const auto refuse = [&](const std::string& why) { throw refused(call, rank, size, why); };
+  if (!signature.valid())
+    throw Error("ValueError", "a call of a collective, function, type or operation that this version does not know");
+  const Collective what = signature.what;
+  const auto n = static_cast<size_t>(size), me = static_cast<size_t>(rank);
+
+  // What goes ahead of a call with a root carries that root, too; but to a reduction a root means one result instead of many.
+  const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
+  if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
+    refuse("root " + std::to_string(signature.root) + ", expected " +
+           (may_have_root ? "a rank from 0 to " + std::to_string(size - 1) : "-1, as " + std::string(name(what)) + " has none"));
+  if (reduces(what) && !supports(signature.dtype, signature.op))
+    refuse(std::string(name(signature.op)) + " is not defined on " + std::string(name(signature.dtype)));
+
+  Size count = what == Collective::barrier ? 0 : 1;
+  for (int i = 0; i < signature.dims; i++) count = product(count, signature.shape[i]);
+  // The largest that anybody holds, in bytes.
+  if (!product(product(count, call.element_bytes()), n)) refuse("the shape is of more bytes than this machine can count");
+  if (*count != signature.count)
+    refuse(std::to_string(signature.count) + " elements, expected " + std::to_string(*count) + ", the product of the shape");
+  if (call.counts.empty()) {
+    if (divides(what) && *count % n)
+      refuse(std::to_string(*count) + " elements, expected a multiple of the " + std::to_string(n) + " ranks");
+  } else {
+    const bool square = what == Collective::all_to_all;
+    const size_t expected = gathers(what) || divides(what) ? square ? n * n : n : 0;
+    if (call.counts.size() != expected)
+      refuse(std::to_string(call.counts.size()) + " counts, expected " +
+             (expected ? std::to_string(expected) + (square ? ", from each rank to each" : ", one for each rank") : "none"));
+    const Size total = sum(call.counts, 0, expected, 1);
+    if (!product(total, call.element_bytes())) refuse("the counts are of more bytes than this machine can count");
+    if (*total != *count && !(square && *count == 0))
+      refuse("the counts add up to " + std::to_string(*total) + " elements, expected " + std::to_string(*count) +
+             ", the product of the shape");
+  }
+
+  const bool at_root = !rooted(what) || rank == signature.root;
+  const bool reads_all = what != Collective::broadcast && what != Collective::scatter;
+  const bool writes_all = what != Collective::reduce && what != Collective::gather;
+  const Elements whole = elements(call, me, n);
+  const auto compare = [&](const char* array, const void* memory, size_t bytes, uint64_t number) {
+    if (bytes != number * call.element_bytes())
+      refuse(std::string(array) + " has " + std::to_string(bytes) + " bytes, expected " +
+             std::to_string(number * call.element_bytes()) + " (" + std::to_string(number) + " of " +
+             std::string(name(signature.dtype)) + ")");
+    if (bytes && !memory) refuse(std::string(array) + " has " + std::to_string(bytes) + " bytes, but no memory");
+  };
+  if (at_root || reads_all || call.x_bytes) compare("x", call.x, call.x_bytes, whole.x);
+  compare("out", call.out, call.out_bytes, at_root || writes_all ? whole.out : 0);
+}
 
 std::string Signature::text() const {
   if (!valid()) return "a call that this version does not know";

@@ -21,7 +21,7 @@ struct Signature {
   uint8_t dims = 0;
   int32_t root = -1;   // -1: the collective has none
   uint64_t count = 0;  // the product of shape
-  // Of x, where it is the same on all ranks; in the uneven forms axis 0 is the sum over the ranks, or 0 where no rank knows it.
+  // Of x, where it is the same on all ranks; in the uneven forms axis 0 is the sum over the ranks, of all_to_all also 0.
   uint64_t shape[max_dims] = {};
   uint64_t digest = 0;  // of what else must agree: the arrays of a fused call, the counts of an uneven one; 0: nothing else
   Function function = Function::barrier;
@@ -45,7 +45,7 @@ struct Call {
   void* out = nullptr;  // nullptr: this rank gets nothing
   size_t out_bytes = 0;
   // Of the uneven forms: elements of each rank's part; of all_to_all from each rank to each, n x n, a row a sender. Equal on all
-  // ranks. Empty: all parts are alike.
+  // ranks, and their sum is signature.count; of all_to_all that may be 0. Empty: all parts are alike.
   std::vector<uint64_t> counts{};
 
   size_t element_bytes() const { return size_of(signature.dtype); }
@@ -54,6 +54,12 @@ struct Call {
   const char* in() const { return static_cast<const char*>(x); }
   char* result() const { return static_cast<char*>(out); }
 };
+
+// The last line of defence before memory is touched, on a rank of a group of that size: the algorithms trust what passes. Throws
+// Error("ValueError") unless x and out have just the bytes that the collective reads and writes on this rank (at other ranks than
+// the root, x of broadcast and scatter is not read, and may be there or not), the counts add up, the root is a rank, and the
+// operation is defined on the type.
+void check(const Call& call, int rank, int size);
 
 // Thrown when ranks made different calls under one number: what each rank that is known of did.
 struct Differs {

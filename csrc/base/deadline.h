@@ -3,6 +3,8 @@
 
 #include <chrono>
 #include <cmath>
+#include <cstdio>
+#include <string>
 
 namespace mscomm {
 
@@ -10,10 +12,19 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
+// "2.5 s", "17 s"
+inline std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);
+  return text;
+}
+
 class Deadline {
  public:
-  // timeout_s may be infinite.
-  explicit Deadline(double timeout_s) : start_(Clock::now()), timeout_s_(timeout_s) {}
+  // timeout_s may be infinite. spent_s: of it, what has passed already.
+  explicit Deadline(double timeout_s, double spent_s = 0)
+      : start_(Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spent_s))),
+        timeout_s_(timeout_s) {}
 
   bool passed() const { return seconds_since(start_) >= timeout_s_; }
   double timeout_s() const { return timeout_s_; }

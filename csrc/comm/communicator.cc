@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <exception>
 #include <utility>
 
@@ -12,47 +11,29 @@ namespace mscomm {
 
 namespace {
 
-// What the interrupt hook threw.
-struct Interrupted {
-  std::exception_ptr cause;
-};
-
 thread_local bool worker_thread = false;
 
+constexpr double delivery_s = 5;  // of what was sent, at the end
 constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
 // Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
 
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);
-  return text;
-}
-
 }  // namespace
 
-// Counts a thread in and out of run(), for close().
-class Communicator::Caller {
- public:
-  explicit Caller(Communicator& group) : group_(group) {
-    const std::lock_guard lock(group_.turn_mutex_);
-    group_.callers_++;
-  }
-  ~Caller() {
-    {
-      const std::lock_guard lock(group_.turn_mutex_);
-      group_.callers_--;
-    }
-    group_.turn_.notify_all();
-  }
-  Caller(const Caller&) = delete;
-  Caller& operator=(const Caller&) = delete;
+void Communicator::enter_caller() {
+  const std::lock_guard lock(turn_mutex_);
+  callers_++;
+}
 
- private:
-  Communicator& group_;
-};
+void Communicator::leave_caller() {
+  {
+    const std::lock_guard lock(turn_mutex_);
+    callers_--;
+  }
+  turn_.notify_all();
+}
 
 bool Work::wait(double timeout_s) {
   std::unique_lock lock(mutex_);
@@ -74,7 +55,7 @@ void Work::end(std::optional<Error> error) {
 }
 
 Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
-                           std::unique_ptr<Backend> backend, Recorder& recorder, Hooks hooks)
+                           std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks)
     : group_(std::move(group)),
       ranks_(std::move(ranks)),
       rank_(rank),
@@ -82,7 +63,9 @@ Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, 
       backend_(std::move(backend)),
       recorder_(recorder),
       hooks_(std::move(hooks)),
-      left_(ranks_.size()) {
+      left_(ranks_.size()),
+      expected_(ranks_.size()),
+      mailbox_(ranks_, rank_, epoch) {
   static const int registered = pthread_atfork(before_fork, after_fork, in_child);
   if (registered != 0) throw system_error("pthread_atfork", registered);
   const std::lock_guard lock(all_mutex);
@@ -94,9 +77,9 @@ Communicator::~Communicator() {
     const std::lock_guard lock(all_mutex);
     std::erase(all, this);
   }
-  if (!worker_) return;
+  if (forked_) return;
   abort({Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
-  stop_worker();
+  if (worker_) stop_worker();
 }
 
 void Communicator::stop_worker() {
@@ -109,11 +92,15 @@ void Communicator::stop_worker() {
   worker_.reset();
 }
 
-uint64_t Communicator::take_numbers(int count) {
+void Communicator::check_usable() const {
   if (forked_)
     throw Error("RuntimeError", "mscomm: this process was forked from rank " + std::to_string(in_job(rank_)) +
                                     " and is no rank itself; call mscomm in the parent");
   if (broken()) throw_failure();
+}
+
+uint64_t Communicator::take_numbers(int count) {
+  check_usable();
   return std::exchange(next_, next_ + static_cast<uint64_t>(count));
 }
 
@@ -123,6 +110,7 @@ uint64_t Communicator::reserve(int count) {
 }
 
 void Communicator::run(Call call, double timeout_s) {
+  check(call, rank_, size());  // a wrong call uses no number
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
   {
@@ -134,6 +122,7 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
+  check(call, rank_, size());
   const auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
@@ -164,11 +153,7 @@ void Communicator::work() {
     } catch (const Error& error) {
       failure = error;
     }
-    {
-      const std::lock_guard lock(turn_mutex_);
-      callers_--;
-    }
-    turn_.notify_all();
+    leave_caller();
     job->work->end(failure);  // last: whoever sees it may close the group
     if (failure && hooks_.failed) hooks_.failed();
   }
@@ -226,7 +211,7 @@ void Communicator::fail(const Call& call, const Error& error) {
     const std::lock_guard lock(turn_mutex_);
     return running_ == number;
   }();
-  abort({error, false});
+  abort({error, false, static_cast<int64_t>(number)});
   if (was_running) backend_->withdraw(call);
   throw_failure();
 }
@@ -243,6 +228,7 @@ void Communicator::abort(Failure failure) {
   failure_.emplace(std::move(failure));
   broken_ = true;
   backend_->shut_down();
+  mailbox_.shut_down();
 }
 
 void Communicator::left(int rank) {
@@ -253,10 +239,10 @@ void Communicator::left(int rank) {
 
 Where Communicator::where() const {
   const auto last = recorder_.last();
-  if (!last) return {0, false, "has made no call yet"};
+  if (!last) return {0, false, "has made no call yet" + in_messages()};
   static constexpr const char* words[] = {"is in ", "has ended ", "gave up in "};
   return {last->signature.number, last->state != Record::State::done,
-          words[static_cast<int>(last->state)] + last->signature.text()};
+          words[static_cast<int>(last->state)] + last->signature.text() + in_messages()};
 }
 
 std::optional<Failure> Communicator::failure() const {
@@ -269,7 +255,7 @@ void Communicator::last_look() {
   try {
     backend_->last_look();
   } catch (const Differs& differs) {
-    abort({differing(differs), false});
+    abort({differing(differs), false, static_cast<int64_t>(where().number)});
     throw_failure();
   }
 }
@@ -279,7 +265,9 @@ void Communicator::close() {
   std::unique_lock turn(turn_mutex_);
   if (callers_ > 0) {
     turn.unlock();
-    abort({Error("Aborted", name_of(rank_) + " released the group while " + current() + " was running", {in_job(rank_)}), false});
+    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was under way, after " + current(),
+                 {in_job(rank_)}),
+           false});
     turn.lock();
     // They leave at their next bounded wake; one that does not is this thread itself, in a signal handler.
     if (!turn_.wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
@@ -295,6 +283,7 @@ void Communicator::close() {
   turn.unlock();
   if (worker_) stop_worker();
   if (whole) backend_->close();
+  mailbox_.close(delivery_s);
 }
 
 void Communicator::look(const Deadline& deadline, const Missing& missing) {
@@ -313,7 +302,8 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
     }
   }
   const double waited_s = seconds_since(deadline.start());
-  if (waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
+  // A call that waits for its turn is silent: the one whose turn it is speaks.
+  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
@@ -401,6 +391,7 @@ void Communicator::in_child() {
   for (Communicator* communicator : all) {
     communicator->forked_ = true;
     communicator->backend_->close_descriptors();
+    communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
     communicator->worker_.release();        // the thread is the parent's
     communicator->hooks_.failed = nullptr;  // and so is who reads of its failures

@@ -1,10 +1,13 @@
-// A group's communicator: numbers calls, runs them in order, and is the one place where a failure is caught.
+// A group's communicator: numbers calls, runs them in order, sends and receives messages beside them (messages.cc),
+// and is the one place where a failure is caught.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,14 +21,26 @@
 #include "comm/peers.h"
 #include "comm/recorder.h"
 #include "net/wait.h"
+#include "transport/mailbox.h"
 
 namespace mscomm {
 
 // Why a group is broken. verdict: the hub has said so, so that it is the first cause of the whole job; else this rank's own
-// symptom.
+// symptom. number: of the call that saw it; -1: it was no call.
 struct Failure {
   Error error;
   bool verdict;
+  int64_t number = -1;
+};
+
+// One send or recv, as the user called it. data is read or written as long as it has not ended.
+struct Message {
+  bool sends;
+  int peer;  // in the group
+  int64_t tag;
+  Dtype dtype;
+  void* data;
+  size_t bytes;
 };
 
 struct Where {
@@ -66,7 +81,7 @@ class Communicator final : public Watch {
 
   // ranks: of the group, as ranks of the job; rank: this one's place among them. Errors and messages name ranks of the job.
   Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
-               std::unique_ptr<Backend> backend, Recorder& recorder, Hooks hooks);
+               std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
   int rank() const { return rank_; }
@@ -79,6 +94,18 @@ class Communicator final : public Watch {
   void run(Call call, double timeout_s);
   // The same on the worker's thread, in the order of calls. x and out must live until the work has ended.
   std::shared_ptr<Work> start(Call call, double timeout_s);
+
+  // One message, start to end, as run(); any number of threads at once, beside the calls. The link to a peer must be there before
+  // the first send to it.
+  void run(const Message& message, const Deadline& deadline);
+  // The same on the mailbox's thread.
+  std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
+  void add_outgoing(int peer, int fd);
+  void add_incoming(int peer, int fd);
+  // A link from the peer is being made: whether the peer is still there, that link will tell.
+  void expect_incoming(int peer);
+  // Throws if the group is broken, or the peer has left or ended.
+  void check(int peer) const;
 
   // From any thread, at any time, without waiting. The first failure stays, but a verdict replaces a symptom.
   void abort(Failure failure);
@@ -96,13 +123,31 @@ class Communicator final : public Watch {
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  class Caller;
+  // Counts a thread in and out of run(), for close().
+  class Caller {
+   public:
+    explicit Caller(Communicator& group) : group_(group) { group_.enter_caller(); }
+    ~Caller() { group_.leave_caller(); }
+    Caller(const Caller&) = delete;
+    Caller& operator=(const Caller&) = delete;
+
+   private:
+    Communicator& group_;
+  };
+  class Delivery;
+  // What the interrupt hook threw.
+  struct Interrupted {
+    std::exception_ptr cause;
+  };
   struct Job {
     Call call;
     Deadline deadline;
     std::shared_ptr<Work> work;
   };
 
+  void enter_caller();
+  void leave_caller();
+  void check_usable() const;
   uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
   void work();
   void stop_worker();
@@ -110,6 +155,12 @@ class Communicator final : public Watch {
   void queue_for(uint64_t number, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
+  // messages.cc
+  std::string in_messages() const;
+  [[noreturn]] void fail(const Error& error);
+  const char* gone(int peer) const;
+  bool expects(int peer) const;
+  Stream link(int peer, int fd) const;
   Error differing(const Differs& differs) const;
   std::string current() const;
   const std::string& name_of(int rank) const { return peers_->names[static_cast<size_t>(in_job(rank))]; }
@@ -135,19 +186,22 @@ class Communicator final : public Watch {
   std::condition_variable turn_;
   uint64_t next_ = 1;
   uint64_t running_ = 1;  // the number whose turn it is
-  int callers_ = 0;       // threads inside run(), and jobs that have not ended
+  int callers_ = 0;       // threads inside run(), and jobs and messages that have not ended
   std::deque<Job> jobs_;
   bool stopping_ = false;
   std::unique_ptr<std::thread> worker_;  // made by the first start()
 
-  mutable std::mutex state_mutex_;  // protects failure_ and left_; never held while waiting
+  mutable std::mutex state_mutex_;  // protects failure_, left_, expected_ and delivering_; never held while waiting
   std::optional<Failure> failure_;
   std::vector<bool> left_;
+  std::vector<bool> expected_;             // from whom a link for messages is being made, or is there
+  std::list<const Delivery*> delivering_;  // that threads wait for, oldest first
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // with state_mutex_
 
   std::atomic<double> next_notice_s_{0};  // of the running call
   std::atomic<bool> forked_{false};
+  Mailbox mailbox_;  // last: its thread uses all the rest
 };
 
 }  // namespace mscomm

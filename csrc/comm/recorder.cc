@@ -36,10 +36,11 @@ std::optional<Record> Recorder::last() const {
   return ring_[newest_ % kept];
 }
 
-std::vector<Record> Recorder::all() const {
+std::vector<Record> Recorder::all(uint64_t after) const {
   const std::lock_guard lock(mutex_);
   std::vector<Record> records;
-  for (uint64_t number = newest_ > kept ? newest_ - kept + 1 : 1; number <= newest_; number++) {
+  const uint64_t oldest = newest_ > kept ? newest_ - kept + 1 : 1;
+  for (uint64_t number = std::max(oldest, after + 1); number <= newest_; number++) {
     const Record& record = ring_[number % kept];
     if (record.signature.number == number) records.push_back(record);
   }

@@ -27,8 +27,8 @@ class Recorder {
   void end(uint64_t number, Record::State state);
   std::optional<Record> find(uint64_t number) const;
   std::optional<Record> last() const;
-  // Oldest first.
-  std::vector<Record> all() const;
+  // Those after that number, oldest first.
+  std::vector<Record> all(uint64_t after = 0) const;
 
  private:
   static constexpr size_t kept = 1024;

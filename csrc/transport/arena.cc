@@ -34,6 +34,9 @@ long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, con
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
+// CLOCK_MONOTONIC: the same for all processes of the host.
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
+
 size_t page_up(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 }  // namespace
@@ -88,7 +91,7 @@ void Arena::round(const Wait& wait) {
   if (gate().arrivals.fetch_add(1) + 1 == round_ * static_cast<uint64_t>(size_)) {
     // Both sides use seq_cst read-modify-writes: either the waiter sees the round, or we see the sleeper.
     gate().round.exchange(target);
-    if (gate().sleepers.fetch_add(0) > 0) futex(gate().round, FUTEX_WAKE, INT_MAX);
+    wake(target);
     return;
   }
   // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks
@@ -105,6 +108,16 @@ void Arena::round(const Wait& wait) {
   sleep(target, wait);
 }
 
+void Arena::wake(uint32_t round) {
+  int64_t woken_ns = 0;
+  if (gate().sleepers.fetch_add(0) > 0) {
+    futex(gate().round, FUTEX_WAKE, INT_MAX);
+    woken_ns = now_ns();
+  }
+  gate().woken_ns.store(woken_ns, std::memory_order_relaxed);
+  gate().woken.store(round, std::memory_order_release);
+}
+
 bool Arena::open(uint32_t round) const { return static_cast<int32_t>(gate().round.load(std::memory_order_acquire) - round) >= 0; }
 
 void Arena::sleep(uint32_t round, const Wait& wait) {
@@ -114,8 +127,13 @@ void Arena::sleep(uint32_t round, const Wait& wait) {
     gate().sleepers.fetch_add(1);
     const uint32_t now = gate().round.fetch_add(0);
     if (static_cast<int32_t>(now - round) < 0) {
+      const int64_t bound_ns = now_ns() + longest.tv_nsec;  // the sleep ends later than this, or is woken
       const bool timed_out = futex(gate().round, FUTEX_WAIT, now, &longest) < 0 && errno == ETIMEDOUT;
-      if (timed_out && open(round)) lost_wakes_++;
+      // A gate that opened at about the bound is no lost wake: its opener may be on the way to us. While this rank counts as a
+      // sleeper none has to be seen.
+      if (timed_out && gate().woken.load(std::memory_order_acquire) == round &&
+          gate().woken_ns.load(std::memory_order_relaxed) < bound_ns)
+        lost_wakes_++;
     }
     gate().sleepers.fetch_sub(1);
   }

@@ -77,7 +77,8 @@ class Arena {
   bool in_heap(int rank) const { return posted(rank).x_offset != not_in_heap && posted(rank).out_offset != not_in_heap; }
   bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
 
-  // Sleeps that ended by time-out although the gate was open: lost wakes. Always 0, and tested to be.
+  // Lost wakes: sleeps that lasted until their bound although the rank that opened the gate had woken the sleepers before, or had
+  // not, because it saw none. Always 0, and tested to be.
   uint64_t lost_wakes() const { return lost_wakes_; }
 
  private:
@@ -85,6 +86,10 @@ class Arena {
     std::atomic<uint64_t> arrivals;           // of all ranks, since the group was made
     alignas(64) std::atomic<uint32_t> round;  // the last round that everybody reached; the futex word
     alignas(64) std::atomic<uint32_t> sleepers;
+    // For lost_wakes alone: the last round whose sleepers were woken, and when that had been done, on CLOCK_MONOTONIC; 0: there
+    // were none to wake.
+    std::atomic<uint32_t> woken;
+    std::atomic<int64_t> woken_ns;
     alignas(64) std::atomic<uint32_t> closed;  // ranks whose Arena is gone
   };
   struct alignas(64) Slot {
@@ -101,6 +106,7 @@ class Arena {
   char* staging(int rank) const;
   uint64_t offered(const void* memory, size_t bytes) const;
   bool open(uint32_t round) const;
+  void wake(uint32_t round);
   void sleep(uint32_t round, const Wait& wait);
 
   std::vector<int> ranks_;

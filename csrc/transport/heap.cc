@@ -61,10 +61,12 @@ uint64_t Heap::reserve(size_t bytes) {
     give(one.offset, room);
     return true;
   });
-  // Never less than what is given back to the kernel as a whole: then the next one finds it zero.
+  // Never less than what is given back to the kernel as a whole, so that it keeps no pages when it is released.
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
+  // Small arrays may have left their contents here.
+  if (madvise(mapping_.begin() + *start, need, MADV_REMOVE) < 0) std::memset(mapping_.begin() + *start, 0, need);
   reserved_[*start] = need;
   return *start;
 }

@@ -58,7 +58,7 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
 }
 
 Mailbox::~Mailbox() {
-  if (wake_fd_ < 0) return;  // closed in a forked child, whose copy of the mutex may be locked for ever
+  if (wake_fd_ < 0) return;  // closed; in a forked child the copy of the mutex may be locked for ever
   shut_down();
   stop_thread();
   ::close(wake_fd_);
@@ -83,18 +83,6 @@ void Mailbox::add_incoming(int peer, Stream stream) {
   link.stream.emplace(std::move(stream));
   if (shut_) link.stream->shut_down();
   wake_driver();
-}
-
-bool Mailbox::has_outgoing(int peer) const {
-  check_peer(peer);
-  const auto lock = enter();
-  return outgoing_[static_cast<size_t>(peer)].stream.has_value();
-}
-
-bool Mailbox::has_incoming(int peer) const {
-  check_peer(peer);
-  const auto lock = enter();
-  return incoming_[static_cast<size_t>(peer)].stream.has_value();
 }
 
 void Mailbox::check_peer(int peer) const {
@@ -286,6 +274,8 @@ void Mailbox::close(double timeout_s) {
       link.stream.reset();
     }
     for (Incoming& link : incoming_) link.stream.reset();
+    // Nobody drives any more.
+    if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
   for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
   for (Stream& stream : delivering) {

@@ -94,13 +94,9 @@ class Mailbox {
   Mailbox& operator=(const Mailbox&) = delete;
 
   // From any thread. The outgoing link must be there before the first send to the peer; the incoming one may come while a recv
-  // waits for it.
+  // waits for it. The end of a link, after all that it brought, tells of the peer's end; without one the watch must.
   void add_outgoing(int peer, Stream stream);
   void add_incoming(int peer, Stream stream);
-  bool has_outgoing(int peer) const;
-  // Whether a link from the peer was added: then the end of the link, after all that it brought, tells of the peer's end. Without
-  // one the watch must.
-  bool has_incoming(int peer) const;
 
   // Any number of threads at once. data must live until the transfer has ended. They do not wait, and move nothing yet.
   std::shared_ptr<Transfer> start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes);
@@ -216,7 +212,7 @@ class Mailbox {
   const std::vector<int> ranks_;
   const int rank_;
   const uint32_t epoch_;
-  int wake_fd_;  // an eventfd: the driver's poll has something new to look at
+  int wake_fd_;  // an eventfd: the driver's poll has something new to look at; -1: closed
 
   // Protects all below. Held while bytes move, never while somebody waits or is called.
   mutable std::mutex mutex_;

@@ -68,6 +68,7 @@ _WHERE = {
         "scatter_v",
         "zeros",
     ),
+    "messages": ("recv", "send"),
     "objects": ("all_gather_object", "broadcast_object"),
     "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
 }
@@ -146,5 +147,7 @@ if TYPE_CHECKING:
     from mscomm.groups import release as release
     from mscomm.groups import shrink as shrink
     from mscomm.groups import split as split
+    from mscomm.messages import recv as recv
+    from mscomm.messages import send as send
     from mscomm.objects import all_gather_object as all_gather_object
     from mscomm.objects import broadcast_object as broadcast_object

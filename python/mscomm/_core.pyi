@@ -139,8 +139,37 @@ class Group:
     def reserve(self, count: int, /) -> int:
         """That many call numbers in a row; returns the first."""
 
+    def send(
+        self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
+    ) -> None:
+        """One message to that rank of the group, to which there is a link; spent_s: what has passed of the time."""
+
+    def recv(
+        self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
+    ) -> None: ...
+    def start_send(
+        self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
+    ) -> Work:
+        """The same on the messages' thread; x must live until it has ended."""
+
+    def start_recv(
+        self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
+    ) -> Work: ...
+    def add_outgoing(self, peer: int, fd: int, /) -> None:
+        """The link for messages to that rank: a connected socket, taken over."""
+
+    def add_incoming(self, peer: int, fd: int, /) -> None: ...
+    def expect_incoming(self, peer: int, /) -> None:
+        """A link from that rank is being made: whether it is still there, the end of that link will tell."""
+
+    def check(self, peer: int, /) -> None:
+        """Raises if the group is broken, or that rank has left or ended."""
+
     def abort(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
         """Break the group with a verdict; from any thread, without waiting."""
+
+    def fail(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
+        """Break the group with what this rank has seen; a verdict may replace it."""
 
     def left(self, rank: int, /) -> None:
         """rank ended well: a failure only for a call that still needs it."""
@@ -148,11 +177,15 @@ class Group:
     def where(self) -> tuple[int, bool, str]:
         """(number of the last call, whether it is still inside, words)."""
 
-    def failure(self) -> tuple[str, str, list[int], list[int], bool] | None:
-        """(kind, text, ranks, waiting_for, whether it is the job's verdict) of a broken group."""
+    def failure(self) -> tuple[str, str, list[int], list[int], bool, int] | None:
+        """(kind, text, ranks, waiting_for, whether it is the job's verdict, number of the call) of a broken group.
 
-    def calls(self) -> list[dict[str, Any]]:
-        """The last calls, oldest first: number, call, state (inside, done, failed), began, took."""
+        number: -1 where no call saw it.
+        """
+
+    def calls(self, after: int = 0) -> list[dict[str, Any]]:
+        """The last calls, oldest first, those after that number: their number, call, state (inside, done, failed),
+        began and took."""
 
     def last_look(self) -> None:
         """Compare what the peers said last with this rank's own calls; raises Mismatch."""

@@ -796,9 +796,7 @@ def _share(function: str, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     """The shape of one of n parts along axis 0."""
     if not shape or shape[0] % n:
         rows = f"axis 0 of {shape}" if shape else "a scalar"
-        raise ValueError(
-            f"{function}: {rows} does not divide into parts for {n} ranks; {function}_v takes parts that differ"
-        )
+        raise ValueError(f"{function}: {rows} does not divide into {n} parts, one for each rank; see {function}_v")
     return (shape[0] // n, *shape[1:])
 
 

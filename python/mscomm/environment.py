@@ -141,8 +141,8 @@ VARIABLES = (
         "MSCOMM_DEBUG",
         None,
         one_of(*LEVELS),
-        "How much is told on stderr: `VERSION`, `WARN`, `INFO` or `TRACE`. Unset: warnings. Nothing is said at"
-        " `INFO` and `TRACE` in this release.",
+        "How much is told on stderr: `VERSION`, `WARN`, `INFO` (how the job was put together) or `TRACE` (each call)."
+        " Unset: warnings.",
         ("log",),
     ),
     Variable(
@@ -164,8 +164,8 @@ VARIABLES = (
         "MSCOMM_SOCKET_IFNAME",
         None,
         words,
-        "Which network a host uses where rank 0's hub listens: names, beginnings of names (`eth`) or networks"
-        " (`10.0.0.0/8`), each possibly behind `^` to exclude it; several with commas."
+        "Which network a host uses, where rank 0's hub and the ranks' links listen: names, beginnings of names (`eth`)"
+        " or networks (`10.0.0.0/8`), each possibly behind `^` to exclude it; several with commas."
         " Default: the address that routes to other networks.",
         ("cluster.interfaces",),
     ),
@@ -313,6 +313,49 @@ VARIABLES = (
         set_by=RUN,
         meaning="an inherited descriptor, the link to the launcher",
     ),
+    _given(
+        "MSCOMM_SCHED",
+        "bootstrap.launcher",
+        set_by=RUN,
+        meaning="over several hosts: where node 0's launcher listens",
+    ),
+    _given(
+        "MSCOMM_KEY_FD",
+        "bootstrap.launcher",
+        set_by=RUN,
+        meaning="over several hosts: an inherited descriptor from which the key is read",
+    ),
+    _given("TORCHELASTIC_RUN_ID", "bootstrap.torchrun", meaning="torchrun: the job's name"),
+    _given("TORCHELASTIC_RESTART_COUNT", "bootstrap.torchrun", meaning="torchrun: which of the job's lives this is"),
+    _given("RANK", "bootstrap.torchrun", "bootstrap.torch_env", meaning=f"torchrun and torch's programs: {_RANK}"),
+    _given(
+        "WORLD_SIZE",
+        "bootstrap.torchrun",
+        "bootstrap.torch_env",
+        "bootstrap.kubernetes",
+        meaning=f"torchrun, torch's programs, Kubernetes: {_SIZE}",
+    ),
+    _given("LOCAL_RANK", "bootstrap.torchrun", meaning=f"torchrun and torch's programs: {_LOCAL_RANK}"),
+    _given("LOCAL_WORLD_SIZE", "bootstrap.torchrun", meaning=f"torchrun and torch's programs: {_LOCAL_SIZE}"),
+    _given(
+        "MASTER_ADDR",
+        "bootstrap.torchrun",
+        "bootstrap.torch_env",
+        "bootstrap.kubernetes",
+        meaning="torchrun, torch's programs, Kubernetes: the host of rank 0",
+    ),
+    _given(
+        "MASTER_PORT",
+        "bootstrap.torchrun",
+        "bootstrap.kubernetes",
+        meaning="torchrun, torch's programs: the port of torch's own store, beside which rank 0 listens; Kubernetes:"
+        " the port of rank 0",
+    ),
+    _given("PET_NNODES", "cli.run", meaning="torchrun's default of `--nnodes`, for `mscomm run` too"),
+    _given("PET_NPROC_PER_NODE", "cli.run", meaning="the same of `-n`"),
+    _given("PET_NODE_RANK", "cli.run", meaning="the same of `--node-rank`"),
+    _given("PET_MASTER_ADDR", "cli.run", meaning="the same of `--master-addr`"),
+    _given("PET_MASTER_PORT", "cli.run", meaning="the same of `--master-port`"),
     _given("PMIX_RANK", "bootstrap.pmix", meaning=f"PMIx: {_RANK}"),
     _given("PMIX_NAMESPACE", "bootstrap.pmix", meaning="PMIx: the job's name"),
     _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: where its library is"),
@@ -327,12 +370,20 @@ VARIABLES = (
     _given("PMI_SIZE", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_SIZE}"),
     _given("MPI_LOCALRANKID", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_RANK}"),
     _given("MPI_LOCALNRANKS", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_SIZE}"),
-    _given("SLURM_STEP_NUM_TASKS", "bootstrap.pmix", meaning=f"Slurm: {_SIZE}"),
-    _given("SLURM_LOCALID", "bootstrap.pmix", "bootstrap.pmi", meaning=f"Slurm: {_LOCAL_RANK}"),
+    _given("SLURM_STEP_NUM_TASKS", "bootstrap.pmix", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}"),
+    _given("SLURM_NTASKS", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}, where the step has no number of its own"),
+    _given("SLURM_PROCID", "bootstrap.slurm", meaning=f"Slurm: {_RANK}"),
+    _given("SLURM_JOB_ID", "bootstrap.slurm", meaning="Slurm: the job"),
+    _given("SLURM_STEP_ID", "bootstrap.slurm", meaning="Slurm: the step of the job"),
+    _given("SLURM_STEP_NODELIST", "bootstrap.slurm", meaning="Slurm: the step's hosts"),
+    _given("SLURM_JOB_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts"),
+    _given("SLURM_NODELIST", "bootstrap.slurm", meaning="Slurm: the job's hosts, the older name"),
+    _given("SLURM_LOCALID", "bootstrap.pmix", "bootstrap.pmi", "bootstrap.slurm", meaning=f"Slurm: {_LOCAL_RANK}"),
     _given("SLURM_STEP_TASKS_PER_NODE", "bootstrap.pmix", "bootstrap.pmi", meaning=f"Slurm: {_LOCAL_SIZE}"),
     _given("JSM_NAMESPACE_SIZE", "bootstrap.pmix", meaning=f"LSF: {_SIZE}"),
     _given("JSM_NAMESPACE_LOCAL_RANK", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_RANK}"),
     _given("JSM_NAMESPACE_LOCAL_SIZE", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_SIZE}"),
+    _given("JOB_COMPLETION_INDEX", "bootstrap.kubernetes", meaning=f"Kubernetes: {_RANK}"),
     _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
     _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
     _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}"),
@@ -355,6 +406,11 @@ def read(name: str, env: Mapping[str, str]) -> Any:
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
     """The variables of the table that are set in env, those of these kinds (default: all); none of them is a secret."""
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
+
+
+def read_by(module: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the table that are set in env and that this module reads."""
+    return {row.name: env[row.name] for row in VARIABLES if module in row.readers and env.get(row.name)}
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from mscomm import _core
+from mscomm import _core, environment, log
 from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
+from mscomm.cluster.letters import Letters
 from mscomm.errors import Error, make
 
 PACKAGE = os.path.dirname(__file__) + os.sep
@@ -121,6 +122,7 @@ class Work:
                 part.check()
             except Error as symptom:
                 self._group.fail(symptom)
+        self._group.ended()
         with self._collecting:
             if not self._collected:
                 self._collected.append(self._result())
@@ -154,8 +156,8 @@ class Group:
         self.ranks = ranks
         self.size = len(ranks)
         self.timeout_s = timeout_s
-        self.record_dir = os.environ.get("MSCOMM_RECORD")
-        self._dialling = threading.Lock()  # one link to a peer is made at a time
+        self.record_dir = environment.read("MSCOMM_RECORD", os.environ)
+        self._tracing = threading.Lock()  # protects _traced
         self._watching = threading.Lock()  # protects _running
 
     def enter(self, job: Job, id: str, founded: Founded) -> None:
@@ -172,13 +174,19 @@ class Group:
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
         self._calls = 0
         self._running: list[Work] = []
+        # The last call of which a line was written; None: nobody asked for such lines.
+        self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
+        self._letters = Letters(job, self.core, id, self.ranks)
         if self.member:
-            self.member.attach(id, self.core, self._dialled)
+            self.member.attach(id, self.core, self._letters.dialled)
 
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
+        if self._traced is not None:
+            self._trace()
+        log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
         if self.member:
             self.member.detach(self.id)
         if self.control is not None and self.job.heap is not None:
@@ -241,6 +249,8 @@ class Group:
             self._note_line()
         try:
             self.core.run(*call.arguments(seconds, number))
+            if self._traced is not None:
+                self._trace()
         except Error as symptom:
             self.fail(symptom)
         except BaseException as error:
@@ -274,7 +284,7 @@ class Group:
         """Not ours: a signal handler's exception. The group is broken, the others learn why, the exception passes."""
         failure = self.core.failure()
         if failure is not None and self.member is not None:
-            kind, text, ranks, _, _ = failure
+            kind, text, ranks, _, _, _ = failure
             words = f"{text}: {type(error).__name__}" if kind == "Aborted" else text
             self.member.report("Aborted", words, ranks, self.id)
             self.raised = True
@@ -297,6 +307,45 @@ class Group:
             self.raised = True
             raise
 
+    # -- messages
+
+    def send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> None:
+        """One message on checked arguments; failures as in run()."""
+        with self._failing():
+            self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
+
+    def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> None:
+        with self._failing():
+            self.core.recv(peer, tag, dtype, out, seconds, 0.0)
+
+    def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> _core.Work:
+        """The same beside the caller; `watch` makes the user's handle of it. The first to a peer waits for its link."""
+        with self._failing():
+            return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
+
+    def start_recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> _core.Work:
+        with self._failing():
+            return self.core.start_recv(peer, tag, dtype, out, seconds, 0.0)
+
+    def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
+        """Make the link to the peer if there is none yet; the seconds that it took."""
+        if peer in self._letters.linked:
+            return 0.0
+        began = time.monotonic()
+        self._letters.reach(peer, f"send to rank {self.ranks[peer]}, tag {tag} ({x.nbytes} bytes)", Deadline(seconds))
+        return time.monotonic() - began
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Every failure inside becomes the group's first cause."""
+        try:
+            yield
+        except Error as symptom:
+            self.fail(symptom)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
     # -- failures
 
     def fail(self, symptom: Error) -> NoReturn:
@@ -312,19 +361,34 @@ class Group:
         if self._cause is None:
             self._cause = self._first_cause(symptom)
             self._write_record(str(self._cause))
+            if self._traced is not None:
+                self._trace()
+            log.info(f"group {self.name} is broken: {type(self._cause).__name__}: {self._cause}")
         return make(type(self._cause).__name__, str(self._cause), self._cause.ranks, self._cause.waiting_for)
 
     def _first_cause(self, symptom: Error) -> Error:
         failure = self.core.failure()
         if failure is not None and failure[4]:  # the verdict has come, perhaps while the symptom was on its way here
-            kind, text, ranks, waiting_for, _ = failure
+            kind, text, ranks, waiting_for, _, _ = failure
             return make(kind, text, ranks, waiting_for)
-        return self.member.settle(self.id, symptom, self.core.where()[0]) if self.member is not None else symptom
+        number = self.core.where()[0] if failure is None else failure[5]
+        return self.member.settle(self.id, symptom, number) if self.member is not None else symptom
 
-    # -- links for messages
+    # -- the log
 
-    def _dialled(self, rank: int, addresses: Any) -> None:
-        """A thread of its own: that rank of the job wants to send to this one."""
+    def ended(self) -> None:
+        """A call that ran beside the callers has ended."""
+        if self._traced is not None:
+            self._trace()
+
+    def _trace(self) -> None:
+        """A line for each call that has ended and has none yet."""
+        with self._tracing:
+            for call in self.core.calls(self._traced or 0):
+                if call["state"] == "inside":
+                    return  # and so those after it
+                self._traced = call["number"]
+                log.trace(f"group {self.name}: {call['call']} {call['state']} in {call['took'] * 1e6:.1f} us")
 
     # -- the record
 
@@ -344,13 +408,15 @@ class Group:
         rank = self.job.rank
         suffix = "" if self.name == "world" else f".{self.name}"
         path = Path(self.record_dir, f"rank_{rank}{suffix}.json")
+        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
             words = {"rank": rank, "size": self.size, "group": self.name, "cause": cause, "calls": calls}
             partial.write_text(json.dumps(words, indent=1))
             partial.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):  # a folder that is not there, most likely
+                partial.unlink()
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
 
 

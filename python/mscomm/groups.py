@@ -7,8 +7,10 @@ import contextlib
 import hashlib
 import operator
 import os
+import platform
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm import bootstrap
+from mscomm import bootstrap, environment, log
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
@@ -32,7 +34,6 @@ __all__ = ["Group", "Work"]
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
-_CALL_S = 1800.0
 
 
 class Making(NamedTuple):
@@ -66,22 +67,20 @@ class _Joined:
 
     def found(self, group: Group, deadline: Deadline) -> None:
         """Make the group, which all its ranks do, and let it begin to work."""
-        id = self._next_id(group)
+        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
+        key = f"{group.name}:{ranks}"
+        turn = self.creations.get(key, 0) + 1
+        id = plan.world_id(self.job.epoch) if group.name == "world" else f"{self.job.epoch}:{key}:{turn}"
+
+        def all_came() -> None:
+            self.creations[key] = turn
+
         try:
-            founded = self.job.found(id, group.name, group.ranks, deadline)
+            founded = self.job.found(id, group.name, group.ranks, deadline, all_came)
         except Error as symptom:
             raise self.member.settle(id, symptom, 0) if self.member else symptom from symptom
         group.enter(self.job, id, founded)
         self.groups[group.name] = group
-
-    def _next_id(self, group: Group) -> str:
-        """The group's id for the hub, the same on all its ranks."""
-        if group.name == "world":
-            return plan.world_id(self.job.epoch)
-        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
-        key = f"{group.name}:{ranks}"
-        self.creations[key] = turn = self.creations.get(key, 0) + 1
-        return f"{self.job.epoch}:{key}:{turn}"
 
 
 _joined: _Joined | None = None
@@ -126,24 +125,35 @@ def init(
             )
         return
     del device  # an index of an accelerator; the CPU has none
-    timeout_s = (
-        seconds_of(os.environ.get("MSCOMM_TIMEOUT") or _CALL_S, "MSCOMM_TIMEOUT")
-        if timeout is None
-        else seconds_of(timeout)
-    )
-    algo = os.environ.get("MSCOMM_ALGO", "")
+    timeout_s = environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout)
+    algo = environment.read("MSCOMM_ALGO", os.environ)
     forced = assemble.forced_algorithms(algo)
     deadline = Deadline(join_timeout_s(os.environ))
 
+    began = time.monotonic()
+    log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
     launcher = bootstrap.find(os.environ, init_method, rank, world_size)
+    if log.enabled(log.INFO):
+        _tell_launcher(launcher)
     if launcher is None:
+        log.set_rank(0)
         joined = _Joined(assemble.alone(), backend, algo, timeout_s)
         joined.found(joined.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
         joined = _join(invitation, backend, algo, forced, timeout_s, deadline)
     _joined = joined
+    log.info(f"joined as rank {joined.job.rank} of {joined.job.size} in {time.monotonic() - began:.3f} s")
     _watch_exit()
+
+
+def _tell_launcher(launcher: bootstrap.Launcher | None) -> None:
+    if launcher is None:
+        log.info("launcher: none, a job of one")
+        return
+    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # none: init's arguments say it
+    known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
+    log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
 
 
 def _join(
@@ -165,6 +175,7 @@ def _join(
         )
         failing.callback(member.close)
         welcome = member.join(assemble.facts(backend, invitation.size, algo, memory), deadline)
+        log.set_rank(welcome.rank)
         with _telling(member, welcome.rank, welcome.epoch):
             job = assemble.share(member, welcome, memory, forced, deadline)
             joined = _Joined(job, backend, algo, timeout_s)
@@ -230,7 +241,7 @@ def release() -> None:
         group.leave()
         failure = group.core.failure()
         if unseen is None and failure is not None and not group.raised:
-            kind, text, ranks, waiting_for, _ = failure
+            kind, text, ranks, waiting_for, _, _ = failure
             unseen = make(kind, text, ranks, waiting_for)
     if unseen is not None and not joined.world.raised:
         raise unseen
@@ -302,6 +313,7 @@ def _begin_epoch(joined: _Joined, member: Member, welcome: Welcome, memory: sock
         joined.groups = {name: group for name, group in joined.groups.items() if group in returning}
         joined.found(joined.world, deadline)
         member.ready(deadline)
+    log.info(f"epoch {welcome.epoch} begins")
     for making in joined.makings:
         making.make(deadline)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mscomm import collectives
+from mscomm import collectives, messages
 from mscomm.arrays import library
 from mscomm.communication import GlobalComm
 from mscomm.groups import Group, resolve
@@ -181,7 +181,7 @@ class Send(_Operator):
     group_back: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> None:
-        _collectives.send(x, self.dest_rank, self.sr_tag, group=self.group)
+        messages.send(x, self.dest_rank, self.sr_tag, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Receive(_Operator):
 
     def __call__(self) -> np.ndarray[Any, Any]:
         out: np.ndarray[Any, Any] = np.empty(tuple(self.shape), self.dtype)
-        _collectives.recv(out, self.src_rank, self.sr_tag, group=self.group)
+        messages.recv(out, self.src_rank, self.sr_tag, group=self.group)
         return out
 
 

@@ -263,11 +263,9 @@ void a_detached_transfer_keeps_its_deadline() {
 
 void a_link_may_come_late() {
   Group group(2, false);
-  CHECK(!group[1].has_incoming(0) && !group[0].has_outgoing(1));
   std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
   poll(nullptr, 0, 120);  // the receiver has looked around at least once; a shorter sleep tests less, not wrongly
   group.link(0, 1);
-  CHECK(group[1].has_incoming(0) && group[0].has_outgoing(1));
   send(group[0], 1, ints(3, 5));
   receiver.join();
 }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
+from mscomm import environment
 from mscomm.bootstrap import Invitation, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline, join_timeout_s
@@ -87,28 +88,22 @@ def _require_own(worker_ip: str) -> None:
 
 def read(env: Mapping[str, str]) -> Settings:
     """Check every variable; ValueError names it, its value, and what is expected."""
-    host = env.get("MS_SCHED_HOST", "").strip("[]")  # as IPv6 addresses stand in URLs
+    host = (environment.read("MS_SCHED_HOST", env) or "").strip("[]")  # as IPv6 addresses stand in URLs
     if not host:
-        raise _wrong(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
-    port = _number(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers", 1, 65535)
-    size = _number(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process", 1, 1 << 20)
-    if env.get("MS_SERVER_NUM"):
-        _number(env, "MS_SERVER_NUM", "0: mscomm has no parameter servers", 0, 0)
-    recovery = False
-    if env.get("MS_ENABLE_RECOVERY"):
-        recovery = _number(env, "MS_ENABLE_RECOVERY", "0 or 1", 0, 1) == 1
-    own = env.get("MS_NODE_ID") or None, env.get("MS_WORKER_IP") or None
-    return Settings(host, port, size, *own, join_timeout_s(env), recovery)
+        raise _missing(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
+    port = environment.read("MS_SCHED_PORT", env)
+    if port is None:
+        raise _missing(env, "MS_SCHED_PORT", "a port from 1 to 65535, the same for the scheduler and all workers")
+    size = environment.read("MS_WORKER_NUM", env)
+    if size is None:
+        raise _missing(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process")
+    environment.read("MS_SERVER_NUM", env)
+    node_id, worker_ip = (environment.read(name, env) for name in ("MS_NODE_ID", "MS_WORKER_IP"))
+    recovery = environment.read("MS_ENABLE_RECOVERY", env) == 1
+    return Settings(host, port, size, node_id, worker_ip, join_timeout_s(env), recovery)
 
 
-def _number(env: Mapping[str, str], name: str, expected: str, low: int, high: int) -> int:
-    text = env.get(name, "").strip()
-    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
-        raise _wrong(env, name, expected)
-    return int(text)
-
-
-def _wrong(env: Mapping[str, str], name: str, expected: str) -> ValueError:
+def _missing(env: Mapping[str, str], name: str, expected: str) -> ValueError:
     value = f"{name}={env[name]!r}" if env.get(name) else f"{name} is not set"
     return ValueError(f"{value}: expected {expected}")
 

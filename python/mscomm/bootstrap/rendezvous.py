@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mscomm import environment
 from mscomm.bootstrap import Invitation
 from mscomm.cluster import hub, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
@@ -276,8 +277,8 @@ def is_loopback_name(host: str) -> bool:
 def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_plain: bool) -> bytes:
     """Rank 0's: the user's, else a new one in a file, else one that everybody can compute, if that is permitted."""
     path = _path(spot, address)
-    if env.get("MSCOMM_JOB_KEY_FILE"):
-        key = security.read_key(env["MSCOMM_JOB_KEY_FILE"])
+    if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
+        key = security.read_key(users)
     elif path:
         file = security.KeyFile(path)
         atexit.register(_remove, file, os.getpid())
@@ -291,8 +292,8 @@ def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
     """The same for another rank, once it is connected; FileNotFoundError if rank 0's file is not there yet."""
     path = _path(spot, address)
-    if env.get("MSCOMM_JOB_KEY_FILE"):
-        key = security.read_key(env["MSCOMM_JOB_KEY_FILE"])
+    if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
+        key = security.read_key(users)
     elif path:
         if not os.path.lexists(path):
             shared = "is the folder one that all hosts share?" if spot.key_path else "same user, same TMPDIR?"

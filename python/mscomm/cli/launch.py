@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import selectors
@@ -13,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
-from mscomm.cli.output import Output, Stream, Streams
+from mscomm.cli.output import Log, Output, Stream, Streams
 from mscomm.cli.parts import Part
 from mscomm.cluster.judge import Verdict
 
@@ -82,11 +81,12 @@ class Launch:
         self._env = {name: value for name, value in env.items() if name not in (SCHED, KEY_FD, CONTROL_FD)}
         self._part = part
         self._log_dir = log_dir
-        self._scheduler_log: BinaryIO | None = None
+        self._scheduler_log: Log | None = None
+        self._logs: list[Log] = []
         self._started = time.monotonic()
         # By local rank; not reaped before its successor starts, or the end, so that their ids stay ours.
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._logs: list[BinaryIO | None] = []  # by local rank
+        self._worker_logs: list[Log | None] = []  # by local rank
         self._max_restarts = max_restarts
         self._restarts: list[int] = []  # the local ranks that were started again, in this order
         self._ends: dict[int, End] = {}  # by local rank
@@ -108,7 +108,7 @@ class Launch:
                 self._part.open(stack, self._note)  # may wait, and Ctrl-C ends that
                 self._take_signals(stack)
                 stack.callback(self._end_all)
-                self._start_ranks(stack)
+                self._start_ranks(stack, logs)
                 try:
                     self._watch()
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
@@ -134,16 +134,19 @@ class Launch:
     def _note(self, text: str) -> None:
         """A line of the scheduler's log, from any thread."""
         if self._scheduler_log:
-            with contextlib.suppress(OSError):  # a full disk is no reason to end the job
-                self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
-                self._scheduler_log.flush()
+            self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
-    def _open_log(self, name: str, stack: ExitStack) -> BinaryIO | None:
-        return stack.enter_context(open(self._log_dir / name, "wb")) if self._log_dir else None
+    def _open_log(self, name: str, stack: ExitStack) -> Log | None:
+        if self._log_dir is None:
+            return None
+        log = Log(self._log_dir / name)
+        stack.callback(log.close)
+        self._logs.append(log)
+        return log
 
-    def _start_ranks(self, stack: ExitStack) -> None:
+    def _start_ranks(self, stack: ExitStack, logs: ExitStack) -> None:
         for local_rank in range(self._size):
-            self._logs.append(self._open_log(f"worker_{self._part.first + local_rank}.log", stack))
+            self._worker_logs.append(self._open_log(f"worker_{self._part.first + local_rank}.log", logs))
             self._processes.append(self._start_rank(local_rank))
         self._part.serve(stack)
 
@@ -154,8 +157,8 @@ class Launch:
         with inherited:
             process = self._execute(inherited.fileno(), {**self._identity(local_rank), **variables})
         assert process.stdout and process.stderr
-        self._streams.add(Stream(process.stdout, rank, self._stdout, self._logs[local_rank]))
-        self._streams.add(Stream(process.stderr, rank, self._stderr, self._logs[local_rank]))
+        self._streams.add(Stream(process.stdout, rank, self._stdout, self._worker_logs[local_rank]))
+        self._streams.add(Stream(process.stderr, rank, self._stderr, self._worker_logs[local_rank]))
         return process
 
     def _execute(self, inherited_fd: int, identity: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -315,6 +318,9 @@ class Launch:
             then = f"; {others} then failed or were ended" if len(failed) > 1 else ""
             here = " on this host" if self._size < self._part.size else ""
             self._say(f"rank {first.rank} failed first{here}: {first.how} after {first.after_s:.1f} s{then}{where}")
+        for log in self._logs:
+            if log.complaint:
+                self._say(log.complaint)
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")

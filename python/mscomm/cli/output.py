@@ -11,7 +11,8 @@ import select
 import selectors
 import threading
 from collections.abc import Callable
-from typing import IO, BinaryIO
+from pathlib import Path
+from typing import IO
 
 _LONGEST_LINE_BYTES = 64 << 10  # a longer one, or a progress bar that never ends its line, is shown in pieces
 _FULL_BYTES = 1 << 20  # with this much unwritten an output wants no more
@@ -70,10 +71,38 @@ class Output:
                 self._wake()
 
 
+class Log:
+    """A log file. A full disk is no reason to end a job: what does not fit is counted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dropped = 0
+        self._why = ""
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        """All of it, or as much as there is room for."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.dropped += len(rest)
+            self._why = error.strerror or str(error)
+
+    @property
+    def complaint(self) -> str:
+        """What the user must know, if anything was dropped."""
+        return f"{self.path} is incomplete: {self.dropped} bytes were dropped: {self._why}" if self.dropped else ""
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Stream:
     """One rank's stdout or stderr on its way to ours."""
 
-    def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: BinaryIO | None) -> None:
+    def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output
@@ -88,7 +117,6 @@ class Stream:
             return True
         if self._log:
             self._log.write(data)
-            self._log.flush()
         *lines, self._line = (self._line + data).split(b"\n")
         if self._line and (not data or len(self._line) > _LONGEST_LINE_BYTES):
             lines, self._line = [*lines, self._line], b""

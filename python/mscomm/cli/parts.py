@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
+from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
@@ -308,7 +309,7 @@ def _was_read(ours: socket.socket) -> bool:
 
 
 def _require_permission(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> None:
-    if env.get("MSCOMM_JOB_KEY_FILE") or security.is_loopback(host) or permit_plain:
+    if environment.read("MSCOMM_JOB_KEY_FILE", env) or security.is_loopback(host) or permit_plain:
         return
     raise AuthenticationError(
         f"{interfaces.endpoint(host, port)} can be reached from other machines and the job has no key. Either give it "

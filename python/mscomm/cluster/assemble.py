@@ -12,11 +12,11 @@ import resource
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mscomm import _core
+from mscomm import _core, environment, log
 from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, LETTERS, MEMORY, Identity, package_version
@@ -48,7 +48,7 @@ def facts(backend: str, size: int, algo: str, memory: socket.socket) -> dict[str
 
 def host_id() -> str:
     """Equal for processes that can share memory: MSCOMM_HOST_ID, or the boot and the namespaces of this process."""
-    if said := os.environ.get("MSCOMM_HOST_ID"):
+    if said := environment.read("MSCOMM_HOST_ID", os.environ):
         return f"MSCOMM_HOST_ID={said}"
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -75,8 +75,13 @@ def cpu_quota() -> float:
 
 def can_spin(members: Sequence[dict[str, Any]]) -> bool:
     """Whether the host has a CPU for each of these ranks: the union of their masks, within the smallest quota."""
+    return len(members) <= cpus_of(members)
+
+
+def cpus_of(members: Sequence[dict[str, Any]]) -> float:
+    """CPUs for these ranks of one host together: the union of their masks, within the smallest quota."""
     cpus = {cpu for member in members for cpu in member["cpus"]}
-    return bool(len(members) <= min(len(cpus), *(member["quota"] for member in members)))
+    return float(min(len(cpus), *(member["quota"] for member in members)))
 
 
 def forced_algorithms(algo: str) -> list[str]:
@@ -148,8 +153,13 @@ class Job:
         """The ranks of this rank's host."""
         return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
-    def found(self, group: str, name: str, ranks: list[int], deadline: Deadline) -> Founded:
-        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub."""
+    def found(
+        self, group: str, name: str, ranks: list[int], deadline: Deadline, all_came: Callable[[], None]
+    ) -> Founded:
+        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub.
+
+        all_came: called when they have; from then on the id is used up.
+        """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
         carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
@@ -170,6 +180,8 @@ class Job:
                     what = "init" if name == "world" else f"create_group({name!r})"
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
+                all_came()
+                spin = can_spin([self.facts[rank] for rank in self.neighbours()])
                 core = _core.Group(
                     name=name,
                     peers=self.peers,
@@ -178,7 +190,7 @@ class Job:
                     epoch=self.epoch,
                     forced=self.forced,
                     control=told[min(ranks)]["control"] if by_arena else -1,
-                    spin=can_spin([self.facts[rank] for rank in self.neighbours()]),
+                    spin=spin,
                     links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
                     notice=_say,
                     failed_fd=self.member.failed_fd if self.member else -1,
@@ -192,7 +204,21 @@ class Job:
                 text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
                 self.member.report("Aborted", text, [self.rank], group if met else "")
             raise
+        if log.enabled(log.INFO):
+            carrier = "arena" if by_arena else "mesh" if by_mesh else "copying"
+            self._tell_founded(name, group, ranks, core, carrier, spin)
         return Founded(core, control)
+
+    def _tell_founded(self, name: str, id: str, ranks: list[int], core: _core.Group, carrier: str, spin: bool) -> None:
+        log.info(f"group {name} ({id}): rank {ranks.index(self.rank)} of {len(ranks)}, ranks {_numbers(ranks)}")
+        by = ", ".join(f"{what} {algorithm}" for what, algorithm in core.chosen().items())
+        log.info(f"group {name}: by {carrier}: {by}")
+        if carrier == "arena":
+            here = [self.facts[rank] for rank in self.neighbours()]
+            log.info(
+                f"group {name}: waits {'spin' if spin else 'yield'}: {len(here)} ranks on this host, "
+                f"{cpus_of(here):g} CPUs for them"
+            )
 
     def _listener(self, at_home: bool) -> socket.socket:
         if at_home:
@@ -252,15 +278,15 @@ class Job:
             failing.pop_all()
         return sock.detach()
 
-    def invite(self, group: str, rank: int, deadline: Deadline) -> int:
-        """A connection from the rank, which its control thread makes: for messages of the group from here to there."""
+    def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
+        """A connection from the rank, whatever its program does: for messages of the group from here to there.
+
+        check: called at least every 100 ms; may raise to end the wait.
+        """
         assert self.member
-        member = self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
-            member.dial(group, rank, [_address(listener)], deadline)
-            came = links.accept_all(
-                [listener], [rank], self.key, LETTERS, self.identity, deadline, check=lambda: member.check(group)
-            )
+            self.member.dial(group, rank, [_address(listener)], deadline)
+            came = links.accept_all([listener], [rank], self.key, LETTERS, self.identity, deadline, check=check)
         return came[rank].detach()
 
 
@@ -283,6 +309,12 @@ def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[
             )
             for peer, fd in zip(neighbours, fds, strict=True):
                 heap_fds[peer] = fd if peer != rank else -1
+        if log.enabled(log.INFO):
+            _tell_hosts(rank, hosts, everyone)
+        if neighbours[0] == rank:
+            _warn_of_threads([everyone[peer] for peer in neighbours])
+        if rank == 0 and any(forced):
+            _warn_of_forced(forced)
         peers = _core.Peers(
             rank=rank,
             names=names,
@@ -292,6 +324,39 @@ def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[
             heap_fds=heap_fds,
         )
     return Job(member, welcome, forced, heap, peers)
+
+
+def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]]) -> None:
+    here = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+    name = everyone[rank]["hostname"]
+    log.info(f"hosts: {max(hosts) + 1}; {name} is number {hosts[rank]} and has the ranks {_numbers(here)}")
+    if len(here) > 1:
+        room = heap_bytes(len(here)) >> 20
+        log.info(f"shared memory: room for {room} MiB of arrays a rank; pages come as they are used")
+    else:
+        log.info("shared memory: none, no other rank is on this host")
+
+
+def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
+    """The lowest rank of the host speaks for it."""
+    try:
+        threads = environment.read("OMP_NUM_THREADS", os.environ)
+    except ValueError as error:
+        log.warn(str(error))
+        return
+    cpus = cpus_of(here)
+    if threads is not None and threads > 1 and threads * len(here) > cpus:
+        log.warn(
+            f"OMP_NUM_THREADS={threads} on each of {len(here)} ranks makes {threads * len(here)} threads on {cpus:g} "
+            f"CPUs: slow; OMP_NUM_THREADS={max(1, int(cpus // len(here)))} fits"
+        )
+
+
+def _warn_of_forced(forced: list[str]) -> None:
+    items = [f"{what}={name}" for what, name in zip(_core.collectives, forced, strict=True) if name]
+    ring = {"all_reduce=ring", "reduce_scatter=ring"} & set(items)
+    own_order = "; ring adds floats in an order of its own" if ring else ""
+    log.warn(f"MSCOMM_ALGO forces {', '.join(items)}{own_order}")
 
 
 def alone() -> Job:
@@ -316,6 +381,12 @@ def unix_listener() -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _numbers(ranks: list[int]) -> str:
+    """For messages: 0 to 7, or each of them."""
+    whole = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
 def _numbered(hosts: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-_JOIN_S = 600.0
+from mscomm import environment
 
 
 class Deadline:
@@ -56,14 +56,5 @@ def seconds_of(timeout: Any, name: str = "timeout") -> float:
 
 
 def join_timeout_s(env: Mapping[str, str]) -> float:
-    """MS_TOPO_TIMEOUT: seconds in which all ranks must have joined, `inf` for no limit (600)."""
-    text = env.get("MS_TOPO_TIMEOUT") or str(_JOIN_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(
-            f"MS_TOPO_TIMEOUT={text!r}: expected a number of seconds more than 0, in which all ranks must have joined"
-        )
-    return seconds
+    """MS_TOPO_TIMEOUT: seconds in which all ranks must have joined, `inf` for no limit."""
+    return float(environment.read("MS_TOPO_TIMEOUT", env))

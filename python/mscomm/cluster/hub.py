@@ -240,8 +240,9 @@ class Hub:
                 group.announced = True
                 if group is self._world:
                     self._topo_until = None
-                self._log(f"verdict on {name}: {judge.verdict.kind}: {judge.verdict.text}")
-                self._broadcast({"t": "verdict", "group": name, **judge.verdict._asdict()}, group.ranks)
+                verdict = self._explained(judge.verdict, group)
+                self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
+                self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
         if self._over is None:
             self._over = self._end()
             if self._over:
@@ -260,6 +261,14 @@ class Hub:
             rank, how = next(iter(self._ended_badly.items()))
             return Verdict("PeerLost", (rank,), (), f"{self._roster.name(rank)}: {how}, and it is not started again")
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
+
+    def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
+        """Of another group than the world: with the world's failure, if a rank of the group left because of it."""
+        first = self._world.judge.verdict
+        left = {link.number for link in self._roster if link.left}
+        if first and group is not self._world and left & set(verdict.ranks):
+            return verdict._replace(text=f"{verdict.text}; before that the group of all ranks failed: {first.text}")
+        return verdict
 
     def _close(self) -> None:
         self._door.close()
@@ -417,9 +426,16 @@ class Hub:
         self._answer(self._meetings.withdraw(link.number, _field(message, "key", str), seconds))
 
     def _handle_dial(self, link: Link, message: Message) -> None:
-        """One rank asks another to connect to it."""
-        to = _field(message, "to", int)
-        words = {name: message.get(name) for name in ("group", "address")}
+        """One rank of a group asks another to connect to it."""
+        to, name = _field(message, "to", int), _field(message, "group", str)
+        group = self._groups.get(name)
+        if group is None or to not in group.ranks or link.number not in group.ranks:
+            return  # of an earlier epoch
+        if to in group.closed:
+            text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
+            group.judge.failed(link.number, "PeerLost", [to], text, -1, self._members(group), time.monotonic())
+            return
+        words = {"group": name, "address": message.get("address")}
         for other in self._roster:
             if other.number == to and other.open and not other.left:
                 self._send(other, {"t": "dial", "from": link.number, **words})

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from mscomm import environment
 from mscomm.errors import BackendUnavailable
 
 VARIABLES = ("MSCOMM_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -122,11 +123,11 @@ def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str |
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
     """What the first item of the variable that matches anything matches; ValueError if none does."""
-    variable = next((name for name in variables if env.get(name, "").strip()), None)
+    variable = next((name for name in variables if environment.read(name, env)), None)
     if variable is None:
         return None
     here = interfaces()
-    rules = list(_rules(variable, env[variable].strip(), {interface.name for interface in here}))
+    rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
     if len(excluding) == len(rules):  # nothing but exclusions: all that is left will do

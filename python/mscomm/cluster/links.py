@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Container, Iterable
 from typing import TypeAlias
 
+from mscomm import environment
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.frames import Frames as Frames
 from mscomm.cluster.hello import CONTROL as CONTROL
@@ -59,15 +60,8 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
 
 
 def node_timeout_s() -> float:
-    """MS_NODE_TIMEOUT: seconds of silence after which a host counts as lost (30)."""
-    text = os.environ.get("MS_NODE_TIMEOUT") or "30"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 86400:
-        raise ValueError(f"MS_NODE_TIMEOUT={text!r}: expected a number of seconds, more than 0 and at most a day")
-    return seconds
+    """MS_NODE_TIMEOUT: seconds of silence after which a host counts as lost."""
+    return float(environment.read("MS_NODE_TIMEOUT", os.environ))
 
 
 def tune(sock: socket.socket) -> None:
@@ -107,7 +101,8 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             received = sock.recv(hello.needs)
             if not received:
                 raise ConnectionResetError("it closed the connection")
-            sock.sendall(hello.feed(received))
+            if answer := hello.feed(received):  # after the last one the other end may have done all it wanted, and gone
+                sock.sendall(answer)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {_PEERS[purpose]}: {error}") from error
     except Error as error:

@@ -6,6 +6,7 @@ A daemon thread reads the link from join() on. It calls what `Communicator` name
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -14,16 +15,18 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mscomm.cluster import interfaces
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
-from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # of a host, or of the way to it
 
-Failure = tuple[str, str, list[int], list[int], bool]  # kind, text, ranks, waiting_for, whether it is the verdict
+# kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that saw it (-1: no call)
+Failure = tuple[str, str, list[int], list[int], bool, int]
 
 
 class Communicator(Protocol):
@@ -73,6 +76,7 @@ class Member:
         self._rank = rank
         self._node_id = node_id
         self._hub = hub
+        self._hub_address = ""  # where it is on another host
         # Guards what the reading thread learns; waiters sleep on it. Never held while a communicator is called.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
@@ -98,12 +102,17 @@ class Member:
 
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Register with the hub and wait until all ranks have. Raises the verdict, or why the hub refuses us."""
-        known = {"pid": os.getpid(), "hostname": socket.gethostname(), "host": socket.gethostname()}
-        self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": {**known, **facts}}, deadline)
+        self._hub_address = _address(self._frames.sock.getpeername())
+        known = {**self._known(), **facts}
+        self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
         self._reader.start()
         self._await(lambda: self._welcome is not None, deadline, "the other ranks to join", world_id(0))
         assert self._welcome
         return self._welcome
+
+    def _known(self) -> dict[str, Any]:
+        host, link = socket.gethostname(), _address(self._frames.sock.getsockname())
+        return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Wait until every rank has come back, and begin the next epoch with them."""
@@ -115,7 +124,7 @@ class Member:
         def answered() -> bool:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
 
-        self._say({"t": "rejoin", "key": key, "facts": dict(facts)}, deadline)
+        self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
         try:
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
@@ -183,7 +192,7 @@ class Member:
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
         """From now on tell the communicator; what came before is told now.
 
-        dialled(rank, address): that rank asks for a connection; called on a thread of its own.
+        dialled(rank, address): that rank asks for a connection; it must return at once too.
         """
         with self._news:
             self._communicators[group] = communicator
@@ -195,7 +204,7 @@ class Member:
         if failure:
             _abort(communicator, failure)
         for rank, address in early:
-            _on_own_thread(dialled, rank, address)
+            dialled(rank, address)
 
     def detach(self, group: str) -> None:
         """The group is no more, on this rank."""
@@ -212,8 +221,8 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """Where this rank listens for those of other hosts: interfaces.listen_address."""
-        return listen_address(self._frames.sock)
+        """The address of this host for listeners: MSCOMM_SOCKET_IFNAME's, else that by which the hub reaches it."""
+        return interfaces.listen_address(self._frames.sock)
 
     # -- failures
 
@@ -307,7 +316,8 @@ class Member:
                     self._hear(message)
             self._end("its process ended or was killed")
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
-            self._end(f"the link to it failed: {error}")
+            silent = isinstance(error, OSError) and error.errno in _SILENT
+            self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
 
     def _tell_failures(self) -> None:
         """Of calls that ran on a group's worker thread: it may be long until somebody waits for them."""
@@ -320,8 +330,9 @@ class Member:
         for group, communicator in groups:
             failure = communicator.failure()
             if failure and not failure[4]:
-                kind, text, ranks, _, _ = failure
-                self._tell(group, kind, text, ranks, communicator.where()[0], Deadline(SETTLE_S))
+                kind, text, ranks, waiting_for, _, number = failure
+                ranks = ranks or (waiting_for if number < 0 else [])  # as settle()
+                self._tell(group, kind, text, ranks, number, Deadline(SETTLE_S))
 
     def _hear(self, message: Message) -> None:
         kind = message["t"]
@@ -373,15 +384,23 @@ class Member:
                 if dialled is None:
                     self._early.setdefault(message["group"], []).append((message["from"], message["address"]))
             if dialled:
-                _on_own_thread(dialled, message["from"], message["address"])
+                dialled(message["from"], message["address"])
 
-    def _end(self, why: str) -> None:
-        """The link is over. Unless we left, nobody watches this job any more."""
+    def _beside_the_hub(self) -> list[int]:
+        """The ranks of the hub's host, as far as this rank, of another host, can know."""
+        facts = self._welcome.facts if self._welcome and self._hub_address else []
+        return [rank for rank, fact in enumerate(facts) if fact.get("link") in ("", self._hub_address)]
+
+    def _end(self, why: str, lost: Sequence[int] = ()) -> None:
+        """The link is over. Unless we left, nobody watches this job any more. lost: ranks whose host is silent."""
         with self._news:
             self._ended = self._ended or why
             unexpected = not self._leaving
             self._news.notify_all()
-        if unexpected:
+        if unexpected and lost:
+            words = f"rank {', '.join(map(str, lost))}: lost with the host of {self._hub}: {why}"
+            self._fail(PeerLost(words, lost))
+        elif unexpected:
             self._fail(make("Aborted", f"{self._hub} is gone: {why}; start the job again and look at its output"))
 
     def _fail(self, failure: Error) -> None:
@@ -428,14 +447,15 @@ class Member:
             os.close(fd)
 
 
+def _address(name: Any) -> str:
+    """The host part of a socket's name; "" where both ends are on one host."""
+    host = str(name[0]) if isinstance(name, tuple) else ""
+    return "" if host == "::1" or host.startswith("127.") else host
+
+
 def _again(error: Error) -> Error:
     """A new exception that says the same."""
     return make(type(error).__name__, str(error), error.ranks, error.waiting_for)
-
-
-def _on_own_thread(dialled: Callable[[int, Any], None], rank: int, address: Any) -> None:
-    """Connecting may take a while, and the reading thread must not."""
-    threading.Thread(target=dialled, args=(rank, address), name="mscomm-dial", daemon=True).start()
 
 
 def _abort(communicator: Communicator, failure: Error) -> None:

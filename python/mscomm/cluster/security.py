@@ -9,9 +9,9 @@ import ipaddress
 import os
 import secrets
 import stat
-import sys
 from collections.abc import Mapping
 
+from mscomm import environment, log
 from mscomm.errors import AuthenticationError
 
 KEY_BYTES = 32
@@ -30,8 +30,8 @@ def is_loopback(host: str) -> bool:
 
 def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
     """The scheduler's key for the numeric address, and the key file that it wrote and has to remove at the end."""
-    if env.get("MSCOMM_JOB_KEY_FILE"):
-        return read_key(env["MSCOMM_JOB_KEY_FILE"]), None
+    if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
+        return read_key(path), None
     if is_loopback(host):
         file = KeyFile(key_path(_sched_name(host, port)))
         return file.key, file
@@ -40,8 +40,8 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
 
 def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
     """A worker's key for the scheduler at the numeric address. Call it after connecting: then the file is there."""
-    if env.get("MSCOMM_JOB_KEY_FILE"):
-        return read_key(env["MSCOMM_JOB_KEY_FILE"])
+    if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
+        return read_key(path)
     if is_loopback(host):
         return read_key(
             key_path(_sched_name(host, port)), f"the scheduler at {host}:{port} (same user, same TMPDIR) writes it"
@@ -95,11 +95,9 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
             "or allow anybody who can reach the port to join:\n"
             "    mscomm.set_ps_context(enable_ssl=False)   # before init()"
         )
-    print(
-        f"mscomm: warning: this job has no key: anybody who can reach {host}:{port} can join it. "
-        "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one.",
-        file=sys.stderr,
-        flush=True,
+    log.warn(
+        f"this job has no key: anybody who can reach {host}:{port} can join it. "
+        "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
     )
     # Not from the host: its name and its addresses may differ between the scheduler and the workers.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()

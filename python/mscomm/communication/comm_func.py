@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from mscomm import collectives
+from mscomm import collectives, messages
 from mscomm.arrays import library
 from mscomm.communication.management import GlobalComm
 from mscomm.groups import Group, resolve
@@ -61,13 +61,13 @@ def barrier(group: Group | str | None = _WORLD) -> None:
 
 def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> None:
     """mscomm.send to rank dst of the world."""
-    _collectives.send(tensor, _rank_in(group, "send", "dst", dst), tag, group=group)
+    messages.send(tensor, _rank_in(group, "send", "dst", dst), tag, group=group)
 
 
 def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
     """mscomm.recv from rank src of the world, into a new array of the shape and dtype that tensor has."""
     out = library(tensor, "tensor", "recv").like(tensor, tensor.shape)
-    _collectives.recv(out, _rank_in(group, "recv", "src", src), tag, group=group)
+    messages.recv(out, _rank_in(group, "recv", "src", src), tag, group=group)
     return out
 
 

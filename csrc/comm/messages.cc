@@ -1,0 +1,179 @@
+// The communicator's messages: the mailbox moves them, here they get their waits, their words and the group's first cause.
+#include <poll.h>
+
+#include <new>
+
+#include "comm/communicator.h"
+
+namespace mscomm {
+
+namespace {
+constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
+}
+
+// One message while it is waited for. Each has its own deadline, words and notices, as many threads wait at a time.
+class Communicator::Delivery final : public Watch {
+ public:
+  // calls_python: false on the mailbox's thread, which Python cannot end.
+  Delivery(Communicator& group, const Message& message, bool calls_python)
+      : group_(group), message_(message), calls_python_(calls_python) {
+    if (!calls_python_) return;
+    const std::lock_guard lock(group_.state_mutex_);
+    place_ = group_.delivering_.insert(group_.delivering_.end(), this);
+  }
+  ~Delivery() override {
+    if (!calls_python_) return;
+    const std::lock_guard lock(group_.state_mutex_);
+    group_.delivering_.erase(place_);
+  }
+  Delivery(const Delivery&) = delete;
+  Delivery& operator=(const Delivery&) = delete;
+
+  void look(const Deadline& deadline, const Missing& missing) override {
+    if (group_.broken()) group_.throw_failure();
+    if (missing().empty()) return;  // it ended meanwhile
+    if (deadline.passed())
+      throw Error("CollectiveTimeout",
+                  text() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + peer_name(), {},
+                  {group_.in_job(message_.peer)});
+    if (const char* how = gone())
+      throw peer_lost(group_.in_job(message_.peer), peer_name() + how + ", but " + text() + " waits for it");
+    if (!calls_python_) return;
+    if (group_.hooks_.interrupt) {
+      try {
+        group_.hooks_.interrupt();
+      } catch (...) {
+        throw Interrupted{std::current_exception()};
+      }
+    }
+    const double waited_s = seconds_since(deadline.start());
+    if (waited_s < next_notice_s_ || !group_.hooks_.notice) return;
+    next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
+    const std::string in_group = group_.group_ == "world" ? "" : "group " + group_.group_ + ": ";
+    group_.hooks_.notice("mscomm: rank " + std::to_string(group_.in_job(group_.rank_)) + ": " + in_group + text() +
+                         " has waited " + seconds_text(waited_s) + " for " + peer_name());
+  }
+  bool broken() const override { return group_.broken(); }
+
+  std::shared_ptr<Transfer> begin() const {
+    const Message& message = message_;
+    return message.sends ? group_.mailbox_.start_send(message.peer, message.tag, message.dtype, message.data, message.bytes)
+                         : group_.mailbox_.start_recv(message.peer, message.tag, message.dtype, message.data, message.bytes);
+  }
+
+  // "recv from rank 3, tag 7 (4 MiB)"
+  std::string text() const {
+    return (message_.sends ? "send to rank " : "recv from rank ") + std::to_string(group_.in_job(message_.peer)) + ", tag " +
+           std::to_string(message_.tag) + " (" + in_units(message_.bytes) + ")";
+  }
+
+ private:
+  const std::string& peer_name() const { return group_.name_of(message_.peer); }
+  // Where there is a link, or one is being made, its end tells, and not before all that it brought was read: a rank may have sent
+  // the message and gone.
+  const char* gone() const { return message_.sends || group_.expects(message_.peer) ? nullptr : group_.gone(message_.peer); }
+
+  Communicator& group_;
+  const Message message_;
+  const bool calls_python_;
+  std::list<const Delivery*>::iterator place_;  // in delivering_, if a thread waits for it
+  double next_notice_s_ = first_notice_s;
+};
+
+void Communicator::run(const Message& message, const Deadline& deadline) {
+  const Caller inside(*this);
+  check_usable();
+  Delivery delivery(*this, message, true);
+  try {
+    mailbox_.wait(delivery.begin(), {delivery, deadline});
+  } catch (const Error& error) {
+    fail(error);
+  } catch (const std::bad_alloc&) {
+    fail(Error("MemoryError", delivery.text() + ": out of memory"));
+  } catch (const Interrupted& interrupted) {
+    // As in execute(): Python's own exception passes through, the peers get its meaning.
+    try {
+      fail(Error("Aborted", "interrupted in " + delivery.text(), {in_job(rank_)}));
+    } catch (const Error&) {
+    }
+    std::rethrow_exception(interrupted.cause);
+  } catch (const std::exception& error) {
+    fail(Error("Error", delivery.text() + ": " + error.what()));
+  }
+}
+
+std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline& deadline) {
+  {
+    const std::lock_guard lock(turn_mutex_);
+    check_usable();
+    callers_++;
+  }
+  try {
+    const auto work = std::make_shared<Work>();
+    const auto delivery = std::make_shared<Delivery>(*this, message, false);
+    mailbox_.detach(delivery->begin(), {*delivery, deadline}, [this, work, delivery](const std::optional<Error>& error) {
+      std::optional<Error> cause;
+      try {
+        if (error) fail(*error);
+      } catch (const Error& first) {
+        cause = first;
+      }
+      leave_caller();
+      work->end(cause);  // last: whoever sees it may close the group
+      if (cause && hooks_.failed) hooks_.failed();
+    });
+    return work;
+  } catch (const std::exception& error) {
+    // It may have begun: fail() makes the mailbox let go of the caller's memory.
+    leave_caller();
+    const auto* known = dynamic_cast<const Error*>(&error);
+    fail(known ? *known : Error("Error", std::string("a message could not be started: ") + error.what()));
+  }
+}
+
+// A message failed, so the group is broken. Throws the first cause that this rank knows of.
+void Communicator::fail(const Error& error) {
+  abort({Error(error.kind, name_of(rank_) + ": " + error.what(), error.ranks, error.waiting_for), false});
+  throw_failure();
+}
+
+void Communicator::check(int peer) const {
+  if (broken()) throw_failure();
+  if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
+}
+
+// " and waits in recv from rank 3, tag 7 (4 MiB)", for who asks where this rank is.
+std::string Communicator::in_messages() const {
+  const std::lock_guard lock(state_mutex_);
+  return delivering_.empty() ? "" : " and waits in " + delivering_.front()->text();
+}
+
+const char* Communicator::gone(int peer) const {
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (left_[static_cast<size_t>(peer)]) return " has left the job";
+  }
+  pollfd life{peers_->pidfds[static_cast<size_t>(in_job(peer))], POLLIN, 0};
+  return poll(&life, 1, 0) > 0 && (life.revents & POLLIN) ? " ended" : nullptr;
+}
+
+bool Communicator::expects(int peer) const {
+  const std::lock_guard lock(state_mutex_);
+  return expected_[static_cast<size_t>(peer)];
+}
+
+Stream Communicator::link(int peer, int fd) const { return {fd, name_of(peer)}; }
+
+void Communicator::add_outgoing(int peer, int fd) { mailbox_.add_outgoing(peer, link(peer, fd)); }
+
+void Communicator::add_incoming(int peer, int fd) {
+  expect_incoming(peer);
+  mailbox_.add_incoming(peer, link(peer, fd));
+}
+
+void Communicator::expect_incoming(int peer) {
+  const std::lock_guard lock(state_mutex_);
+  expected_[static_cast<size_t>(peer)] = true;
+}
+
+}  // namespace mscomm

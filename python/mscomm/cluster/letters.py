@@ -1,0 +1,82 @@
+"""The links for a group's messages: one from each rank to each that it sends to, made when it first does.
+
+The sender listens, and asks the other rank through the hub to connect. That rank's program need not be in any call: its
+control thread hears of it, and a thread of its own connects.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from mscomm import _core
+from mscomm.cluster.assemble import Job
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.hello import LETTERS
+from mscomm.errors import CollectiveTimeout, Error, make
+
+_ANSWER_S = 30.0  # the sender waits for the connection already
+
+
+class Letters:
+    """Of one group in one epoch. group: its id for the hub."""
+
+    def __init__(self, job: Job, core: _core.Group, group: str, ranks: list[int]) -> None:
+        self._job = job
+        self._core = core
+        self._group = group
+        self._ranks = ranks
+        self._dialling = [threading.Lock() for _ in ranks]  # one link to a peer is made at a time
+        self.linked = {ranks.index(job.rank)}  # to whom there is a link; a message to oneself needs none
+
+    def reach(self, peer: int, what: str, deadline: Deadline) -> None:
+        """Make the link to that rank of the group, unless it is there. If that fails the group is broken."""
+        core, rank = self._core, self._ranks[peer]
+        try:
+            while not self._dialling[peer].acquire(timeout=min(deadline.left(), 0.1)):
+                core.check(peer)
+                if deadline.passed:
+                    raise CollectiveTimeout(f"no connection came from rank {rank}", waiting_for=[rank])
+            try:
+                core.check(peer)
+                if peer not in self.linked:
+                    core.add_outgoing(peer, self._job.invite(self._group, rank, deadline, lambda: core.check(peer)))
+                    self.linked.add(peer)
+            finally:
+                self._dialling[peer].release()
+        except Error as symptom:
+            if core.failure() is not None:  # another thread's; it has told the others
+                raise
+            error = make(type(symptom).__name__, f"{self._me}: {what}: {symptom}", symptom.ranks, symptom.waiting_for)
+            self._break(error)
+            raise error from symptom
+        except BaseException:
+            self._break(make("Aborted", f"{self._me}: interrupted in {what}", [self._job.rank]))
+            raise
+
+    def dialled(self, rank: int, addresses: Any) -> None:
+        """That rank of the job wants to send to this one. Returns at once."""
+        peer = self._ranks.index(rank)
+        # Before the member's thread hears anything more: the rank may say bye as soon as its message is out.
+        self._core.expect_incoming(peer)
+        threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
+
+    def _answer(self, peer: int, addresses: Any) -> None:
+        rank = self._ranks[peer]
+        try:
+            fd = self._job.call(rank, addresses, LETTERS, Deadline(_ANSWER_S))
+            self._core.add_incoming(peer, fd)
+        except RuntimeError as error:  # Error is one
+            text = f"{self._me}: no link for messages from rank {rank}: {error}"
+            symptom = make(type(error).__name__, text, getattr(error, "ranks", ()))
+            self._break(symptom)
+            if self._core.failure() is not None and self._job.member is not None:  # else this rank has left the group
+                self._job.member.settle(self._group, symptom, -1)
+
+    def _break(self, symptom: Error) -> None:
+        kind, ranks, waiting_for = type(symptom).__name__, list(symptom.ranks), list(symptom.waiting_for)
+        self._core.fail(kind, ranks, waiting_for, str(symptom))
+
+    @property
+    def _me(self) -> str:
+        return self._job.names[self._job.rank]

@@ -1,0 +1,192 @@
+// What check() refuses: every size, count, root and operation that an algorithm could trip over.
+#include <climits>
+
+#include "check.h"
+#include "collective_cases.h"
+#include "thread_group.h"
+
+using namespace mscomm;
+
+namespace {
+
+constexpr int ranks = 4, root = 1;
+
+// "" if the call passes.
+std::string refusal(const Call& call, int rank, int size = ranks) {
+  try {
+    check(call, rank, size);
+  } catch (const Error& error) {
+    CHECK(error.kind == "ValueError");
+    return error.what();
+  }
+  return "";
+}
+
+bool refused(const Call& call, int rank, const std::string& with = "") {
+  const std::string text = refusal(call, rank);
+  return !text.empty() && text.find(with) != std::string::npos;
+}
+
+// Every collective, as each rank calls it, even and with every kind of counts.
+void on_every_call(const std::function<void(const Call&, int rank)>& body) {
+  static uint32_t memory[4096];
+  const Inputs inputs(Layout{0, ranks, std::vector<int>(ranks, 0)}, Dtype::float32, 4096);
+  for (const Amounts& some : amounts(ranks, 100))
+    for (size_t i = 0; i < collectives.size(); i++)
+      for (int rank = 0; rank < ranks; rank++) {
+        const auto what = static_cast<Collective>(i);
+        if (!some.even && (!has_parts(what) || what == Collective::barrier)) continue;
+        if (what == Collective::barrier) body(make_call(what, Dtype::uint8, -1, nullptr, 0, nullptr, 0, 0), rank);
+        else body(Case(what, inputs, some, has_root(what) ? root : -1, rank).call(memory, memory), rank);
+      }
+}
+
+void right_calls_pass() {
+  on_every_call([](const Call& call, int rank) {
+    const std::string text = refusal(call, rank);
+    if (!CHECK(text.empty())) std::fprintf(stderr, "  %s\n", text.c_str());
+  });
+}
+
+void wrong_sizes_are_refused() {
+  on_every_call([](const Call& right, int rank) {
+    for (const int more : {-4, -1, 1, 4, INT_MAX}) {
+      Call call = right;
+      call.x_bytes += static_cast<size_t>(more);
+      CHECK(refused(call, rank, "x has "));
+      call = right;
+      call.out_bytes += static_cast<size_t>(more);
+      CHECK(refused(call, rank, "out has "));
+    }
+    Call call = right;
+    if (call.x_bytes) call.x = nullptr, CHECK(refused(call, rank, "no memory"));
+    call = right;
+    if (call.out_bytes) call.out = nullptr, CHECK(refused(call, rank, "no memory"));
+    // A message of another size than the arrays.
+    for (const int more : {-1, 1, ranks}) {
+      call = right;
+      call.signature.count += static_cast<uint64_t>(more);
+      CHECK(refused(call, rank, "the product of the shape"));
+      call.signature.dims = 1;
+      call.signature.shape[0] = call.signature.count;
+      CHECK(refused(call, rank));
+    }
+  });
+}
+
+void wrong_counts_are_refused() {
+  on_every_call([](const Call& right, int rank) {
+    Call call = right;
+    const auto n = static_cast<size_t>(ranks);
+    if (right.counts.empty()) {
+      const Collective what = right.signature.what;
+      call.counts.assign(what == Collective::all_to_all ? n * n : n, 1);
+      CHECK(refused(call, rank));
+      return;
+    }
+    call.counts.pop_back();
+    CHECK(refused(call, rank, "counts, expected "));
+    call.counts.insert(call.counts.end(), 2, 0);
+    CHECK(refused(call, rank, "counts, expected "));
+    for (size_t i = 0; i < right.counts.size(); i++) {
+      const bool square = right.signature.what == Collective::all_to_all;
+      call = right;
+      call.counts[i]++;
+      const bool of_others = square && i / n != static_cast<size_t>(rank) && i % n != static_cast<size_t>(rank);
+      CHECK(of_others || refused(call, rank));  // what two others send each other is theirs to know
+      call.counts[i] = ~uint64_t{0};
+      CHECK(refused(call, rank, "more bytes than"));  // no sum of theirs wraps around
+      call.counts[i] = ~uint64_t{0} / 4 + 1;          // nor the bytes of it
+      CHECK(refused(call, rank, "more bytes than"));
+      // The same sum in another order: the own part may be another one.
+      call = right;
+      std::swap(call.counts[i], call.counts[(i + 1) % call.counts.size()]);
+      const auto own = static_cast<size_t>(rank);
+      CHECK(square || refused(call, rank) == (call.counts[own] != right.counts[own]));
+    }
+  });
+}
+
+void roots_that_are_none_are_refused() {
+  on_every_call([](const Call& right, int rank) {
+    Call call = right;
+    for (const int wrong : {-2, ranks, INT_MAX, INT_MIN}) {
+      call.signature.root = wrong;
+      CHECK(refused(call, rank, "root "));
+    }
+    call.signature.root = has_root(right.signature.what) ? -1 : 0;
+    CHECK(refused(call, rank, "root "));
+    // The counts of gather_v go ahead by all_gather.
+    call = right;
+    call.signature.head = 1;
+    if (!has_root(call.signature.what)) call.signature.root = root;
+    CHECK(refused(call, rank) ==
+          (call.signature.what == Collective::all_reduce || call.signature.what == Collective::reduce_scatter));
+  });
+}
+
+void operations_that_are_not_defined_are_refused() {
+  uint8_t x[16] = {};
+  for (size_t what = 0; what < collectives.size(); what++)
+    for (size_t dtype = 0; dtype < dtypes.size(); dtype++)
+      for (size_t op = 0; op < ops.size(); op++) {
+        if (!reduces(static_cast<Collective>(what))) continue;
+        const auto type = static_cast<Dtype>(dtype);
+        const auto operation = static_cast<Op>(op);
+        const bool rooted = has_root(static_cast<Collective>(what));
+        Call call = make_call(static_cast<Collective>(what), type, rooted ? 0 : -1, x, 1, x, 1, 1);
+        call.signature.op = operation;
+        const std::string text = refusal(call, 0, 1);
+        CHECK(text.empty() == supports(type, operation));
+        CHECK(text.empty() || text.find("is not defined on " + std::string(name(type))) != std::string::npos);
+      }
+}
+
+void shapes_that_wrap_around_are_refused() {
+  uint8_t x[16] = {};
+  Call call = make_call(Collective::all_gather, Dtype::float64, -1, x, 0, x, 0, 0);
+  call.signature.dims = 2;
+  for (const uint64_t extent : {uint64_t{1} << 32, uint64_t{1} << 31, uint64_t{1} << 30}) {
+    call.signature.shape[0] = call.signature.shape[1] = extent;
+    call.signature.count = extent * extent;
+    CHECK(refused(call, 0, extent > 1u << 30 ? "more bytes than" : ""));
+  }
+  Call unknown = call;
+  unknown.signature.dims = max_dims + 1;
+  CHECK(refused(unknown, 0, "does not know"));
+  unknown = call;
+  unknown.signature.dtype = static_cast<Dtype>(dtypes.size());
+  CHECK(refused(unknown, 0, "does not know"));
+}
+
+// They send nothing, use no number and break nothing, whether run or started.
+void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
+  float x[8] = {1, 1}, out[8] = {};
+  for (int repeat = 0; repeat < 2; repeat++) {
+    for (const bool start : {false, true}) {
+      const Call wrong = make_call(Collective::all_reduce, Dtype::float32, -1, x, 2, out, 3, 2);
+      std::string text;
+      try {
+        if (me.rank == 1) start ? (void)me.group->start(wrong, 60) : me.group->run(wrong, 60);
+      } catch (const Error& error) {
+        text = error.what();
+      }
+      CHECK(me.rank != 1 || text == "all_reduce on rank 1 of 3: out has 12 bytes, expected 8 (2 of float32)");
+    }
+    me.all_reduce(x, out, 2);
+    CHECK(out[0] == 3 && out[1] == 3);
+  }
+}
+
+}  // namespace
+
+int main() {
+  right_calls_pass();
+  wrong_sizes_are_refused();
+  wrong_counts_are_refused();
+  roots_that_are_none_are_refused();
+  operations_that_are_not_defined_are_refused();
+  shapes_that_wrap_around_are_refused();
+  for (const std::string algorithm : {"arena", "direct"}) on_threads(3, algorithm, false, a_refused_call_leaves_the_group_whole);
+  return test::failed();
+}

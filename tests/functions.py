@@ -1,0 +1,275 @@
+"""Every collective function of mscomm as a row: how to call it, and what it must give, said with NumPy.
+
+The rows are the functions of mscomm._core, which a test compares. What is expected of a reduction is a left-to-right
+fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16), rounded once; over more than one
+host, of each host's ranks first and then of the hosts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import mscomm
+from mscomm import _core
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in _core.dtypes()]
+
+
+def ops_of(dtype: np.dtype[Any]) -> list[str]:
+    return [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
+
+
+def algorithms_of(collective: str) -> list[str]:
+    return [name for what, name, _ in _core.algorithms() if what == collective]
+
+
+# --- reductions -----------------------------------------------------------------------------------------------------
+
+
+def real(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type of the real part."""
+    return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+
+
+def times(a: Array, b: Array) -> Array:
+    if a.dtype.kind != "c":
+        return np.multiply(a, b)
+    product = np.empty_like(a)  # NumPy's own may use fused multiply-adds
+    product.real = a.real * b.real - a.imag * b.imag
+    product.imag = a.real * b.imag + a.imag * b.real
+    return product
+
+
+FOLD: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": times,
+    "min": lambda a, b: np.where((a < b) | (a != a), a, b),
+    "max": lambda a, b: np.where((a > b) | (a != a), a, b),
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Array:
+    """The canonical reduction of the ranks' arrays, where rank r lives on hosts[r]; None: all on one."""
+    hosts = hosts or [0] * len(inputs)
+    dtype = inputs[0].dtype
+    accumulator = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+    with np.errstate(all="ignore"):
+        wide = [x.astype(accumulator) for x in inputs]
+        by_host = [[x for x, host in zip(wide, hosts, strict=True) if host == h] for h in sorted(set(hosts))]
+        total = functools.reduce(FOLD[op], [functools.reduce(FOLD[op], host) for host in by_host])
+        if op == "avg":
+            parts = np.ascontiguousarray(total).view(real(accumulator))
+            total = (parts / real(accumulator).type(len(inputs))).view(accumulator).reshape(total.shape)
+        return np.asarray(total).astype(dtype)
+
+
+def bits(x: Array) -> Array:
+    """The bits of x, as integers; of a complex number, of its two parts."""
+    return np.ascontiguousarray(x).reshape(-1).view(f"u{real(x.dtype).itemsize}")
+
+
+# --- functions ------------------------------------------------------------------------------------------------------
+
+
+class How(NamedTuple):
+    """What a call is told beside x: op, root, and who gives how many rows to whom, a row a sender.
+
+    Of the functions whose parts are alike, rows[0][0] is each part.
+    """
+
+    op: str
+    root: int
+    rows: list[list[int]]
+
+
+class Function(NamedTuple):
+    what: str  # the core's collective that moves the data
+    has_op: bool
+    has_root: bool
+    # How many rows this rank's x has.
+    given: Callable[[How, int], int]
+    # The result without its counts, at this rank; None: it has none.
+    model: Callable[[How, list[Array], int, list[int] | None], Array | None]
+    # The function, called with x (None where a rank may leave it out), how, this rank, and options.
+    call: Callable[..., Any]
+    # The row of the longer of x and out at which the other one lies, when it works in place; None: it cannot.
+    place: Callable[[How, int], int | None] = lambda how, rank: 0
+    counts: Callable[[How, int], list[int]] | None = None  # what comes with the result
+    sparing: bool = False  # x is read at the root alone
+
+
+def one_part(how: How, rank: int) -> int:
+    return how.rows[0][0]
+
+
+def all_parts(how: How, rank: int) -> int:
+    return len(how.rows) * how.rows[0][0]
+
+
+def part_of(how: How, rank: int) -> slice:
+    return slice(rank * how.rows[0][0], (rank + 1) * how.rows[0][0])
+
+
+def uneven_part(how: How, rank: int) -> slice:
+    begin = sum(how.rows[0][:rank])
+    return slice(begin, begin + how.rows[0][rank])
+
+
+def received(how: How, rank: int) -> list[int]:
+    return [row[rank] for row in how.rows]
+
+
+def exchanged(how: How, inputs: list[Array], rank: int) -> Array:
+    parts = []
+    for x, row in zip(inputs, how.rows, strict=True):
+        begin = sum(row[:rank])
+        parts.append(x[begin : begin + row[rank]])
+    return np.concatenate(parts)
+
+
+def alike(how: How) -> How:
+    n = len(how.rows)
+    return how._replace(rows=[[how.rows[0][0]] * n] * n)
+
+
+def at_root(how: How, rank: int, result: Callable[[], Array]) -> Array | None:
+    return result() if rank == how.root else None
+
+
+def gathered(inputs: list[Array]) -> Array:
+    return np.concatenate([np.atleast_1d(x) for x in inputs])
+
+
+FUNCTIONS: dict[str, Function] = {
+    "all_reduce": Function(
+        "all_reduce",
+        True,
+        False,
+        one_part,
+        lambda how, inputs, rank, hosts: folded(how.op, inputs, hosts),
+        lambda x, how, rank, **options: mscomm.all_reduce(x, how.op, **options),
+    ),
+    "reduce": Function(
+        "reduce",
+        True,
+        True,
+        one_part,
+        lambda how, inputs, rank, hosts: at_root(how, rank, lambda: folded(how.op, inputs, hosts)),
+        lambda x, how, rank, **options: mscomm.reduce(x, how.root, how.op, **options),
+    ),
+    "reduce_scatter": Function(
+        "reduce_scatter",
+        True,
+        False,
+        all_parts,
+        lambda how, inputs, rank, hosts: folded(how.op, [x[part_of(how, rank)] for x in inputs], hosts),
+        lambda x, how, rank, **options: mscomm.reduce_scatter(x, how.op, **options),
+        lambda how, rank: part_of(how, rank).start,
+    ),
+    "reduce_scatter_v": Function(
+        "reduce_scatter",
+        True,
+        False,
+        lambda how, rank: sum(how.rows[0]),
+        lambda how, inputs, rank, hosts: folded(how.op, [x[uneven_part(how, rank)] for x in inputs], hosts),
+        lambda x, how, rank, **options: mscomm.reduce_scatter_v(x, how.rows[0], how.op, **options),
+        lambda how, rank: uneven_part(how, rank).start,
+    ),
+    "broadcast": Function(
+        "broadcast",
+        False,
+        True,
+        one_part,
+        lambda how, inputs, rank, hosts: inputs[how.root],
+        lambda x, how, rank, **options: mscomm.broadcast(x, how.root, **options),
+    ),
+    "all_gather": Function(
+        "all_gather",
+        False,
+        False,
+        one_part,
+        lambda how, inputs, rank, hosts: gathered(inputs),
+        lambda x, how, rank, **options: mscomm.all_gather(x, **options),
+        lambda how, rank: part_of(how, rank).start,
+    ),
+    "all_gather_v": Function(
+        "all_gather",
+        False,
+        False,
+        lambda how, rank: how.rows[0][rank],
+        lambda how, inputs, rank, hosts: gathered(inputs),
+        lambda x, how, rank, **options: mscomm.all_gather_v(x, **options),
+        lambda how, rank: uneven_part(how, rank).start,
+        counts=lambda how, rank: how.rows[0],
+    ),
+    "gather": Function(
+        "gather",
+        False,
+        True,
+        one_part,
+        lambda how, inputs, rank, hosts: at_root(how, rank, lambda: gathered(inputs)),
+        lambda x, how, rank, **options: mscomm.gather(x, how.root, **options),
+        lambda how, rank: part_of(how, rank).start,
+    ),
+    "gather_v": Function(
+        "gather",
+        False,
+        True,
+        lambda how, rank: how.rows[0][rank],
+        lambda how, inputs, rank, hosts: at_root(how, rank, lambda: gathered(inputs)),
+        lambda x, how, rank, **options: mscomm.gather_v(x, how.root, **options),
+        lambda how, rank: uneven_part(how, rank).start,
+        counts=lambda how, rank: how.rows[0],
+    ),
+    "scatter": Function(
+        "scatter",
+        False,
+        True,
+        all_parts,
+        lambda how, inputs, rank, hosts: inputs[how.root][part_of(how, rank)],
+        lambda x, how, rank, **options: mscomm.scatter(x, how.root, **options),
+        lambda how, rank: part_of(how, rank).start if rank == how.root else None,
+        sparing=True,
+    ),
+    "scatter_v": Function(
+        "scatter",
+        False,
+        True,
+        lambda how, rank: sum(how.rows[0]),
+        lambda how, inputs, rank, hosts: inputs[how.root][uneven_part(how, rank)],
+        lambda x, how, rank, **options: mscomm.scatter_v(x, how.rows[0], how.root, **options),
+        lambda how, rank: uneven_part(how, rank).start if rank == how.root else None,
+        sparing=True,
+    ),
+    "all_to_all": Function(
+        "all_to_all",
+        False,
+        False,
+        all_parts,
+        lambda how, inputs, rank, hosts: exchanged(alike(how), inputs, rank),
+        lambda x, how, rank, **options: mscomm.all_to_all(x, **options),
+    ),
+    "all_to_all_v": Function(
+        "all_to_all",
+        False,
+        False,
+        lambda how, rank: sum(how.rows[rank]),
+        lambda how, inputs, rank, hosts: exchanged(how, inputs, rank),
+        lambda x, how, rank, **options: mscomm.all_to_all_v(x, how.rows[rank], **options),
+        lambda how, rank: 0 if sum(how.rows[rank]) == sum(received(how, rank)) else None,
+        counts=received,
+    ),
+}
+# Those of the core's functions that have tests of their own, because they take no array, or many, or objects.
+OTHERS = {"barrier", "all_reduce_many", "all_gather_object", "broadcast_object"}

@@ -1,0 +1,199 @@
+"""The same bits: every rank, every run, every algorithm, fused or not, beside the caller or not, in any pieces."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from functions import DTYPES, Array, algorithms_of, bits, folded, ops_of
+from ranks import ranks
+from test_conformance import OWN_ORDER, check_bits, shared, strided, values_of, wild, with_gaps
+
+import mscomm
+from mscomm import _core
+
+CANONICAL = [name for name in algorithms_of("all_reduce") if name not in OWN_ORDER]
+RUNS = 200
+FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "biu"]
+LAYOUTS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1, 1]]  # the host of each rank
+
+
+def plainly(x: Array, dice: random.Random) -> Array:
+    return mscomm.all_reduce(x)
+
+
+def in_shared_memory(x: Array, dice: random.Random) -> Array:
+    return mscomm.all_reduce(shared(x), out=mscomm.empty(x.shape, x.dtype))
+
+
+def in_place(x: Array, dice: random.Random) -> Array:
+    return mscomm.all_reduce_(x.copy())
+
+
+def beside(x: Array, dice: random.Random) -> Array:
+    first = mscomm.all_reduce(np.ones(dice.choice([1, 100_000])), async_op=True)
+    second = mscomm.all_reduce(x, async_op=True)
+    first.wait()
+    return second.wait()
+
+
+def fused(x: Array, dice: random.Random) -> Array:
+    others = [
+        np.ones(dice.choice([0, 1, 1001, 60_000]), dice.choice([x.dtype, np.int8])) for _ in range(dice.randrange(9))
+    ]
+    at = dice.randint(0, len(others))
+    return mscomm.all_reduce_many([*others[:at], x, *others[at:]])[at]
+
+
+def fused_beside(x: Array, dice: random.Random) -> Array:
+    before = np.ones(dice.choice([1, 777, 300_001]), x.dtype)
+    return mscomm.all_reduce_many([before, x], async_op=True).wait()[1]
+
+
+def in_pieces(x: Array, dice: random.Random) -> Array:
+    """Other pieces of the message, and so other chunks of memory and other parts for each rank."""
+    cuts = sorted(dice.randint(0, x.size) for _ in range(3))
+    return np.concatenate([mscomm.all_reduce(piece) for piece in np.split(x, cuts)])
+
+
+def inside_a_longer_one(x: Array, dice: random.Random) -> Array:
+    before = dice.choice([1, 63, 4096, 262_145])
+    longer = np.concatenate([np.ones(before, x.dtype), x, np.ones(dice.randrange(5000), x.dtype)])
+    return mscomm.all_reduce(longer)[before : before + x.size]
+
+
+def by_reduce_scatter(x: Array, dice: random.Random) -> Array:
+    cuts = sorted(dice.randint(0, x.size) for _ in range(mscomm.get_group_size() - 1))
+    counts = np.diff([0, *cuts, x.size]).tolist()
+    return mscomm.all_gather_v(mscomm.reduce_scatter_v(x, counts))[0]
+
+
+def by_reduce(x: Array, dice: random.Random) -> Array:
+    root = dice.randrange(mscomm.get_group_size())
+    result = mscomm.reduce(x, root)
+    return mscomm.broadcast(x if result is None else result, root)
+
+
+WAYS = [
+    plainly, in_shared_memory, in_place, beside, fused, fused_beside, in_pieces, inside_a_longer_one,
+    by_reduce_scatter, by_reduce,
+]  # fmt: skip
+
+
+@ranks(4, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
+def write_hashes(rank: int, group: Any, algorithm: str, folder: str) -> None:
+    """To folder/algorithm: the hash of each dtype's sum, after RUNS runs that all gave the same bits."""
+    inputs = {dtype: values_of(wild, dtype, rank, (20_011,)) for dtype in FLOATS}
+    together, alone = random.Random(1), random.Random(rank)
+    hashes: dict[str, int] = {}
+    for run in range(RUNS):
+        dtype, way = FLOATS[run % len(FLOATS)], together.choice(WAYS)
+        time.sleep(alone.choice([0, 0, 0.0005, 0.003]))
+        result = way(inputs[dtype], together)
+        if dtype.name not in hashes:
+            expected = folded("sum", [values_of(wild, dtype, r, (20_011,)) for r in range(4)])
+            check_bits(result, expected, way.__name__, arithmetic=True)
+        found = zlib.crc32(bits(result).data)
+        assert hashes.setdefault(dtype.name, found) == found, f"run {run}: {way.__name__} of {dtype}: other bits"
+    assert len(set(WAYS)) == 10 and len(hashes) == len(FLOATS)
+    Path(folder, f"{algorithm}.{rank}").write_text("\n".join(f"{name} {value:08x}" for name, value in hashes.items()))
+
+
+def test_the_bits_are_the_same_in_every_run_by_every_way_and_algorithm(tmp_path):
+    for algorithm in CANONICAL:
+        write_hashes(tmp_path=tmp_path, algorithm=algorithm, folder=str(tmp_path))
+    first, *others = sorted(path for path in tmp_path.iterdir() if path.suffix in (".0", ".1", ".2", ".3"))
+    assert len(others) == 4 * len(CANONICAL) - 1
+    for other in others:
+        assert other.read_text() == first.read_text(), f"{other.name} and {first.name} differ"
+
+
+@ranks("n", env={"MSCOMM_ALGO": "all_reduce={algorithm}", "MSCOMM_HOST_ID": "{hosts}"})
+def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[int], folder: str) -> None:
+    """To folder/algorithm: a line for each dtype x op x size with the checksum of the fold for these hosts."""
+    lines = []
+    for dtype in DTYPES:
+        for op in ops_of(dtype):
+            for size in (1, 7, 257 * n + 1, 70_001):
+                inputs = [values_of(wild, dtype, r, (size,)) for r in range(n)]
+                result = mscomm.all_reduce(inputs[rank], op)
+                case = f"{op} of {size} x {dtype}"
+                if len(lines) % n == rank:
+                    check_bits(result, folded(op, inputs, hosts), case, arithmetic=True)
+                lines.append(f"{case}: {zlib.crc32(bits(result).data):08x}")
+    Path(folder, f"{algorithm}.{rank}").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_all_reduce_has_the_bits_of_the_host_layout_by_every_algorithm(tmp_path, hosts):
+    one_host = len(set(hosts)) == 1
+    for what, algorithm, carrier in _core.algorithms():
+        if what != "all_reduce" or algorithm in OWN_ORDER or (carrier == "arena" and not one_host):
+            continue
+        write_checksums(tmp_path=tmp_path, n=len(hosts), algorithm=algorithm, hosts=hosts, folder=str(tmp_path))
+    first, *others = sorted(tmp_path.glob("*.[0-9]"))
+    for other in others:
+        assert other.read_text().splitlines() == first.read_text().splitlines(), f"{other.name} and {first.name} differ"
+
+
+@pytest.mark.parametrize("algorithm", algorithms_of("all_reduce"))
+@ranks(4, env={"MSCOMM_ALGO": "all_reduce={algorithm}"})
+def test_all_reduce_has_the_same_bits_when_it_is_called_again(rank, group, algorithm):
+    for dtype in DTYPES:
+        for op in ops_of(dtype):
+            x = values_of(wild, dtype, rank, (5001,))
+            once, again = mscomm.all_reduce(x, op), mscomm.all_reduce(x, op)
+            assert (bits(once) == bits(again)).all(), f"{op} of {dtype}"
+
+
+# --- all_reduce_many ------------------------------------------------------------------------------------------------
+
+
+def mixed_list(rank: int, op: str) -> list[Array]:
+    """Arrays of every dtype that has op, of several shapes and kinds of memory, empty and 0-d ones among them."""
+    arrays = []
+    for dtype in DTYPES:
+        if op not in ops_of(dtype):
+            continue
+        values = wild(dtype, 4000 + rank)[rank:]
+        shapes = (values[:3000], values[3000:3001].reshape(()), values[:0], strided(values[:77]))
+        arrays += [*shapes, np.asfortranarray(values[:210].reshape(14, 15)), shared(values[:500].reshape(2, 5, 50))]
+    return arrays
+
+
+@pytest.mark.parametrize("algorithm", CANONICAL)
+@ranks(3, env={"MSCOMM_ALGO": "all_reduce={algorithm}"})
+def test_all_reduce_many_has_the_bits_of_one_all_reduce_after_the_other(rank, group, algorithm):
+    for op in _core.ops:
+        arrays = mixed_list(rank, op)
+        for x, y in zip(arrays, mscomm.all_reduce_many(arrays, op), strict=True):
+            assert y.shape == x.shape and y.dtype == x.dtype
+            assert (bits(y) == bits(mscomm.all_reduce(x, op))).all(), f"{op} of {x.dtype}{x.shape}"
+
+
+@ranks(3)
+def test_all_reduce_many_writes_to_out(rank, group):
+    arrays = mixed_list(rank, "sum")
+    out = [with_gaps(x.shape, x.dtype) for x in arrays]
+    expected = [mscomm.all_reduce(x) for x in arrays]
+    result = mscomm.all_reduce_many(arrays, out=out)
+    assert all(y is given for y, given in zip(result, out, strict=True))
+    assert all((bits(y) == bits(z)).all() for y, z in zip(out, expected, strict=True))
+
+
+@ranks(3)
+def test_all_reduce_many_works_in_place(rank, group):
+    arrays = [x.copy(order="K") for x in mixed_list(rank, "sum")]
+    expected = [mscomm.all_reduce(x) for x in arrays]
+    mscomm.all_reduce_many(arrays, out=arrays)
+    assert all((bits(y) == bits(z)).all() for y, z in zip(arrays, expected, strict=True))
+
+
+@ranks(2)
+def test_all_reduce_many_of_nothing_is_nothing(rank, group):
+    assert mscomm.all_reduce_many([]) == []

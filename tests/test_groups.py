@@ -1,0 +1,309 @@
+"""Groups: who is in them, what their ranks are called, and that they come and go without a trace."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Job, ranks
+
+import mscomm
+from mscomm import groups as joined
+
+
+def total(group, x=1.0):
+    return float(mscomm.all_reduce(np.array([x]), group=group)[0])
+
+
+# -- create_group
+
+
+@ranks(4)
+def test_a_ranks_place_in_the_list_is_its_rank_in_the_group(rank, group):
+    made = mscomm.create_group("some", [3, 0, 2])
+    if rank == 1:
+        assert made is None  # no member: nothing happens, and no member waits for it
+        return
+    place = {3: 0, 0: 1, 2: 2}[rank]
+    assert (made.name, made.rank, made.size, list(made.ranks)) == ("some", place, 3, [3, 0, 2])
+    assert mscomm.get_rank(made) == mscomm.get_rank("some") == place
+    assert mscomm.get_group_size("some") == mscomm.get_world_size("some") == 3
+    assert mscomm.get_process_group_ranks("some") == [3, 0, 2]
+    assert mscomm.all_gather(np.array([rank]), group=made).tolist() == [3, 0, 2]
+    assert mscomm.broadcast(np.array([rank]), root=1, group="some")[0] == 0  # root is a rank of the group
+    assert mscomm.get_local_rank("some") == place and mscomm.get_local_rank_size("some") == 3
+
+
+@ranks(3)
+def test_a_rank_that_is_no_member_need_not_call(rank, group):
+    if rank != 2:
+        assert total(mscomm.create_group("pair", [0, 1])) == 2
+    assert total(None) == 3
+
+
+@ranks(2)
+def test_the_same_name_and_ranks_again_is_the_group_that_is_there(rank, group):
+    made = mscomm.create_group("pair", [0, 1])
+    assert mscomm.create_group("pair", [0, 1]) is made
+    for others in ([1, 0], [0]):
+        with pytest.raises(ValueError, match=r"group 'pair' has the ranks \[0, 1\]"):
+            mscomm.create_group("pair", others)
+    assert total(made) == 2
+
+
+@ranks(2)
+def test_names_and_lists_of_the_wrong_kind_are_refused_and_send_nothing(rank, group):
+    for name in (None, 7, b"pair"):
+        with pytest.raises(TypeError, match="expected a str"):
+            mscomm.create_group(name, [0, 1])
+    for ids in ((0, 1), "01", 2, {0, 1}, None, np.array([0, 1])):
+        with pytest.raises(TypeError, match="expected a list of ints"):
+            mscomm.create_group("pair", ids)
+    for ids in ([0, 1.0], ["0"], [None]):
+        with pytest.raises(TypeError, match="is not an int"):
+            mscomm.create_group("pair", ids)
+    for ids, text in (
+        ([], "empty"),
+        ([0, 2], "2 is none of the ranks 0 to 1"),
+        ([-1], "-1 is none"),
+        ([1, 1], "2 times"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            mscomm.create_group("pair", ids)
+    for name in ("", "world", "hccl_world_group", "nccl_world_group", "mccl_world_group"):
+        with pytest.raises(ValueError, match="choose another name"):
+            mscomm.create_group(name, [0, 1])
+    assert total(mscomm.create_group("pair", [0, np.int64(1)])) == 2
+
+
+@ranks(2)
+def test_ranks_that_do_not_agree_on_the_list_are_a_mismatch(rank, group):
+    with pytest.raises(
+        mscomm.Mismatch, match=r"rank 0 .* named \[0, 1\].*rank 1 .* named \[1, 0\]|named \[1, 0\].*\[0, 1\]"
+    ):
+        mscomm.create_group("pair", [0, 1] if rank == 0 else [1, 0])
+    assert total(mscomm.create_group("pair", [1, 0])) == 2  # the job goes on
+
+
+@ranks(3, env={"MS_TOPO_TIMEOUT": "2"})
+def test_a_member_that_does_not_come_is_named(rank, group):
+    mscomm.barrier()
+    if rank != 2:
+        with pytest.raises(mscomm.CollectiveTimeout, match=r"waited 2 s for rank 2") as caught:
+            mscomm.create_group("all", [0, 1, 2])
+        assert caught.value.waiting_for == (2,)
+    mscomm.barrier()
+
+
+@ranks(3)
+def test_a_member_that_has_left_is_lost_to_those_that_create(rank, group):
+    mscomm.barrier()
+    if rank == 2:
+        return
+    with pytest.raises(mscomm.PeerLost, match="rank 2") as caught:
+        mscomm.create_group("all", [2, 1, 0])
+    assert caught.value.ranks == (2,)
+    assert total(mscomm.create_group("rest", [0, 1])) == 2
+
+
+@ranks(4)
+def test_groups_of_disjoint_ranks_may_have_one_name(rank, group):
+    made = mscomm.create_group("mine", [0, 1] if rank < 2 else [2, 3])
+    assert total(made, rank) == (1 if rank < 2 else 5)
+
+
+# -- names
+
+
+@ranks(2)
+def test_a_group_is_meant_by_itself_by_its_name_and_by_nothing_else(rank, group):
+    made = mscomm.create_group("pair", [1, 0])
+    for meant in (made, "pair"):
+        assert total(meant) == 2
+    for world in (None, "hccl_world_group", "nccl_world_group", "mccl_world_group"):
+        assert mscomm.get_rank(world) == rank
+    with pytest.raises(ValueError, match="no group is named 'pairs'; there is world, pair"):
+        mscomm.get_rank("pairs")
+    with pytest.raises(TypeError, match="group is a int"):
+        mscomm.get_rank(0)
+    assert "pair" in repr(made)
+
+
+@ranks(3)
+def test_ranks_of_the_world_and_of_a_group_are_told_from_each_other(rank, group):
+    if rank == 1:
+        return
+    mscomm.create_group("ends", [2, 0])
+    assert [mscomm.get_world_rank_from_group_rank("ends", i) for i in range(2)] == [2, 0]
+    assert [mscomm.get_group_rank_from_world_rank(i, "ends") for i in (0, 2)] == [1, 0]
+    assert mscomm.get_world_rank_from_group_rank("hccl_world_group", 1) == 1
+    with pytest.raises(ValueError, match=r"rank 1 is not in group ends \[2, 0\]"):
+        mscomm.get_group_rank_from_world_rank(1, "ends")
+    for wrong in (-1, 2):
+        with pytest.raises(ValueError, match="none of the ranks 0 to 1"):
+            mscomm.get_world_rank_from_group_rank("ends", wrong)
+    with pytest.raises(ValueError, match="none of the ranks 0 to 2"):
+        mscomm.get_group_rank_from_world_rank(3, "ends")
+    for wrong in ("0", 1.0, None):
+        with pytest.raises(TypeError, match="is not an int"):
+            mscomm.get_world_rank_from_group_rank("ends", wrong)
+        with pytest.raises(TypeError, match="is not an int"):
+            mscomm.get_group_rank_from_world_rank(wrong, "ends")
+
+
+# -- split
+
+
+@ranks(5)
+def test_split_orders_by_key_and_then_by_rank(rank, group):
+    parity = mscomm.split(rank % 2, key=-rank)
+    assert list(parity.ranks) == ([4, 2, 0] if rank % 2 == 0 else [3, 1])
+    assert mscomm.all_gather(np.array([rank]), group=parity).tolist() == list(parity.ranks)
+    same = mscomm.split(rank % 2)  # once more: groups of their own
+    assert list(same.ranks) == [r for r in range(5) if r % 2 == rank % 2]
+    assert same.name != parity.name
+    part = mscomm.split(None if rank == 3 else 7)
+    assert part is None if rank == 3 else list(part.ranks) == [0, 1, 2, 4]
+    assert total(parity) == total(same) == (3 if rank % 2 == 0 else 2)
+
+
+@ranks(4)
+def test_a_group_can_be_split_like_the_world(rank, group):
+    half = mscomm.split(rank // 2, key=-rank)
+    alone = mscomm.split(half.rank, group=half)
+    assert list(alone.ranks) == [rank]
+    assert total(alone) == 1
+    for color, key in (("a", 0), (0, "b"), (1.5, 0)):
+        with pytest.raises(TypeError):
+            mscomm.split(color, key)
+    assert total(None) == 4
+
+
+# -- destroy_group
+
+
+@ranks(2)
+def test_a_destroyed_group_is_no_group_any_more_and_its_name_is_free(rank, group):
+    made = mscomm.create_group("pair", [0, 1])
+    assert total(made) == 2
+    mscomm.destroy_group("pair")
+    with pytest.raises(ValueError, match="was destroyed"):
+        mscomm.all_reduce(np.ones(1), group=made)
+    with pytest.raises(ValueError, match="no group is named 'pair'"):
+        mscomm.barrier(group="pair")
+    with pytest.raises(ValueError, match="was destroyed"):
+        mscomm.destroy_group(made)
+    again = mscomm.create_group("pair", [1, 0])
+    assert list(again.ranks) == [1, 0] and total(again) == 2
+
+
+@ranks(2)
+def test_the_group_of_all_ranks_cannot_be_destroyed(rank, group):
+    for world in ("hccl_world_group", "world"):
+        with pytest.raises(ValueError, match="ends with release"):
+            mscomm.destroy_group(world)
+    assert total(None) == 2
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(3, env={"MSCOMM_ALGO": "{algo}"})
+def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo):
+    made = mscomm.create_group("all", [0, 1, 2])
+    assert total(made) == 3
+    if rank == 1:
+        time.sleep(0.5)  # the others are inside by then, or come later: it makes no difference
+        mscomm.destroy_group(made)
+    else:
+        with pytest.raises(mscomm.Error, match="rank 1 "):
+            mscomm.barrier(group=made, timeout=20)
+    assert total(None) == 3  # other groups go on
+
+
+# -- several at once
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(3, env={"MSCOMM_ALGO": "{algo}"})
+def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
+    chains = [mscomm.create_group("left", [0, 1]), mscomm.create_group("right", [1, 2])]
+    wrong = []
+
+    def use(mine, size):
+        x = mscomm.empty(size, np.int64)
+        for i in range(60):
+            x[...] = i + rank
+            got = mscomm.all_reduce(x, group=mine)
+            if not (got == sum(i + other for other in mine.ranks)).all():
+                wrong.append((mine.name, i))
+            if mscomm.broadcast(np.array([rank]), root=i % mine.size, group=mine)[0] != mine.ranks[i % mine.size]:
+                wrong.append((mine.name, i))
+
+    mine = [one for one in (*chains, mscomm.groups.resolve(None)) if one is not None]
+    threads = [threading.Thread(target=use, args=(one, 40_000 // (place + 1))) for place, one in enumerate(mine)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def in_use() -> dict[str, int]:
+    """What a process holds: descriptors, maps of shared memory, threads, memory of mscomm.empty."""
+    gc.collect()
+    heap = joined._here().job.heap
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "maps": sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "heap": heap.in_use() if heap else 0,
+    }
+
+
+@pytest.mark.parametrize(("algo", "number"), [("", 1000), ("direct", 200)])
+@ranks(2, timeout_s=200, env={"MSCOMM_ALGO": "{algo}"})
+def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
+    member = joined._here().member
+    before = None
+    for i in range(number):
+        made = mscomm.create_group(f"number {i % 10}", [0, 1] if i % 3 else [1, 0])
+        if i % 10 == 0:
+            assert mscomm.all_reduce(np.ones(1), group=made, async_op=True).wait() == [2]  # a worker's thread, too
+        else:
+            assert total(made) == 2
+        mscomm.destroy_group(made)
+        if i == 20:
+            mscomm.barrier()
+            before = in_use()
+    mscomm.barrier()
+    after = in_use()
+    # A peer may still be about to let go of its part of the last group.
+    assert all(after[what] <= before[what] for what in before), (before, after)
+    assert list(joined._here().groups) == ["world"]
+    tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
+    assert [len(table) for table in tables] == [1, 1, 0, 0, 0, 0]
+
+
+HUB_SEES = """
+import numpy as np, mscomm
+mscomm.init()
+for i in range(30):
+    made = mscomm.create_group(f"number {i}", [0, 1])
+    mscomm.all_reduce(np.ones(1), group=made)
+    mscomm.destroy_group(made)
+pair = mscomm.split(0)
+mscomm.destroy_group(pair)
+mscomm.barrier()
+"""
+
+
+def test_the_hub_forgets_groups_that_all_have_left(tmp_path: Path) -> None:
+    job = Job(2, [sys.executable, "-c", HUB_SEES], tmp_path)
+    assert job.wait(60) == [0, 0], job.logs()
+    assert list(job.hub._groups) == ["0:world"]
+    assert job.hub._meetings._open == {}

@@ -1,0 +1,599 @@
+"""Messages from rank to rank: what arrives, in which order, beside what, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+import mscomm
+
+SPLIT = {"MSCOMM_HOST_ID": "{host}"}
+LARGE = 4 << 20  # elements of a byte: announced, and sent when the recv is there
+
+
+def links(n):
+    """Of one host: over unix sockets; each rank a host of its own: over TCP."""
+    return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
+
+
+def value(source: int, destination: int, size: int) -> np.ndarray:
+    return (np.arange(size, dtype=np.int64) * (source + 1) + destination).astype(np.float32)
+
+
+def in_threads(*bodies) -> None:
+    """Run all at once; what one raises is raised here."""
+    errors: list[BaseException] = []
+
+    def run(body):
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def wait_until(true) -> None:
+    """The test's own time limit ends it."""
+    while not true():
+        time.sleep(0.005)
+
+
+def until_group_breaks() -> None:
+    wait_until(lambda: mscomm.groups.resolve(None).core.failure() is not None)
+
+
+# --- what arrives ---------------------------------------------------------------------------------------------------
+
+
+@links(2)
+@ranks(2, env=SPLIT)
+def test_ping_pong(rank, group, host):
+    for size in (1, 0, 1000, 5000, LARGE):
+        there = value(0, 1, size)
+        if rank == 0:
+            assert mscomm.send(there, 1, tag=3) is None
+            back = mscomm.recv(np.zeros(size, np.float32), 1)
+            assert np.array_equal(back, there * 2)
+        else:
+            out = np.zeros(size, np.float32)
+            assert mscomm.recv(out, 0, tag=3) is out
+            mscomm.send(out * 2, 0)
+
+
+@links(4)
+@ranks(4, env=SPLIT)
+def test_all_pairs_at_once_in_both_directions(rank, group, host):
+    others = [peer for peer in range(4) if peer != rank]
+    for size in (3, 100_000):
+        outs = {peer: np.zeros(size, np.float32) for peer in others}
+        sends = [mscomm.send(value(rank, peer, size), peer, async_op=True) for peer in others]
+        works = {peer: mscomm.recv(outs[peer], peer, async_op=True) for peer in others}
+        for peer in others:
+            assert works[peer].wait(60) is outs[peer]
+            assert np.array_equal(outs[peer], value(peer, rank, size))
+        assert [work.wait(60) for work in sends] == [None] * 3
+
+
+@ranks(2)
+def test_first_sends_to_each_other_at_the_same_moment(rank, group):
+    # Small messages go out before their recv is called: both make their link at once, from the main thread.
+    mscomm.barrier()
+    mscomm.send(np.full(3, rank), 1 - rank)
+    assert (mscomm.recv(np.zeros(3, int), 1 - rank) == 1 - rank).all()
+
+
+@ranks(2)
+def test_tags_are_received_in_any_order_and_each_keeps_its_own(rank, group):
+    for size in (2, 50_000):
+        if rank == 0:
+            works = [mscomm.send(np.full(size, i), 1, tag=i % 5, async_op=True) for i in range(20)]
+            for work in works:
+                work.wait()
+        else:
+            for tag in (4, 0, 3, 2**31 - 1, 1, 2):
+                for turn in range(4 if tag < 5 else 0):
+                    assert (mscomm.recv(np.zeros(size, int), 0, tag=tag) == tag + 5 * turn).all()
+    if rank == 0:
+        mscomm.send(np.ones(1), 1, tag=2**31 - 1)
+    else:
+        mscomm.recv(np.ones(1), 0, tag=2**31 - 1)
+
+
+@links(2)
+@ranks(2, env=SPLIT)
+def test_64_MiB_both_ways_at_the_same_time(rank, group, host):
+    x, out = np.full(16 << 20, rank, np.float32), np.empty(16 << 20, np.float32)
+    work = mscomm.send(x, 1 - rank, async_op=True)
+    assert mscomm.recv(out, 1 - rank) is out
+    work.wait()
+    assert (out == 1 - rank).all()
+
+
+@ranks(2)
+def test_strided_arrays_are_sent_and_received_in_C_order(rank, group):
+    x = np.arange(24, dtype=np.int16).reshape(4, 6)
+    if rank == 0:
+        for view in (x.T, x[::2, 1::2], x[::-1]):
+            mscomm.send(view, 1)
+    else:
+        assert np.array_equal(mscomm.recv(np.zeros((6, 4), np.int16), 0), x.T)
+        wide = np.full((2, 6), -1, np.int16)
+        out = wide[:, ::2]
+        assert mscomm.recv(out, 0) is out
+        assert np.array_equal(wide[:, ::2], x[::2, 1::2]) and (wide[:, 1::2] == -1).all()
+        wide = np.full((4, 12), -1, np.int16)
+        out = wide[:, ::2]
+        assert mscomm.recv(out, 0, async_op=True).wait() is out
+        assert np.array_equal(wide[:, ::2], x[::-1])
+
+
+@ranks(2)
+def test_every_dtype_arrives_as_it_is(rank, group):
+    for number, name in enumerate(mscomm._core.dtypes()):
+        if name == "bfloat16":
+            continue  # not NumPy's own
+        x = np.arange(7).astype(name)
+        if rank == 0:
+            mscomm.send(x, 1, tag=number)
+        else:
+            assert np.array_equal(mscomm.recv(np.zeros(7, name), 0, tag=number), x)
+
+
+@ranks(2)
+def test_shapes_of_as_many_elements_fit_and_scalars_too(rank, group):
+    if rank == 0:
+        mscomm.send(np.arange(6), 1)
+        mscomm.send(np.array(2.5), 1)
+    else:
+        assert mscomm.recv(np.zeros((2, 3), int), 0).tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert mscomm.recv(np.zeros(()), 0) == 2.5
+
+
+@ranks(1)
+def test_a_rank_sends_to_itself(rank, group):
+    for size in (0, 3, LARGE):
+        out = np.zeros(size, np.float32)
+        work = mscomm.recv(out, 0, tag=1, async_op=True)
+        mscomm.send(value(0, 0, size), 0, tag=1)
+        assert work.wait() is out and np.array_equal(out, value(0, 0, size))
+        sending = mscomm.send(value(0, 1, size), 0, async_op=True)
+        assert np.array_equal(mscomm.recv(out, 0), value(0, 1, size))
+        sending.wait()
+
+
+@ranks(8)
+def test_a_ring_of_eight_shifts_a_thousand_times(rank, group):
+    x, out = np.full(16, rank), np.zeros(16, int)
+    for _ in range(1000):
+        work = mscomm.send(x, (rank + 1) % 8, async_op=True)
+        mscomm.recv(out, (rank - 1) % 8)
+        work.wait()
+        x, out = out, x
+    assert (x == rank).all()  # 1000 is 125 times around
+
+
+# --- beside other things --------------------------------------------------------------------------------------------
+
+
+@links(2)
+@ranks(2, env=SPLIT)
+def test_one_thread_sends_another_receives_a_third_reduces(rank, group, host):
+    def sends():
+        for i in range(50):
+            mscomm.send(np.full(1 + i * 1000, i), 1 - rank, tag=1)
+
+    def receives():
+        for i in range(50):
+            assert (mscomm.recv(np.zeros(1 + i * 1000, int), 1 - rank, tag=1) == i).all()
+
+    def reduces():
+        for i in range(50):
+            assert (mscomm.all_reduce(np.full(1000, rank + i)) == 2 * i + 1).all()
+
+    in_threads(sends, receives, reduces)
+
+
+@ranks(2)
+def test_many_threads_share_a_pair_of_ranks(rank, group):
+    def worker(tag):
+        for i in range(20):
+            if (tag % 2 == 0) == (rank == 0):
+                mscomm.send(np.full(1 + 3000 * (i % 3), i), 1 - rank, tag=tag)
+            else:
+                assert (mscomm.recv(np.zeros(1 + 3000 * (i % 3), int), 1 - rank, tag=tag) == i).all()
+
+    in_threads(*(lambda tag=tag: worker(tag) for tag in range(6)))
+
+
+@links(4)
+@ranks(4, env=SPLIT)
+def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
+    pair = mscomm.create_group(f"pair {rank % 2}", [3, 1] if rank % 2 else [2, 0])
+    assert pair is not None
+    other = 1 - pair.rank
+    world = pair.ranks[other]
+    # The same tag in both groups; the world's first, but received last.
+    first = mscomm.send(np.full(3, 100 + rank), world, async_op=True)
+    second = mscomm.send(np.full(3, 200 + rank), other, group=pair, async_op=True)
+    assert (mscomm.recv(np.zeros(3, int), other, group=pair.name) == 200 + world).all()
+    assert (mscomm.recv(np.zeros(3, int), world) == 100 + world).all()
+    first.wait()
+    second.wait()
+    mscomm.destroy_group(pair)
+    mscomm.send(np.full(1, rank), world)
+    assert mscomm.recv(np.zeros(1, int), world) == world
+
+
+@links(2)
+@ranks(2, env=SPLIT)
+def test_what_was_sent_before_release_arrives(rank, group, host):
+    # The peer has left, perhaps before its link was even there, and its message is still to be received.
+    if rank == 0:
+        mscomm.send(value(0, 1, 1000), 1)
+        return
+    assert np.array_equal(mscomm.recv(np.zeros(1000, np.float32), 0), value(0, 1, 1000))
+    with pytest.raises(mscomm.PeerLost, match=r"rank 0 .*has left") as caught:
+        mscomm.recv(np.zeros(1), 0)
+    assert caught.value.ranks == (0,)
+
+
+@ranks(2)
+def test_a_work_says_whether_it_has_ended(rank, group):
+    out = np.zeros(3)
+    if rank == 1:
+        work = mscomm.recv(out, 0, async_op=True)
+        assert not work.done() and work.exception() is None
+        with pytest.raises(TimeoutError, match="goes on"):
+            work.wait(0.05)
+        mscomm.barrier()
+        assert work.wait(60) is out and work.done() and work.is_completed() and (out == 1).all()
+    else:
+        mscomm.barrier()
+        mscomm.send(np.ones(3), 1, async_op=True).wait()
+
+
+@ranks(2)
+def test_a_waiting_recv_uses_no_cpu(rank, group):
+    mscomm.barrier()
+    if rank == 0:
+        time.sleep(3)
+        mscomm.send(np.ones(1), 1)
+        return
+    before = time.process_time()
+    mscomm.recv(np.zeros(1), 0)
+    assert time.process_time() - before < 0.5
+
+
+@ranks(2)
+def test_a_forked_child_can_neither_send_nor_receive_and_harms_nobody(rank, group):
+    other = 1 - rank
+    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # the mailbox's thread runs
+    mscomm.send(np.ones(1), other)
+    mscomm.recv(np.zeros(1), other)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            mscomm.send(np.ones(1), other)
+        except RuntimeError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    mscomm.send(np.ones(2), other, tag=1)
+    assert (work.wait() == 1).all()
+
+
+# --- wrong calls ----------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
+    x, other = np.ones(3), 1 - rank
+    read_only = np.ones(3)
+    read_only.flags.writeable = False
+    wrong = [
+        (lambda: mscomm.send(x, 2), ValueError, "send: dst 2 is no rank of group world, which has the ranks 0 to 1"),
+        (lambda: mscomm.send(x, -1), ValueError, "send: dst -1"),
+        (lambda: mscomm.recv(x, 2), ValueError, "recv: src 2"),
+        (lambda: mscomm.send(x, "1"), TypeError, "send: dst '1' is not an integer"),
+        (lambda: mscomm.send(x, other, tag=-1), ValueError, r"send: tag -1 is not in 0 to 2\^31 - 1"),
+        (lambda: mscomm.recv(x, other, tag=2**31), ValueError, "recv: tag 2147483648"),
+        (lambda: mscomm.recv(x, other, tag=1.5), TypeError, "recv: tag 1.5 is not an integer"),
+        (lambda: mscomm.send([1, 2], other), TypeError, "send: x is a list"),
+        (lambda: mscomm.recv([1, 2], other), TypeError, "recv: out is a list"),
+        (lambda: mscomm.recv(read_only, other), TypeError, "recv: out is read-only"),
+        (lambda: mscomm.send(np.ones(3, ">f4"), other), TypeError, "big-endian"),
+        (lambda: mscomm.send(np.array(["a"]), other), TypeError, "dtype"),
+        (lambda: mscomm.send(x, other, timeout=0), ValueError, "timeout"),
+        (lambda: mscomm.recv(x, other, timeout="soon"), TypeError, "timeout"),
+        (lambda: mscomm.recv(x, other, group="no such group"), ValueError, "no such group"),
+    ]
+    for call, error, text in wrong:
+        with pytest.raises(error, match=text):
+            call()
+    mscomm.send(read_only, other)
+    assert (mscomm.recv(np.zeros(3), other) == 1).all()
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("dtype, more", [("int32", 0), ("float32", 1)])
+@ranks(2)
+def test_another_dtype_or_size_is_a_mismatch_on_both_that_names_both(rank, group, size, dtype, more):
+    words = rf"rank 1 .*recv from rank 0, tag 5: expects {dtype} x {size + more}, rank 0 sent float32 x {size}"
+    with pytest.raises(mscomm.Mismatch, match=words):
+        if rank == 0:
+            mscomm.send(np.ones(size, np.float32), 1, tag=5)
+            mscomm.barrier()
+        else:
+            mscomm.recv(np.ones(size + more, dtype), 0, tag=5)
+    with pytest.raises(mscomm.Mismatch, match=words):
+        mscomm.send(np.ones(1), 1 - rank)
+
+
+# --- what ends a wait -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["recv", "send", "async recv", "async send"])
+@links(3)
+@ranks(3, env=SPLIT)
+def test_a_deadline_names_the_peer_and_all_ranks_raise_it(rank, group, how, host):
+    x = np.ones(LARGE, np.uint8)
+    names = r"rank 0 .*(send to|recv from) rank 2, tag 9 \(4 MiB\) did not end within 1 s: waiting for rank 2 \(pid"
+    with pytest.raises(mscomm.CollectiveTimeout, match=names) as caught:
+        if rank != 0:
+            until_group_breaks()
+            mscomm.barrier()
+        elif how == "recv":
+            mscomm.recv(x, 2, tag=9, timeout=1)
+        elif how == "send":
+            mscomm.send(x, 2, tag=9, timeout=1)
+        elif how == "async recv":
+            mscomm.recv(x, 2, tag=9, timeout=1, async_op=True).wait()
+        else:
+            mscomm.send(x, 2, tag=9, timeout=1, async_op=True).wait()
+    assert caught.value.waiting_for == (2,)
+    with pytest.raises(mscomm.CollectiveTimeout, match=names):
+        mscomm.recv(x, 1, tag=9)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("how", ["recv", "send"])
+@links(3)
+@ranks(3, env=SPLIT, expect={2: -signal.SIGKILL})
+def test_a_killed_peer_ends_the_wait_by_its_name(rank, group, how, linked, host):
+    x = np.ones(LARGE, np.uint8)
+    if linked:
+        for peer in {0, 1, 2} - {rank}:
+            mscomm.send(x[:1], peer)
+        for peer in {0, 1, 2} - {rank}:
+            mscomm.recv(x[:1], peer)
+    mscomm.barrier()
+    if rank == 2:
+        time.sleep(0.3)  # the others wait by then, or nearly
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
+        if rank == 1:
+            until_group_breaks()
+            mscomm.barrier()
+        elif how == "recv":
+            mscomm.recv(x, 2)
+        else:
+            mscomm.send(x, 2)
+    assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("how", ["recv", "send", "first send"])
+@links(2)
+@ranks(2, env=SPLIT)
+def test_a_peer_that_left_ends_the_wait(rank, group, how, host):
+    if how == "send":
+        if rank == 1:
+            mscomm.recv(np.zeros(1), 0)
+        else:
+            mscomm.send(np.zeros(1), 1)
+    if rank == 1:
+        return  # the exit handler releases
+    with pytest.raises(mscomm.PeerLost, match=r"rank 1 \(pid \d+ on host .*\) has left the job") as caught:
+        if how == "recv":
+            mscomm.recv(np.zeros(3), 1)
+        else:
+            mscomm.send(np.zeros(LARGE), 1)
+    assert caught.value.ranks == (1,)
+
+
+@ranks(2)
+def test_a_send_into_a_group_that_the_peer_has_destroyed_says_so(rank, group):
+    pair = mscomm.create_group("pair", [0, 1])
+    if rank == 1:
+        mscomm.destroy_group(pair)
+    mscomm.barrier()
+    if rank == 0:
+        with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*has destroyed the group, but rank 0 .*sends to it"):
+            mscomm.send(np.zeros(3), 1, group=pair)
+    mscomm.barrier()  # the world goes on
+
+
+@pytest.mark.parametrize("how", ["recv", "send", "async"])
+@ranks(3)
+def test_abort_elsewhere_wakes_who_waits(rank, group, how):
+    x = np.ones(LARGE, np.uint8)
+    mscomm.barrier()
+    if rank == 2:
+        time.sleep(0.3)
+        mscomm.abort("no more data")
+        return
+    with pytest.raises(mscomm.Aborted, match="rank 2 called abort: no more data"):
+        if how == "recv":
+            mscomm.recv(x, 1 - rank)
+        elif how == "send":
+            mscomm.send(x, 1 - rank)
+        else:
+            mscomm.recv(x, 1 - rank, async_op=True).wait()
+
+
+def interrupt_in_a_message() -> None:
+    """Ctrl-C, when the main thread has been in the same place in group.py for a while."""
+    main, seen = threading.main_thread().ident, 0
+
+    def in_group() -> bool:
+        frame = sys._current_frames()[main]
+        return frame.f_code.co_filename.endswith("mscomm/group.py") and frame.f_code.co_name in ("send", "recv")
+
+    while seen < 20:
+        seen = seen + 1 if in_group() else 0
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["recv", "send"])
+@ranks(2)
+def test_ctrl_c_ends_a_wait_and_breaks_the_group(rank, group, how):
+    x = np.ones(LARGE, np.uint8)
+    if rank == 0:
+        threading.Thread(target=interrupt_in_a_message, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            mscomm.recv(x, 1) if how == "recv" else mscomm.send(x, 1)
+    else:
+        until_group_breaks()
+    with pytest.raises(mscomm.Aborted, match=r"rank 0 .*interrupted in (send to|recv from) rank 1, tag 0 \(4 MiB\)"):
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_a_failed_collective_ends_messages_too(rank, group):
+    def receives():
+        with pytest.raises(mscomm.Mismatch, match="different calls"):
+            mscomm.recv(np.zeros(1), 1 - rank)
+
+    def reduces():
+        with pytest.raises(mscomm.Mismatch, match="different calls"):
+            mscomm.all_reduce(np.zeros(3 + rank))
+
+    in_threads(receives, reduces)
+
+
+@ranks(2)
+def test_a_failed_message_ends_collectives_too(rank, group):
+    mscomm.barrier()
+    if rank == 0:
+        with pytest.raises(mscomm.CollectiveTimeout, match="recv from rank 1"):
+            mscomm.recv(np.zeros(1), 1, timeout=0.5)
+    with pytest.raises(mscomm.CollectiveTimeout, match="recv from rank 1"):
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_a_deadline_of_a_collective_says_in_which_message_the_other_one_waits(rank, group):
+    mscomm.barrier()
+    with pytest.raises(
+        mscomm.CollectiveTimeout, match=r"rank 1 .*has ended barrier #1 and waits in recv from rank 0, tag 4"
+    ):
+        if rank == 0:
+            mscomm.barrier(timeout=2)
+        else:
+            mscomm.recv(np.zeros(3), 0, tag=4)
+
+
+@ranks(2)
+def test_an_error_that_nobody_waited_for_is_told_to_the_others(rank, group):
+    if rank == 0:
+        mscomm.recv(np.zeros(1), 1, timeout=0.5, async_op=True)
+    until_group_breaks()
+    with pytest.raises(mscomm.CollectiveTimeout, match=r"rank 0 .*recv from rank 1") as caught:
+        mscomm.barrier()
+    assert caught.value.waiting_for == (1,)
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process, and let it go on after that time."""
+    helper = os.fork()
+    if helper == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(helper, 0)
+
+
+def until_stopped(pid: int) -> None:
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+@ranks(2)
+def test_a_stopped_peer_delays_the_first_send_and_breaks_nothing(rank, group):
+    pid = int(mscomm.broadcast(np.array([os.getpid()]), root=1)[0])
+    if rank == 1:
+        stop_for(3)
+        assert (mscomm.recv(np.zeros(5), 0) == 1).all()
+    else:
+        until_stopped(pid)
+        mscomm.send(np.ones(5), 1)
+
+
+@ranks(2)
+def test_a_deadline_before_there_is_a_link_names_the_peer(rank, group):
+    pid = int(mscomm.broadcast(np.array([os.getpid()]), root=1)[0])
+    words = r"rank 0 .*send to rank 1, tag 0 \(40 bytes\): no connection came from rank 1 within 1 s"
+    if rank == 1:
+        stop_for(5)
+        until_group_breaks()
+    else:
+        until_stopped(pid)
+    with pytest.raises(mscomm.CollectiveTimeout, match=words) as caught:
+        if rank == 0:
+            mscomm.send(np.ones(5), 1, timeout=1)
+        else:
+            mscomm.barrier()
+    assert caught.value.waiting_for == (1,)
+
+
+@ranks(2)
+def test_a_group_that_is_destroyed_in_another_thread_ends_a_recv(rank, group):
+    pair = mscomm.create_group("pair", [0, 1])
+    if rank == 0:
+
+        def receives():
+            with pytest.raises(mscomm.Aborted, match="released the group while a call or a message was under way"):
+                mscomm.recv(np.zeros(1), 1, group=pair)
+
+        def destroys():
+            time.sleep(0.5)
+            mscomm.destroy_group(pair)
+
+        in_threads(receives, destroys)
+    mscomm.barrier()
+
+
+@links(2)
+@ranks(2, env=SPLIT)
+def test_groups_with_links_leave_no_descriptors(rank, group, host):
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    for turn in range(12):
+        pair = mscomm.create_group(f"pair {turn}", [0, 1])
+        if rank == 0:
+            mscomm.send(np.ones(3), 1, group=pair)
+        else:
+            mscomm.recv(np.ones(3), 0, group=pair)
+        mscomm.destroy_group(pair)
+        mscomm.barrier()
+        if turn == 1:
+            before = count()
+    assert count() <= before

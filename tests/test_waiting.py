@@ -1,0 +1,63 @@
+"""Long waits cost no CPU, whatever the ranks wait at and by whatever they are joined."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+import mscomm
+
+WAIT_S = 5
+SHARE = 0.01  # of a core
+
+WAYS = {  # MSCOMM_ALGO, and MSCOMM_HOST_ID by rank
+    "arena": ("all_reduce=arena", ["a"] * 8),
+    "direct": ("direct", ["a"] * 8),
+    "ring": ("ring", ["a"] * 8),
+    "tree": ("tree", ["a"] * 8),
+    "two hosts": ("", ["a", "b"] * 4),
+}
+
+
+def cpu_s() -> float:
+    """Of all threads of the process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def waits_idle(rank, call):
+    """Seven ranks call, the eighth comes WAIT_S later."""
+    mscomm.barrier()
+    if rank == 7:
+        time.sleep(WAIT_S)
+    before, began = cpu_s(), time.monotonic()
+    call()
+    used, waited = cpu_s() - before, time.monotonic() - began
+    if rank != 7:
+        assert waited > 0.8 * WAIT_S
+        assert used < SHARE * waited, f"{1000 * used:.0f} ms of CPU in {waited:.1f} s"
+
+
+@pytest.mark.parametrize(("algo", "host"), WAYS.values(), ids=WAYS)
+@ranks(8, env={"MSCOMM_ALGO": "{algo}", "MSCOMM_HOST_ID": "{host}"})
+def test_seven_ranks_wait_for_the_eighth(rank, group, algo, host):
+    x = np.ones(5000)
+    mscomm.all_reduce(x)
+    waits_idle(rank, lambda: mscomm.all_reduce(x))
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(8, env={"MSCOMM_ALGO": "{algo}"})
+def test_seven_ranks_wait_for_a_call_that_runs_beside_them(rank, group, algo):
+    x = np.ones(5000)
+    mscomm.all_reduce(x, async_op=True).wait()
+    waits_idle(rank, lambda: mscomm.all_reduce(x, async_op=True).wait())
+
+
+@ranks(8)
+def test_seven_ranks_wait_for_the_eighth_to_create_a_group(rank, group):
+    waits_idle(rank, lambda: mscomm.create_group("all", list(range(8))))
