@@ -307,14 +307,16 @@ print("life", life, mscomm.all_reduce(np.ones(1)))
     assert done.stdout.count("life 1 [3.]") == 3
 
 
-def test_programs_that_know_nothing_of_mscomm_are_started_again(tmp_path):
+@pytest.mark.parametrize("words", [["--max_restarts", 2], []])
+def test_programs_that_know_nothing_of_mscomm_are_started_again(tmp_path, words):
     body = """
 import os, sys
 life = int(os.environ["MSCOMM_RESTART_COUNT"])
 print("life", life)
 sys.exit(life < 2)
 """
-    done = run(tmp_path, body, "--max_restarts", 2, "--log_dir", tmp_path / "logs", ranks=1)
+    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's
+    done = run(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives
 

@@ -71,13 +71,13 @@ def test_a_later_schedulers_key_is_not_removed(tmpdir_env):
     assert security.worker_key({}, "127.0.0.1", 8117, False) == key
 
 
-def test_off_loopback_a_job_needs_a_key_or_permission(capsys, tmp_path):
+def test_off_loopback_a_job_needs_a_key_or_permission(capfd, tmp_path):
     for ask in (security.worker_key, security.scheduler_key):
         with pytest.raises(errors.AuthenticationError, match=r"MSCOMM_JOB_KEY_FILE=(.|\n)*enable_ssl=False"):
             ask({}, "10.0.0.7", 8117, False)
-    assert capsys.readouterr().err == ""
+    assert capfd.readouterr().err == ""
     key = security.worker_key({}, "10.0.0.7", 8117, True)
-    assert "anybody who can reach 10.0.0.7:8117 can join" in capsys.readouterr().err
+    assert "anybody who can reach 10.0.0.7:8117 can join" in capfd.readouterr().err
     assert security.scheduler_key({}, "10.0.0.7", 8117, True) == (key, None)
     env = {"MSCOMM_JOB_KEY_FILE": key_file(tmp_path / "key")}
     assert security.worker_key(env, "10.0.0.7", 8117, False) == KEY

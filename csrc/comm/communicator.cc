@@ -110,7 +110,7 @@ uint64_t Communicator::reserve(int count) {
 }
 
 void Communicator::run(Call call, double timeout_s) {
-  check(call, rank_, size());  // a wrong call uses no number
+  mscomm::check(call, rank_, size());  // a wrong call uses no number
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
   {
@@ -122,7 +122,7 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
-  check(call, rank_, size());
+  mscomm::check(call, rank_, size());
   const auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);

@@ -290,18 +290,6 @@ VARIABLES = (
     _given("MSCOMM_LOCAL_RANK", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_RANK),
     _given("MSCOMM_LOCAL_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_SIZE),
     _given(
-        "MSCOMM_SCHED",
-        "bootstrap.launcher",
-        set_by=RUN,
-        meaning="on several hosts: where the launcher of node 0 listens",
-    ),
-    _given(
-        "MSCOMM_KEY_FD",
-        "bootstrap.launcher",
-        set_by=RUN,
-        meaning="on several hosts: an inherited descriptor, from which the job's key is read",
-    ),
-    _given(
         "MSCOMM_RESTART_COUNT",
         "cli.launch",
         set_by=RUN,
