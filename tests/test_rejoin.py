@@ -223,7 +223,7 @@ except mscomm.PeerLost:
     done = run(tmp_path, body, ranks=2)
     assert done.returncode == 128 + signal.SIGKILL
     assert (
-        "PeerLost: rejoin: nobody starts a lost rank of this job again; `mscomm run --max-restarts N` does"
+        "PeerLost: rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`"
         in done.stderr
     )
 

@@ -271,11 +271,12 @@ def _end_all(joined: _Joined, text: str) -> None:
 def rejoin(timeout: float | timedelta | None = None) -> int:
     """After PeerLost: wait until every lost rank was started again, and go on with all of them in a new epoch.
 
-    Also after Aborted, if the rank that failed is started again. All ranks that are left call it; the new ones call init(). The groups come back in the order of their creation: a
-    new rank makes the same create_group and split calls as at the start, but for groups that were destroyed. Groups of
-    shrink() end. Arrays stay as they are; those of mscomm.empty that were made before are private memory from now on.
-    What the ranks computed, they must bring to one state themselves. Returns the epoch's number, 1 for the first; that
-    of two ranks can differ if another rank was lost meanwhile: the one that is behind meets PeerLost in its next call.
+    Also after Aborted, if the rank that failed is started again. All ranks that are left call it; the new ones call
+    init(). The groups come back in the order of their creation: a new rank makes the same create_group and split calls
+    as at the start, but for groups that were destroyed. Groups of shrink() end. Arrays stay as they are; those of
+    mscomm.empty that were made before are private memory from now on. What the ranks computed, they must bring to one
+    state themselves. Returns the epoch's number, 1 for the first; that of two ranks can differ if another rank was lost
+    meanwhile: the one that is behind meets PeerLost in its next call.
 
     timeout: seconds or a timedelta, None: MS_TOPO_TIMEOUT (600); then CollectiveTimeout, whose waiting_for names those
     that did not come; rejoin() may be called again. PeerLost if nobody starts the lost ranks again, which `mscomm run

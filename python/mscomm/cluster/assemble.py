@@ -265,7 +265,8 @@ class Job:
         at_home = self.hosts[rank] == self.hosts[self.rank]
         address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
         if address is None:
-            raise PeerLost(f"rank {rank} gave no address for {'its own host' if at_home else 'other hosts'}", [rank])
+            lacks = f"it gave no address for {'its own host' if at_home else 'other hosts'}"
+            raise PeerLost(f"cannot reach rank {rank}: {lacks}", [rank])
         where = ""
         if not at_home:
             assert self.member

@@ -539,7 +539,7 @@ class Hub:
         never = self._never_again()
         if never:
             for link in waiting:
-                self._turn_away(link, "PeerLost", f"rejoin: {never[0]}", never[1])
+                self._turn_away(link, "PeerLost", *never)
             return
         if len(waiting) < self._roster.size:
             return
@@ -555,12 +555,12 @@ class Hub:
     def _never_again(self) -> tuple[str, list[int]] | None:
         """Why the ranks are never all there again, if that is so, and because of whom."""
         if not self._restarts:
-            return "nobody starts a lost rank of this job again; `mscomm run --max-restarts N` does", []
+            return "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`", []
         if self._over:
-            return self._over.text, list(self._over.ranks)
+            return f"rejoin: {self._over.text}", list(self._over.ranks)
         for link in self._roster:
             if link.left and (not self._watched or link.number in self._ended_well):
-                return f"{link} has left the job, so that its ranks are never all there again", [link.number]
+                return f"rejoin: {link} has left the job, so that its ranks are never all there again", [link.number]
         return None
 
     def _turn_away(self, link: Link, kind: str, why: str, ranks: list[int]) -> None:
