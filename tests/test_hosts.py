@@ -204,6 +204,12 @@ def test_a_scheduler_and_workers_on_hosts_with_ipv6_alone(two_by_ipv6: Hosts, ke
     assert {out.split()[2] for _, out, _ in workers} == {"fd77::1", "fd77::2"}
 
 
+def test_data_may_go_another_way_than_control(two_networks: Hosts, key: str) -> None:
+    scheduler, *workers = cluster(two_networks, ["-c", WHERE], MSCOMM_JOB_KEY_FILE=key, MSCOMM_SOCKET_IFNAME="net1")
+    assert [code for code, _, _ in (scheduler, *workers)] == [0] * 5, (scheduler, workers)
+    assert {out.split()[2] for _, out, _ in workers} == {"10.77.1.1", "10.77.1.2"}
+
+
 def test_the_scheduler_may_have_a_name(two: Hosts, key: str) -> None:
     scheduler, *workers = cluster(two, ["-c", WHERE], MSCOMM_JOB_KEY_FILE=key, MS_SCHED_HOST=two[0].name)
     assert [code for code, _, _ in (scheduler, *workers)] == [0] * 5, (scheduler, workers)

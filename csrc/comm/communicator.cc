@@ -393,7 +393,8 @@ void Communicator::in_child() {
     communicator->backend_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    communicator->worker_.release();  // the thread is the parent's
+    communicator->worker_.release();        // the thread is the parent's
+    communicator->hooks_.failed = nullptr;  // and so is who reads of its failures
   }
   all_mutex.unlock();
 }

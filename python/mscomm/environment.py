@@ -272,10 +272,9 @@ VARIABLES = (
         "MS_ENABLE_RECOVERY",
         0,
         _switch,
-        "1: the scheduler keeps the job's state in `MS_RECOVERY_PATH`, so that a lost rank can come back.",
-        (),
+        "1, for the scheduler: a lost worker may come back under its `MS_NODE_ID`; the others wait for it in `rejoin`.",
+        ("bootstrap.ms_cluster",),
         CLUSTER,
-        planned=True,
     ),
     Variable(
         "MS_RECOVERY_PATH",
@@ -290,6 +289,12 @@ VARIABLES = (
     _given("MSCOMM_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_SIZE),
     _given("MSCOMM_LOCAL_RANK", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_RANK),
     _given("MSCOMM_LOCAL_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_SIZE),
+    _given(
+        "MSCOMM_RESTART_COUNT",
+        "cli.launch",
+        set_by=RUN,
+        meaning="how often `mscomm run --max-restarts` has started this rank again; 0 at first",
+    ),
     _given(
         "MSCOMM_SCHED",
         "bootstrap.launcher",
