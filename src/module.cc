@@ -299,7 +299,7 @@ PYBIND11_MODULE(_core, module) {
       .def("add_outgoing", [](Group& group, int peer, int fd) { group.communicator->add_outgoing(peer, fd); })
       .def("add_incoming", [](Group& group, int peer, int fd) { group.communicator->add_incoming(peer, fd); })
       .def("expect_incoming", [](Group& group, int peer) { group.communicator->expect_incoming(peer); })
-      .def("check", [](const Group& group, int peer) { group.communicator->check(peer); })
+      .def("check", [](const Group& group, int peer) { group.communicator->check_peer(peer); })
       .def("abort",
            [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
               const std::string& text) {

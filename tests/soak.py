@@ -102,7 +102,7 @@ def be_a_rank(job: dict[str, Any]) -> None:
                 misbehave(job)
             if i == job["at"] and fault == "timeout":
                 mscomm.all_reduce(np.ones(3), timeout=1)
-            one_call(draw, group, i)
+            one_call(draw, group, i, list(CALLS) if i == job["at"] else [*CALLS, "message"])
     except mscomm.Error as error:
         again = ""
         try:
@@ -137,10 +137,10 @@ def misbehave(job: dict[str, Any]) -> None:
             time.sleep(2.5)
 
 
-def one_call(draw: random.Random, group: Any, i: int) -> None:
-    """A collective drawn alike on all ranks of the group, compared with NumPy."""
+def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> None:
+    """A call drawn alike on all ranks of the group, compared with NumPy."""
     n, me = mscomm.get_group_size(group), mscomm.get_rank(group)
-    function = draw.choice(sorted(CALLS))
+    function = draw.choice(functions)
     each, root = draw.choice(SIZES), draw.randrange(n)
     count = each * n if function in ("reduce_scatter", "scatter", "all_to_all") else each
     dtype = draw.choice(("int64", "int32", "float64"))  # whole numbers: sums are exact in any order
@@ -148,12 +148,25 @@ def one_call(draw: random.Random, group: Any, i: int) -> None:
     x = [(np.arange(count) % 1009 * (rank + 1) + i).astype(dtype) for rank in range(n)]
     given = mscomm.empty(count, dtype) if shared else np.empty(count, dtype)
     given[...] = x[me]
-    call, expected = CALLS[function]
-    got = call(given, root, me, {"group": group, "async_op": True} if beside else {"group": group})
-    got = got.wait() if beside else got
-    wanted = expected(x, root, me)
+    if function == "message":
+        got, wanted = message(given, group, i), x[me - 1]
+    else:
+        call, expected = CALLS[function]
+        got = call(given, root, me, {"group": group, "async_op": True} if beside else {"group": group})
+        got, wanted = got.wait() if beside else got, expected(x, root, me)
     if not (got is None and wanted is None) and not np.array_equal(got, wanted):
         raise WrongResult(f"{function} of {count} {dtype}, root {root}, on rank {me} of {n}, iteration {i}")
+
+
+def message(x: np.ndarray[Any, Any], group: Any, i: int) -> np.ndarray[Any, Any]:
+    """From each rank to the next."""
+    n, me, got = mscomm.get_group_size(group), mscomm.get_rank(group), np.empty_like(x)
+    if n == 1:
+        return x
+    sending = mscomm.send(x, (me + 1) % n, tag=i, group=group, async_op=True)
+    mscomm.recv(got, (me - 1) % n, tag=i, group=group)
+    sending.wait()
+    return got
 
 
 def part(x: np.ndarray[Any, Any], n: int, me: int) -> np.ndarray[Any, Any]:

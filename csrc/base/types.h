@@ -29,7 +29,17 @@ enum class Dtype : uint8_t {
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
 
 // How bytes move among the ranks of a group: what algorithms implement.
-enum class Collective : uint8_t { all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier };
+enum class Collective : uint8_t {
+  all_reduce,
+  all_gather,
+  reduce_scatter,
+  broadcast,
+  reduce,
+  gather,
+  scatter,
+  all_to_all,
+  barrier
+};
 
 // What the user called, for comparison between ranks and for messages. Most are the collective of that name; the others take one
 // or two collectives, see python/mscomm/collectives.py.
@@ -77,12 +87,12 @@ inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"complex128", 16},
 }};
 inline constexpr std::array<std::string_view, 8> ops{"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"};
-inline constexpr std::array<std::string_view, 9> collectives{
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"};
+inline constexpr std::array<std::string_view, 9> collectives{"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
+                                                             "gather",     "scatter",    "all_to_all",     "barrier"};
 inline constexpr std::array<std::string_view, 17> functions{
-    "all_reduce", "all_gather",      "reduce_scatter", "broadcast",    "reduce",  "gather",
-    "scatter",    "all_to_all",      "barrier",        "all_reduce_many", "all_gather_v", "reduce_scatter_v",
-    "gather_v",   "scatter_v",       "all_to_all_v",   "all_gather_object", "broadcast_object"};
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast",         "reduce",          "gather",
+    "scatter",    "all_to_all", "barrier",        "all_reduce_many",   "all_gather_v",    "reduce_scatter_v",
+    "gather_v",   "scatter_v",  "all_to_all_v",   "all_gather_object", "broadcast_object"};
 
 constexpr std::string_view name(Dtype dtype) { return dtypes[static_cast<size_t>(dtype)].name; }
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }

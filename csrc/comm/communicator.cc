@@ -14,7 +14,6 @@ namespace {
 thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // of what was sent, at the end
-constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
 // Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
 std::mutex all_mutex;
@@ -78,7 +77,8 @@ Communicator::~Communicator() {
     std::erase(all, this);
   }
   if (forked_) return;
-  abort({Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
+  abort(
+      {Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
   if (worker_) stop_worker();
 }
 
@@ -265,7 +265,7 @@ void Communicator::close() {
   std::unique_lock turn(turn_mutex_);
   if (callers_ > 0) {
     turn.unlock();
-    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was under way, after " + current(),
+    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was running, after " + current(),
                  {in_job(rank_)}),
            false});
     turn.lock();
@@ -335,8 +335,8 @@ void Communicator::say_waiting(double waited_s, const std::vector<int>& missing)
   while (std::find(missing.begin(), missing.end(), speaker) != missing.end()) speaker++;
   if (!hooks_.notice || (backend_->waiters_see_all() && speaker != rank_)) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
-  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " + seconds_text(waited_s) + " for " +
-                named(missing));
+  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " +
+                seconds_text(waited_s) + " for " + named(missing));
 }
 
 Error Communicator::differing(const Differs& differs) const {

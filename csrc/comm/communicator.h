@@ -69,6 +69,9 @@ class Work {
   std::atomic<bool> done_{false};
 };
 
+// When a wait is told of on stderr, after its beginning; from the second on every so often.
+inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
+
 class Communicator final : public Watch {
  public:
   // interrupt: called at each bounded wake of a caller's thread, never of the worker's; may throw. notice: one line for the user.
@@ -105,7 +108,7 @@ class Communicator final : public Watch {
   // A link from the peer is being made: whether the peer is still there, that link will tell.
   void expect_incoming(int peer);
   // Throws if the group is broken, or the peer has left or ended.
-  void check(int peer) const;
+  void check_peer(int peer) const;
 
   // From any thread, at any time, without waiting. The first failure stays, but a verdict replaces a symptom.
   void abort(Failure failure);

@@ -7,10 +7,6 @@
 
 namespace mscomm {
 
-namespace {
-constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
-}
-
 // One message while it is waited for. Each has its own deadline, words and notices, as many threads wait at a time.
 class Communicator::Delivery final : public Watch {
  public:
@@ -137,7 +133,7 @@ void Communicator::fail(const Error& error) {
   throw_failure();
 }
 
-void Communicator::check(int peer) const {
+void Communicator::check_peer(int peer) const {
   if (broken()) throw_failure();
   if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
 }

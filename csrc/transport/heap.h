@@ -55,7 +55,6 @@ class Heap {
   void give(uint64_t offset, uint64_t bytes);
   bool withdrawn(uint64_t begin, uint64_t end) const;
 
-
   const int owner_;           // process id
   mutable std::mutex mutex_;  // protects everything below
   Mapping mapping_;

@@ -181,7 +181,8 @@ std::vector<int> Mesh::missing() const {
 }
 
 Error Mesh::lost(int peer, const Stream::Broken& broken) const {
-  return peer_lost(ranks_[static_cast<size_t>(peer)], "the link to " + links_[static_cast<size_t>(peer)].stream->peer() + " ended: " + broken.why);
+  return peer_lost(ranks_[static_cast<size_t>(peer)],
+                   "the link to " + links_[static_cast<size_t>(peer)].stream->peer() + " ended: " + broken.why);
 }
 
 void Mesh::shut_down() const {

@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mscomm.cluster import interfaces
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
+from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
@@ -221,8 +221,8 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """The address of this host for listeners: MSCOMM_SOCKET_IFNAME's, else that by which the hub reaches it."""
-        return interfaces.listen_address(self._frames.sock)
+        """Where this rank listens for those of other hosts: interfaces.listen_address."""
+        return listen_address(self._frames.sock)
 
     # -- failures
 
