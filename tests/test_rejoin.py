@@ -192,10 +192,10 @@ import numpy as np, mscomm
 rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
 mscomm.init()
 if life == 0:
-    mscomm.barrier()
-    if rank == 1:
-        raise KeyError("no such column")
     try:
+        mscomm.barrier()
+        if rank == 1:
+            raise KeyError("no such column")
         mscomm.barrier()
     except mscomm.Aborted as error:
         print("aborted:", "no such column" in str(error))

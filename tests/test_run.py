@@ -388,11 +388,14 @@ def test_a_rank_that_is_killed_elsewhere_ends_ranks_that_do_not_look(nodes):
     assert "the job failed on another host: PeerLost: rank 2" in err_0
 
 
-def test_a_program_that_fails_on_one_node_is_ended_on_the_other_though_it_knows_nothing_of_mscomm(nodes):
+def test_a_program_that_fails_on_one_node_is_ended_on_the_other_though_it_knows_nothing_of_mscomm(nodes, tmp_path):
     (code_0, _, err_0), (code_1, _, err_1) = nodes("if rank == 2: sys.exit(7)\nwhile True: time.sleep(1)")
     assert (code_0, code_1) == (128 + signal.SIGTERM, 7), err_0 + err_1
     assert "the job failed on another host: PeerLost: rank 2: exit code 7" in err_0
-    (code_0, _, err_0), (code_1, _, err_1) = nodes("if rank == 0: sys.exit(7)\nwhile True: time.sleep(1)")
+    (code_0, _, err_0), (code_1, _, err_1) = nodes(
+        f"up = '{tmp_path}/up'\nif rank == 2: open(up, 'w').close()\n"
+        "while not (rank == 0 and os.path.exists(up)): time.sleep(0.01)\nsys.exit(7)"
+    )
     assert (code_0, code_1) == (7, 128 + signal.SIGTERM), err_0 + err_1
     assert "the job failed on another host: PeerLost: rank 0: exit code 7" in err_1
 

@@ -259,7 +259,8 @@ class Hub:
             if verdict and not any(rank in self._started_again for rank in verdict.ranks):
                 return verdict
             rank, how = next(iter(self._ended_badly.items()))
-            return Verdict("PeerLost", (rank,), (), f"{self._roster.name(rank)}: {how}, and it is not started again")
+            end = ", and it is not started again" if self._restarts else ""
+            return Verdict("PeerLost", (rank,), (), f"{self._roster.name(rank)}: {how}{end}")
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
