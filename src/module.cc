@@ -1,4 +1,5 @@
 // mscomm._core: converts, releases the GIL, calls. What it offers to Python is typed in python/mscomm/_core.pyi.
+#include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -43,6 +44,17 @@ std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes) {
   }
 }
 
+// A copy of the descriptor that is closed with its last holder: whoever gave it may close theirs at any time. -1: there is none.
+std::shared_ptr<const int> copy_of(int fd) {
+  if (fd < 0) return std::make_shared<const int>(-1);
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (copy < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
+  return {new int(copy), [](const int* owned) {
+            close(*owned);
+            delete owned;
+          }};
+}
+
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   void* memory = heap->allocate(bytes);
   if (!memory) return py::none();
@@ -65,7 +77,7 @@ struct Group {
   std::unique_ptr<Communicator> communicator;
 
   // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
-  // failed_fd: an eventfd that is written when a call on the worker's thread has failed; -1: none.
+  // failed_fd: an eventfd that is written when a call on the worker's thread has failed; it stays the caller's; -1: none.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, py::function notice,
         int failed_fd)
@@ -99,10 +111,10 @@ struct Group {
                                 const py::gil_scoped_acquire gil;
                                 notice(text);
                               },
-                              [failed_fd] {
+                              [failed = copy_of(failed_fd)] {
                                 const uint64_t one = 1;
                                 // Full: the reader has not looked yet, and will.
-                                if (failed_fd >= 0 && write(failed_fd, &one, sizeof one) < 0 && errno != EAGAIN) return;
+                                if (*failed >= 0 && write(*failed, &one, sizeof one) < 0 && errno != EAGAIN) return;
                               }};
     communicator =
         std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));

@@ -18,17 +18,26 @@ ALLGATHER = EXAMPLES / "nccl_allgather.py"
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 TWO_HOSTS = "4 ranks on 2 host(s)"
 
-# Where each rank listens for the others.
+# By which address of its host each rank is linked to those of other hosts.
 WHERE = """
-import socket, sys
+import os, socket, sys
 import numpy as np
 import mscomm
-from mscomm import groups
+from mscomm.cluster.assemble import Job
+mine = set()
+connect = Job._connect
+def spy(*args):
+    fds = connect(*args)
+    for fd in fds:
+        if fd >= 0:
+            with socket.socket(fileno=os.dup(fd)) as link:
+                mine.update(link.getsockname()[:1] if link.family != socket.AF_UNIX else ())
+    return fds
+Job._connect = spy
 mscomm.init()
 total = mscomm.all_reduce(np.ones(1000, np.float32))
 assert (total == mscomm.get_group_size()).all()
-address = groups.resolve(None).member.address()
-sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {address}\\n")
+sys.stdout.write(f"{mscomm.get_rank()} {socket.gethostname()} {','.join(mine)}\\n")
 """
 
 
@@ -193,6 +202,12 @@ def test_a_scheduler_and_workers_on_hosts_with_ipv6_alone(two_by_ipv6: Hosts, ke
     )
     assert [code for code, _, _ in workers] == [0] * 4, workers
     assert {out.split()[2] for _, out, _ in workers} == {"fd77::1", "fd77::2"}
+
+
+def test_data_may_go_another_way_than_control(two_networks: Hosts, key: str) -> None:
+    scheduler, *workers = cluster(two_networks, ["-c", WHERE], MSCOMM_JOB_KEY_FILE=key, MSCOMM_SOCKET_IFNAME="net1")
+    assert [code for code, _, _ in (scheduler, *workers)] == [0] * 5, (scheduler, workers)
+    assert {out.split()[2] for _, out, _ in workers} == {"10.77.1.1", "10.77.1.2"}
 
 
 def test_the_scheduler_may_have_a_name(two: Hosts, key: str) -> None:

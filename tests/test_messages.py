@@ -569,7 +569,7 @@ def test_a_group_that_is_destroyed_in_another_thread_ends_a_recv(rank, group):
     if rank == 0:
 
         def receives():
-            with pytest.raises(mscomm.Aborted, match="released the group while a call or a message was under way"):
+            with pytest.raises(mscomm.Aborted, match="released the group while a call or a message was running"):
                 mscomm.recv(np.zeros(1), 1, group=pair)
 
         def destroys():

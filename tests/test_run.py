@@ -388,6 +388,35 @@ def test_a_rank_that_is_killed_elsewhere_ends_ranks_that_do_not_look(nodes):
     assert "the job failed on another host: PeerLost: rank 2" in err_0
 
 
+def test_a_program_that_fails_on_one_node_is_ended_on_the_other_though_it_knows_nothing_of_mscomm(nodes):
+    (code_0, _, err_0), (code_1, _, err_1) = nodes("if rank == 2: sys.exit(7)\nwhile True: time.sleep(1)")
+    assert (code_0, code_1) == (128 + signal.SIGTERM, 7), err_0 + err_1
+    assert "the job failed on another host: PeerLost: rank 2: exit code 7" in err_0
+    (code_0, _, err_0), (code_1, _, err_1) = nodes("if rank == 0: sys.exit(7)\nwhile True: time.sleep(1)")
+    assert (code_0, code_1) == (7, 128 + signal.SIGTERM), err_0 + err_1
+    assert "the job failed on another host: PeerLost: rank 0: exit code 7" in err_1
+
+
+def test_the_exit_code_of_a_rank_elsewhere_is_in_the_error(nodes):
+    (_, _, err_0), (_, _, err_1) = nodes("import mscomm\nmscomm.init()\nif rank == 3: os._exit(7)\nmscomm.barrier()")
+    assert "ended without release: exit code 7" in err_0, err_0 + err_1
+
+
+def test_ranks_end_when_the_launcher_of_node_0_is_killed(script, tmp_path):
+    path = script(f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    node_0, node_1 = (start_node(rank, "-n", 1, path, port=port) for rank in (0, 1))
+    for rank in (0, 1):
+        appears(tmp_path / f"up{rank}")
+    node_0.kill()
+    node_0.communicate()
+    _, err = node_1.communicate(timeout=60)
+    assert node_1.returncode == 128 + signal.SIGTERM
+    assert "the launcher of node 0 has ended" in err
+
+
 def test_node_0_stays_until_the_others_have_left(nodes):
     body = "import mscomm\nmscomm.init()\nif rank > 1: time.sleep(3)\nprint('done')"
     for code, out, err in nodes(body):

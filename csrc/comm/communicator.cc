@@ -14,7 +14,6 @@ namespace {
 thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // of what was sent, at the end
-constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
 // Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
 std::mutex all_mutex;
@@ -266,7 +265,7 @@ void Communicator::close() {
   std::unique_lock turn(turn_mutex_);
   if (callers_ > 0) {
     turn.unlock();
-    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was under way, after " + current(),
+    abort({Error("Aborted", name_of(rank_) + " released the group while a call or a message was running, after " + current(),
                  {in_job(rank_)}),
            false});
     turn.lock();
@@ -394,7 +393,8 @@ void Communicator::in_child() {
     communicator->backend_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    communicator->worker_.release();  // the thread is the parent's
+    communicator->worker_.release();        // the thread is the parent's
+    communicator->hooks_.failed = nullptr;  // and so is who reads of its failures
   }
   all_mutex.unlock();
 }

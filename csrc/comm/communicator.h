@@ -69,6 +69,9 @@ class Work {
   std::atomic<bool> done_{false};
 };
 
+// When a wait is told of on stderr, after its beginning; from the second on every so often.
+inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
+
 class Communicator final : public Watch {
  public:
   // interrupt: called at each bounded wake of a caller's thread, never of the worker's; may throw. notice: one line for the user.

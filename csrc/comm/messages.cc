@@ -7,10 +7,6 @@
 
 namespace mscomm {
 
-namespace {
-constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
-}
-
 // One message while it is waited for. Each has its own deadline, words and notices, as many threads wait at a time.
 class Communicator::Delivery final : public Watch {
  public:

@@ -157,7 +157,6 @@ class Group:
         self.size = len(ranks)
         self.timeout_s = timeout_s
         self.record_dir = environment.read("MSCOMM_RECORD", os.environ)
-        self.made: Callable[[Deadline], Any] | None = None  # how it is made again in a new epoch
         self._tracing = threading.Lock()  # protects _traced
         self._watching = threading.Lock()  # protects _running
 

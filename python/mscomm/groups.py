@@ -8,14 +8,15 @@ import hashlib
 import operator
 import os
 import platform
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_version
-from mscomm.cluster.member import Member
+from mscomm.cluster.member import Member, Welcome
 from mscomm.context import plain_links_permitted
 from mscomm.errors import BackendUnavailable, Error, PeerLost, make
 from mscomm.group import PACKAGE, Group, Work
@@ -33,6 +34,13 @@ __all__ = ["Group", "Work"]
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
+
+
+class Making(NamedTuple):
+    """A create_group or split call of this rank, to be made again in each epoch."""
+
+    group: Group  # what came of it; for a split with color None an empty one
+    make: Callable[[Deadline], object]
 
 
 class _Joined:
@@ -47,13 +55,11 @@ class _Joined:
         self.local_rank = 0
         self.hub: Any = None  # its process, if this rank started it
         self.pid = os.getpid()
+        self.world = Group("world", list(range(job.size)), timeout_s)
         self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
+        self.makings: list[Making] = []  # how rejoin() brings the others back, in this order
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
         self.creations: dict[str, int] = {}  # how often each list of ranks was given each name in this epoch
-
-    @property
-    def world(self) -> Group:
-        return self.groups["world"]
 
     @property
     def member(self) -> Member | None:
@@ -132,7 +138,7 @@ def init(
     if launcher is None:
         log.set_rank(0)
         joined = _Joined(assemble.alone(), backend, algo, timeout_s)
-        joined.found(Group("world", [0], timeout_s), deadline)
+        joined.found(joined.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
         joined = _join(invitation, backend, algo, forced, timeout_s, deadline)
@@ -173,7 +179,7 @@ def _join(
         with _telling(member, welcome.rank, welcome.epoch):
             job = assemble.share(member, welcome, memory, forced, deadline)
             joined = _Joined(job, backend, algo, timeout_s)
-            joined.found(Group("world", list(range(welcome.size)), timeout_s), deadline)
+            joined.found(joined.world, deadline)
             member.ready(deadline)
         failing.pop_all()
     joined.launcher, joined.hub = invitation.launcher, invitation.hub
@@ -265,48 +271,52 @@ def _end_all(joined: _Joined, text: str) -> None:
 def rejoin(timeout: float | timedelta | None = None) -> int:
     """After PeerLost: wait until every lost rank was started again, and go on with all of them in a new epoch.
 
-    All ranks that are left call it; the new ones call init(). The groups come back in the order of their creation: a
-    new rank founds them by the same create_group and split calls as at the start. Arrays stay as they are; those of
-    mscomm.empty that were made before are private memory from now on. Returns the epoch's number, 1 for the first.
+    Also after Aborted, if the rank that failed is started again. All ranks that are left call it; the new ones call
+    init(). The groups come back in the order of their creation: a new rank makes the same create_group and split calls
+    as at the start, but for groups that were destroyed. Groups of shrink() end. Arrays stay as they are; those of
+    mscomm.empty that were made before are private memory from now on. What the ranks computed, they must bring to one
+    state themselves. Returns the epoch's number, 1 for the first; that of two ranks can differ if another rank was lost
+    meanwhile: the one that is behind meets PeerLost in its next call.
 
-    timeout: seconds or a timedelta, None: MS_TOPO_TIMEOUT (600); then CollectiveTimeout. PeerLost if nobody starts
-    lost ranks of this job again: `mscomm run --max-restarts N` does.
+    timeout: seconds or a timedelta, None: MS_TOPO_TIMEOUT (600); then CollectiveTimeout, whose waiting_for names those
+    that did not come; rejoin() may be called again. PeerLost if nobody starts the lost ranks again, which `mscomm run
+    --max-restarts N` does, or if a rank has left the job. RuntimeError in a job of one rank.
     """
     joined = _here()
     if joined.member is None:
         raise RuntimeError("rejoin: this is a job of one rank")
     deadline = Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout))
-    groups = [group for group in joined.groups.values() if group.name != "world"]
-    for group in joined.groups.values():
-        group.leave()
-    if joined.job.heap is not None:
-        joined.job.heap.retire()
     while True:
-        try:
-            return _begin_epoch(joined, groups, deadline)
-        except PeerLost:  # another one, on the way
-            if deadline.passed:
-                raise
+        # From here on nobody of the old epoch can reach what this rank has in shared memory.
+        for group in joined.groups.values():
+            group.leave()
+        if joined.job.heap is not None:
+            joined.job.heap.retire()
+        with assemble.unix_listener() as memory:
+            facts = assemble.facts(joined.backend, joined.job.size, joined.algo, memory)
+            welcome = joined.member.rejoin(facts, deadline)
+            try:
+                _begin_epoch(joined, joined.member, welcome, memory, deadline)
+                return welcome.epoch
+            except PeerLost:
+                if deadline.passed:
+                    raise
+                # Another rank was lost on the way: whether it comes back, the next turn is told.
 
 
-def _begin_epoch(joined: _Joined, groups: list[Group], deadline: Deadline) -> int:
-    member, world = joined.member, joined.world
-    assert member
-    with assemble.unix_listener() as memory:
-        facts = assemble.facts(joined.backend, joined.job.size, joined.algo, memory)
-        welcome = member.rejoin(facts, deadline)
-        with _telling(member, welcome.rank, welcome.epoch):
-            joined.job = assemble.share(member, welcome, memory, joined.job.forced, deadline)
-            joined.creations.clear()
-            joined.splits.clear()
-            joined.groups = {}
-            joined.found(world, deadline)
-            member.ready(deadline)
+def _begin_epoch(joined: _Joined, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
+    """Everything of this rank's part in the job anew, but the control link and the Group objects."""
+    with _telling(member, welcome.rank, welcome.epoch):
+        joined.job = assemble.share(member, welcome, memory, joined.job.forced, deadline)
+        joined.creations.clear()
+        joined.splits.clear()
+        returning = [joined.world, *(making.group for making in joined.makings)]
+        joined.groups = {name: group for name, group in joined.groups.items() if group in returning}
+        joined.found(joined.world, deadline)
+        member.ready(deadline)
     log.info(f"epoch {welcome.epoch} begins")
-    for group in groups:
-        if group.made is not None:
-            group.made(deadline)
-    return welcome.epoch
+    for making in joined.makings:
+        making.make(deadline)
 
 
 # -- groups
@@ -348,8 +358,8 @@ def create_group(group: str, rank_ids: list[int]) -> Group | None:
     if joined.job.rank not in ranks:
         return None
     made = Group(group, ranks, joined.timeout_s)
-    made.made = lambda deadline: joined.found(made, deadline)
-    made.made(Deadline(join_timeout_s(os.environ)))
+    joined.found(made, Deadline(join_timeout_s(os.environ)))
+    joined.makings.append(Making(made, lambda deadline: joined.found(made, deadline)))
     return made
 
 
@@ -375,13 +385,15 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
             return None
         alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
         ranks = [parent.ranks[place] for _, place in sorted(alike)]
+        joined.groups.pop(made.name, None)  # in an earlier epoch, by another name perhaps
         made.name, made.ranks, made.size = f"{parent.name}.{turn}.{color}", ranks, len(ranks)
         joined.found(made, deadline)
         return made
 
     made = Group("", [], joined.timeout_s)
-    made.made = found
-    return found(Deadline(join_timeout_s(os.environ)))
+    result = found(Deadline(join_timeout_s(os.environ)))
+    joined.makings.append(Making(made, found))
+    return result
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
@@ -410,6 +422,7 @@ def destroy_group(group: Group | str) -> None:
     if found is joined.world:
         raise ValueError("destroy_group: the group of all ranks ends with release()")
     del joined.groups[found.name]
+    joined.makings = [making for making in joined.makings if making.group is not found]
     found.drain()
     found.leave()
 

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     node_id: str | None
     worker_ip: str | None
     topo_timeout_s: float
+    recovery: bool
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -98,7 +99,8 @@ def read(env: Mapping[str, str]) -> Settings:
         raise _missing(env, "MS_WORKER_NUM", "the number of workers, 1 or more, the same in every process")
     environment.read("MS_SERVER_NUM", env)
     node_id, worker_ip = (environment.read(name, env) for name in ("MS_NODE_ID", "MS_WORKER_IP"))
-    return Settings(host, port, size, node_id, worker_ip, join_timeout_s(env))
+    recovery = environment.read("MS_ENABLE_RECOVERY", env) == 1
+    return Settings(host, port, size, node_id, worker_ip, join_timeout_s(env), recovery)
 
 
 def _missing(env: Mapping[str, str], name: str, expected: str) -> ValueError:
@@ -132,7 +134,14 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
             listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
         except OSError as error:
             raise _cannot_listen(settings, error) from error
-        hub = Hub(settings.size, key=key, topo_timeout_s=settings.topo_timeout_s, ranks_known=False, log=_log)
+        hub = Hub(
+            settings.size,
+            key=key,
+            topo_timeout_s=settings.topo_timeout_s,
+            ranks_known=False,
+            restarts=settings.recovery,
+            log=_log,
+        )
         hub.listen(listener)
         _stop_on_sigterm(hub.stop)
         _log(f"waiting at {interfaces.endpoint(host, port)} for {settings.size} workers")

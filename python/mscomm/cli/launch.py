@@ -62,10 +62,19 @@ def _signal_name(number: int) -> str:
 
 
 class Launch:
-    """One run of `command` as `size` ranks on this host. Use it in the main thread: it takes over signals."""
+    """One run of `command` as `size` ranks on this host. Use it in the main thread: it takes over signals.
+
+    max_restarts: how many processes that ended badly are started again, of all ranks together.
+    """
 
     def __init__(
-        self, command: Sequence[str], size: int, env: Mapping[str, str], part: Part, log_dir: Path | None = None
+        self,
+        command: Sequence[str],
+        size: int,
+        env: Mapping[str, str],
+        part: Part,
+        log_dir: Path | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self._command = list(command)
         self._size = size
@@ -75,9 +84,11 @@ class Launch:
         self._scheduler_log: Log | None = None
         self._logs: list[Log] = []
         self._started = time.monotonic()
-        self._processes: list[
-            subprocess.Popen[bytes]
-        ] = []  # by local rank; never reaped before the end, so that their ids stay ours
+        # By local rank; not reaped before its successor starts, or the end, so that their ids stay ours.
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._worker_logs: list[Log | None] = []  # by local rank
+        self._max_restarts = max_restarts
+        self._restarts: list[int] = []  # the local ranks that were started again, in this order
         self._ends: dict[int, End] = {}  # by local rank
         self._signals = 0
         self._ending = False
@@ -102,7 +113,7 @@ class Launch:
                     self._watch()
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
                     return PIPE_CLOSED
-            return self._summary(self._part.verdict())
+            return self._summary(self._part.verdict(), self._elsewhere())
 
     # -- start
 
@@ -135,18 +146,22 @@ class Launch:
 
     def _start_ranks(self, stack: ExitStack, logs: ExitStack) -> None:
         for local_rank in range(self._size):
-            rank = self._part.first + local_rank
-            inherited, variables = self._part.entrance(rank)
-            log = self._open_log(f"worker_{rank}.log", logs)
-            with inherited:
-                process = self._start_rank(inherited.fileno(), {**self._identity(local_rank), **variables})
-            self._processes.append(process)
-            assert process.stdout and process.stderr
-            self._streams.add(Stream(process.stdout, rank, self._stdout, log))
-            self._streams.add(Stream(process.stderr, rank, self._stderr, log))
+            self._worker_logs.append(self._open_log(f"worker_{self._part.first + local_rank}.log", logs))
+            self._processes.append(self._start_rank(local_rank))
         self._part.serve(stack)
 
-    def _start_rank(self, inherited_fd: int, identity: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start_rank(self, local_rank: int) -> subprocess.Popen[bytes]:
+        """The rank's process, its output already on the way to ours."""
+        rank = self._part.first + local_rank
+        inherited, variables = self._part.entrance(rank)
+        with inherited:
+            process = self._execute(inherited.fileno(), {**self._identity(local_rank), **variables})
+        assert process.stdout and process.stderr
+        self._streams.add(Stream(process.stdout, rank, self._stdout, self._worker_logs[local_rank]))
+        self._streams.add(Stream(process.stderr, rank, self._stderr, self._worker_logs[local_rank]))
+        return process
+
+    def _execute(self, inherited_fd: int, identity: Mapping[str, str]) -> subprocess.Popen[bytes]:
         launcher = os.getpid()
 
         def end_with_launcher() -> None:
@@ -164,7 +179,7 @@ class Launch:
                 bufsize=0,
                 pass_fds=(inherited_fd,),
                 start_new_session=True,  # a group of its own, which is ended as a whole
-                preexec_fn=end_with_launcher,  # no other thread runs yet
+                preexec_fn=end_with_launcher,  # it takes no lock that another thread could have held at the fork
             )
         except OSError as error:
             raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
@@ -175,6 +190,7 @@ class Launch:
             "MSCOMM_WORLD_SIZE": str(self._part.size),
             "MSCOMM_LOCAL_RANK": str(local_rank),
             "MSCOMM_LOCAL_WORLD_SIZE": str(self._size),
+            "MSCOMM_RESTART_COUNT": str(self._restarts.count(local_rank)),
         }
 
     # -- watch
@@ -203,9 +219,16 @@ class Launch:
         return min(waits) if waits else None
 
     def _lost_elsewhere(self) -> bool:
-        """Whether a rank of another host was lost: then the job is over here too."""
-        verdict = self._part.verdict() if self._part.look_s is not None else None
-        return verdict is not None and verdict.kind == "PeerLost" and not self._has_one_of(verdict.ranks)
+        """Whether a rank of another host was lost for good: then the job is over here too."""
+        over = self._part.over() if self._part.look_s is not None else None
+        return over is not None and not self._has_one_of(over.ranks)
+
+    def _elsewhere(self) -> Verdict | None:
+        """The first failure, if it was on another host."""
+        over, verdict = self._part.over(), self._part.verdict()
+        if over is not None and self._size < self._part.size and not self._has_one_of(over.ranks):
+            return over
+        return verdict if verdict and verdict.ranks and not self._has_one_of(verdict.ranks[:1]) else None
 
     def _has_one_of(self, ranks: Sequence[int]) -> bool:
         return any(self._part.first <= rank < self._part.first + self._size for rank in ranks)
@@ -223,10 +246,28 @@ class Launch:
             info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                self._ends[local_rank] = end = End(self._part.first + local_rank, code, now)
-                self._part.ended(end.rank, end.how, code != 0)
+                end = End(self._part.first + local_rank, code, now)
+                again = code != 0 and self._may_restart()
+                self._part.ended(end.rank, end.how, code != 0, again)
+                if again:
+                    self._restart(local_rank, end)
+                    continue
+                self._ends[local_rank] = end
                 if code != 0:
                     self._end_soon()
+
+    def _may_restart(self) -> bool:
+        return len(self._restarts) < self._max_restarts and not self._ending and self._part.can_restart()
+
+    def _restart(self, local_rank: int, end: End) -> None:
+        """Start a rank again that ended badly; the others are not disturbed."""
+        self._restarts.append(local_rank)
+        count = f"restart {len(self._restarts)} of {self._max_restarts}"
+        self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
+        process = self._processes[local_rank]
+        os.killpg(process.pid, signal.SIGKILL)  # what it started, before its id can be given to others
+        process.wait()
+        self._processes[local_rank] = self._start_rank(local_rank)
 
     def _end_soon(self) -> None:
         """Those that still run in REPORT_S are made to end."""
@@ -263,14 +304,13 @@ class Launch:
             process.wait()
         self._streams.close()
 
-    def _summary(self, verdict: Verdict | None) -> int:
+    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
         """Say who failed first: the rank that the verdict names if it did not end well, else the first that did not."""
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
         first = min(failed, key=lambda end: self._order(end, named), default=None)
-        elsewhere = verdict is not None and bool(named) and not self._has_one_of(named)
-        if verdict and elsewhere:
-            self._say(f"the job failed on another host: {verdict.kind}: {verdict.text}")
+        if elsewhere:
+            self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere.text}")
         if first:
             where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
             others = f"{len(failed) - 1} of the other {self._size - 1} ranks"
@@ -288,7 +328,7 @@ class Launch:
         for count, name in ((dropped, "stdout"), (dropped_errors, "stderr")):
             if count:
                 self._note(f"{count} bytes of output were dropped: {_NOBODY_READ.format(name)}")
-        return first.status if first else int(elsewhere or bool(dropped or dropped_errors))
+        return first.status if first else int(bool(elsewhere or dropped or dropped_errors))
 
     def _say(self, text: str) -> None:
         self._stderr.write(f"mscomm run: {text}\n".encode())

@@ -6,6 +6,7 @@ connect there, and what they inherit is a descriptor from which they read the ke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -19,9 +20,10 @@ from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.frames import FROM_HUB_BYTES, Frames, Message
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.judge import Verdict
-from mscomm.errors import AuthenticationError, BackendUnavailable
+from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 
 LOOK_S = 0.2  # how often node 0 looks for news that no event brings to its launcher: failures on other hosts
 
@@ -44,11 +46,17 @@ class Part(Protocol):
     def serve(self, stack: ExitStack) -> None:
         """All ranks of this host are started."""
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        """One of them has ended."""
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        """One of them has ended; again: it is started again after this."""
+
+    def can_restart(self) -> bool:
+        """Whether a rank that is started again now can take part in the job."""
 
     def verdict(self) -> Verdict | None:
         """The job's first failure, if it is known here."""
+
+    def over(self) -> Verdict | None:
+        """Why the job cannot go on, on no host, if that is so."""
 
     def needed(self, well: bool) -> bool:
         """Whether ranks of other hosts still need this launcher, now that its own have ended (all of them well)."""
@@ -60,12 +68,13 @@ class WholeJob:
     first = 0
     look_s: float | None = None
 
-    def __init__(self, size: int, topo_timeout_s: float) -> None:
+    def __init__(self, size: int, topo_timeout_s: float, restarts: bool) -> None:
         self.size = size
         self._topo_timeout_s = topo_timeout_s
+        self._restarts = restarts
 
     def open(self, stack: ExitStack, log: Log) -> None:
-        self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, log)
+        self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, self._restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs = socket.socketpair()
@@ -75,11 +84,17 @@ class WholeJob:
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        self._hub.process_ended(rank, how, badly=badly)
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly, again=again)
+
+    def can_restart(self) -> bool:
+        return self._hub.can_restart
 
     def verdict(self) -> Verdict | None:
         return self._hub.verdict
+
+    def over(self) -> Verdict | None:
+        return self._hub.over
 
     def needed(self, well: bool) -> bool:
         return False
@@ -92,9 +107,17 @@ class Node0:
     look_s: float | None = LOOK_S
 
     def __init__(
-        self, size: int, host: str, port: int, permit_plain: bool, topo_timeout_s: float, announcement: str
+        self,
+        size: int,
+        host: str,
+        port: int,
+        permit_plain: bool,
+        topo_timeout_s: float,
+        restarts: bool,
+        announcement: str,
     ) -> None:
         self.size = size
+        self._restarts = restarts
         self._announcement = announcement
         self._address = (host, port)
         self._permit_plain = permit_plain
@@ -117,7 +140,7 @@ class Node0:
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
         self._where = interfaces.endpoint(host, port)
-        self._hub = _hub(self.size, self._key, self._topo_timeout_s, log)
+        self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log)
         self._hub.listen(listener)
         print(self._announcement, file=sys.stderr, flush=True)
         self._until = float("inf")
@@ -130,11 +153,17 @@ class Node0:
     def serve(self, stack: ExitStack) -> None:
         self._thread = _serve(self._hub, stack)
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        self._hub.process_ended(rank, how, badly=badly)
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly, again=again)
+
+    def can_restart(self) -> bool:
+        return self._hub.can_restart
 
     def verdict(self) -> Verdict | None:
         return self._hub.verdict
+
+    def over(self) -> Verdict | None:
+        return self._hub.over
 
     def needed(self, well: bool) -> bool:
         """Until the other nodes' ranks have left too; after a failure only until they have had time to hear of it."""
@@ -146,13 +175,17 @@ class Node0:
 
 
 class OtherNode:
-    """Knows node 0's address; looks before it starts its ranks whether somebody with the job's key is there."""
+    """Has a link to node 0's hub before it starts its ranks: tells it how they end, and hears when the job is over."""
 
-    look_s: float | None = None
+    look_s: float | None = LOOK_S
 
-    def __init__(self, size: int, first: int, host: str, port: int, permit_plain: bool, topo_timeout_s: float) -> None:
+    def __init__(
+        self, size: int, ranks: range, host: str, port: int, permit_plain: bool, topo_timeout_s: float
+    ) -> None:
         self.size = size
-        self.first = first
+        self.first = ranks.start
+        self._ranks = ranks
+        self._over: Verdict | None = None
         self._address = (host, port)
         self._permit_plain = permit_plain
         self._topo_timeout_s = topo_timeout_s
@@ -164,7 +197,7 @@ class OtherNode:
             host, port = sock.getpeername()[:2]
             _require_permission(os.environ, host, port, self._permit_plain)
             self._key = security.worker_key(os.environ, host, port, self._permit_plain)
-            links.greet(sock, self._key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
+            links.greet(sock, self._key, links.LAUNCHER, links.Identity(version=links.package_version()), deadline)
 
         sock = rendezvous.reach(
             [self._address],
@@ -173,8 +206,16 @@ class OtherNode:
             f"no node 0 at {interfaces.endpoint(*self._address)} (--master-addr, --master-port)",
             "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
         )
-        with sock:
-            self._where = interfaces.endpoint(*sock.getpeername()[:2])
+        self._where = interfaces.endpoint(*sock.getpeername()[:2])
+        self._link: Frames | None = Frames(sock, FROM_HUB_BYTES)
+        stack.callback(self._leave)
+        self._link.send({"t": "attend", "first": self._ranks.start, "end": self._ranks.stop}, deadline)
+        state = self._link.receive(deadline)
+        if state is None:
+            raise Error(f"the job at {self._where} has ended already")
+        self._hear(state)
+        if self._over:
+            raise Error(f"the job at {self._where} has failed already: {self._over.text}")
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -184,21 +225,62 @@ class OtherNode:
     def serve(self, stack: ExitStack) -> None:
         return
 
-    def ended(self, rank: int, how: str, badly: bool) -> None:
-        return  # node 0's hub sees the end of its link
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        if self._link:
+            words = {"rank": rank, "how": how, "badly": badly, "again": again}
+            with contextlib.suppress(OSError):  # over() sees the end of the link too
+                self._link.send({"t": "ended", **words}, Deadline(_TELL_S))
+
+    def can_restart(self) -> bool:
+        return self.over() is None
 
     def verdict(self) -> Verdict | None:
-        return None
+        return self.over()
+
+    def over(self) -> Verdict | None:
+        try:
+            while self._link and (messages := self._link.arrived()) != []:
+                if messages is None:
+                    self._end("the launcher of node 0 has ended")
+                for message in messages or []:
+                    self._hear(message)
+        except (Error, OSError) as error:
+            self._end(f"the link to the launcher of node 0 failed: {error}")
+        return self._over
 
     def needed(self, well: bool) -> bool:
         return False
 
+    def _hear(self, message: Message) -> None:
+        if message["t"] == "state" and message["over"]:
+            self._over = self._over or Verdict(**message["over"])
+        elif message["t"] == "end":
+            self._leave()
 
+    def _end(self, why: str) -> None:
+        if self._link:
+            self._over = self._over or Verdict("PeerLost", (), (), f"{why} ({self._where})")
+            self._leave()
+
+    def _leave(self) -> None:
+        """Close the link when node 0 has read all of it; to close first, with news unread, could throw it away."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        deadline = Deadline(_TELL_S)
+        with contextlib.suppress(Error, OSError):  # it ended before us
+            link.sock.shutdown(socket.SHUT_WR)
+            while link.receive(deadline) is not None:
+                continue
+        link.close()
+
+
+_TELL_S = 2.0  # for node 0 to read what we say
 _HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, report, and end
 
 
-def _hub(size: int, key: bytes, topo_timeout_s: float, log: Log) -> Hub:
-    return Hub(size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, log=log)
+def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Log) -> Hub:
+    return Hub(size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, restarts=restarts, log=log)
 
 
 def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:

@@ -21,10 +21,14 @@ Output comes in whole lines with the rank before them. When a rank fails, the ot
 ended; the exit status is that of the first failure. With --log_dir each rank's output is also kept in
 DIR/worker_<rank>.log.
 
+With --max-restarts a rank that failed is started again, under the same number, and MSCOMM_RESTART_COUNT tells it how
+often it was. The others stay: they catch mscomm.PeerLost and call mscomm.rejoin(). (torchrun, whose word it is, ends
+and starts all ranks then, and counts that as one.)
+
 On several hosts, start it on each of them with the same --nnodes, --master-addr and --master-port, and with --node-rank
 0 to N-1; node 0 runs where --master-addr is and prints the line for the others. They need the same key in
-MSCOMM_JOB_KEY_FILE. The variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
-are the defaults.
+MSCOMM_JOB_KEY_FILE. The variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and
+PET_MAX_RESTARTS are the defaults.
 """
 DEFAULT_PORT = 8118  # msrun's
 
@@ -73,6 +77,14 @@ class Nodes(NamedTuple):
 @click.option(
     "--log_dir", "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep each rank's output."
 )
+@click.option(
+    "--max_restarts",
+    "--max-restarts",
+    "max_restarts",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Start a rank again that ended badly, up to N times on this host for all its ranks together (0).",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -88,6 +100,7 @@ def command(
     cluster_time_out: float | None,
     join: bool | None,
     log_dir: Path | None,
+    max_restarts: int | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -101,6 +114,9 @@ def command(
         nnodes or os.environ.get("PET_NNODES"),
     )
     nodes = nodes_of(os.environ, count, node_rank, master_addr, master_port)
+    if max_restarts is None:
+        text = os.environ.get("PET_MAX_RESTARTS", "")
+        max_restarts = int(text) if text.isdecimal() else 0
     line = command_line(script, args, module)
     if cluster_time_out is not None:
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
@@ -123,13 +139,15 @@ def command(
     size, where = nodes.number * local, (nodes.host, nodes.port, permit_plain, topo_timeout_s)
     part: Part
     if nodes.number == 1:
-        part = WholeJob(size, topo_timeout_s)
+        part = WholeJob(size, topo_timeout_s, max_restarts > 0)
     elif nodes.rank == 0:
-        part = Node0(size, *where, _for_the_others(nodes, local, permit_plain, [*["-m"] * module, script, *args]))
+        options = [*["--permit-plain"] * permit_plain, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
+        others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
+        part = Node0(size, *where, max_restarts > 0, others)
     else:
-        part = OtherNode(size, nodes.rank * local, *where)
+        part = OtherNode(size, range(nodes.rank * local, (nodes.rank + 1) * local), *where)
     try:
-        status = Launch(line, local, env, part, log_dir).run()
+        status = Launch(line, local, env, part, log_dir, max_restarts).run()
     except (CannotStart, Error, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
@@ -214,11 +232,11 @@ def nodes_of(
     return Nodes(count, node_rank, host, port)
 
 
-def _for_the_others(nodes: Nodes, local: int, permit_plain: bool, rest: list[str]) -> str:
+def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
     """What to type on the other hosts."""
     others = "1" if nodes.number == 2 else "K"
     words = ["mscomm", "run", "--nnodes", str(nodes.number), "--node-rank", others, "--master-addr", nodes.host]
-    words += ["--master-port", str(nodes.port), "-n", str(local), *(["--permit-plain"] if permit_plain else []), *rest]
+    words += ["--master-port", str(nodes.port), "-n", str(local), *rest]
     key = os.environ.get("MSCOMM_JOB_KEY_FILE")
     line = f"MSCOMM_JOB_KEY_FILE={shlex.quote(key)} " if key else ""
     where = "on the other host" if nodes.number == 2 else f"on the other hosts, K = 1 to {nodes.number - 1}"

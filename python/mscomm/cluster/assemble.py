@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mscomm import _core, environment, log
-from mscomm.cluster import links, plan
+from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, LETTERS, MEMORY, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
@@ -263,13 +263,18 @@ class Job:
     def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
         """A connection to the rank, at the one of its addresses that is meant for us."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
-        with _reaching(rank), contextlib.ExitStack() as failing:
-            address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
-            if address is None:
-                raise Error(f"it gave no address for {'its own host' if at_home else 'other hosts'}")
-            sock = failing.enter_context(
-                links.connect(tuple(address) if isinstance(address, list) else address, deadline)
-            )
+        address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
+        if address is None:
+            lacks = f"it gave no address for {'its own host' if at_home else 'other hosts'}"
+            raise PeerLost(f"cannot reach rank {rank}: {lacks}", [rank])
+        where = ""
+        if not at_home:
+            assert self.member
+            host, port = address
+            address = interfaces.dial_address(host, self.member.address()), port
+            where = f" at {interfaces.endpoint(*address)}"
+        with _reaching(rank, where), contextlib.ExitStack() as failing:
+            sock = failing.enter_context(links.connect(address, deadline))
             links.greet(sock, self.key, purpose, self.identity, deadline)
             failing.pop_all()
         return sock.detach()
@@ -459,12 +464,12 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
 
 
 @contextlib.contextmanager
-def _reaching(peer: int) -> Iterator[None]:
+def _reaching(peer: int, where: str = "") -> Iterator[None]:
     """Whatever goes wrong on the way to a peer is a symptom of that peer; the hub knows what is behind it."""
     try:
         yield
     except (OSError, Error) as error:
-        raise PeerLost(f"cannot reach rank {peer}: {error}", [peer]) from error
+        raise PeerLost(f"cannot reach rank {peer}{where}: {error}", [peer]) from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from mscomm.errors import AuthenticationError, Error
 
 MAGIC = b"MSCM"
 WIRE = 1
-CONTROL, MEMORY, DATA, LETTERS = 1, 2, 3, 4
+CONTROL, MEMORY, DATA, LETTERS, LAUNCHER = 1, 2, 3, 4, 5
+OF_THE_HUB = (CONTROL, LAUNCHER)  # whoever comes for these may know nothing of the job yet
 HELLO_S = 5.0  # a hello that takes longer is given up
 
 _OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire, purpose or status, 0, nonce
@@ -63,6 +64,7 @@ class Hello:
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:
         self.peer = Identity()
+        self.purpose = 0  # what an acceptor's peer has come for
         self.refusal: Error | None = None
         self.heard = False  # a whole message has come: the other end does speak this protocol
         self._script = script(self)
@@ -75,12 +77,12 @@ class Hello:
         return cls(lambda hello: _connector(hello, key, purpose, mine))
 
     @classmethod
-    def acceptor(cls, key: bytes, purpose: int, mine: Identity, ranks: Container[int]) -> Hello:
+    def acceptor(cls, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> Hello:
         """The end that listened: the peer must name the job, version and epoch of `mine`, and one of `ranks`.
 
-        On a control link it may also know nothing yet: no job, no rank, epoch 0.
+        On a link to the hub it may also know nothing yet: no job, no rank, epoch 0.
         """
-        return cls(lambda hello: _acceptor(hello, key, purpose, mine, ranks))
+        return cls(lambda hello: _acceptor(hello, key, purposes, mine, ranks))
 
     @property
     def done(self) -> bool:
@@ -125,7 +127,7 @@ def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Scrip
     yield b"", 0
 
 
-def _acceptor(hello: Hello, key: bytes, purpose: int, mine: Identity, ranks: Container[int]) -> _Script:
+def _acceptor(hello: Hello, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> _Script:
     first = yield b"", _OPENING.size
     _, wire, asked, _, _ = _OPENING.unpack(first)
     status = _GO_ON if wire == WIRE else _OTHER_WIRE
@@ -134,14 +136,15 @@ def _acceptor(hello: Hello, key: bytes, purpose: int, mine: Identity, ranks: Con
         hello.refusal = Error(f"a connection speaks wire version {wire}, this mscomm speaks {WIRE}")
         yield second, 0
         return
-    if asked != purpose:
-        raise Error(f"a connection for purpose {asked} came where only purpose {purpose} is served")
+    if asked not in purposes:
+        raise Error(f"a connection for purpose {asked} came where only purpose {purposes} is served")
+    hello.purpose = asked
     third = yield second, _IDENTITY.size + _PROOF_BYTES
     if not _proven(third, key, b"connector", first, second):
         raise AuthenticationError("a connection could not prove that it knows the key of this job")
     job, version, rank, epoch, _ = _IDENTITY.unpack(_body(third))
     hello.peer = Identity(job, version.rstrip(b"\0").decode("ascii", "replace"), rank, epoch)
-    verdict = _judge(hello.peer, mine, ranks, stranger_allowed=purpose == CONTROL)
+    verdict = _judge(hello.peer, mine, ranks, stranger_allowed=asked in OF_THE_HUB)
     if verdict != _WELCOME:
         hello.refusal = Error(
             f"refused a connection: {_REASONS[verdict].format(hello.peer)} Here: {mine.version}, epoch {mine.epoch}."

@@ -21,19 +21,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import mscomm
 from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
-from mscomm.cluster.hello import CONTROL, Identity, package_version
+from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
-from mscomm.cluster.switchboard import Switchboard
+from mscomm.cluster.switchboard import Line, Switchboard
 from mscomm.errors import Error
 
 if TYPE_CHECKING:
     import subprocess
 
 _T = TypeVar("_T")
+_DISMISS_S = 1.0
 
 
 class Outcome(NamedTuple):
@@ -54,12 +55,19 @@ class _Group:
         self.closed: set[int] = set()
 
 
+class _Launcher(Line):
+    """The link of another host's launcher, and the ranks that it watches."""
+
+    ranks = range(0)
+
+
 class Hub:
     """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
     `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks).
-    `watched`: a launcher calls process_ended for each rank. `restarts`: somebody may start a lost rank again, and a
-    launcher that watches ends the hub by stop(). `log` gets short lines for people; it must not raise.
+    `watched`: a launcher calls process_ended for each rank. `restarts`: somebody may start a lost rank again; a
+    launcher that watches says of each process that ended whether it does. `log` gets short lines for people; it must
+    not raise.
     """
 
     def __init__(
@@ -88,6 +96,10 @@ class Hub:
         self._listening = False
         self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
         self._starter_gone = False
+        self._ended_well: set[int] = set()  # ranks whose process ended with status 0 after bye
+        self._ended_badly: dict[int, str] = {}  # ... otherwise, and nobody starts it again
+        self._started_again: set[int] = set()  # ranks that were lost in this epoch and are started again
+        self._over: Verdict | None = None
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
@@ -97,7 +109,10 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
         mine = Identity(self._job, self._version)  # strangers are of no epoch yet
-        self._door = Door(self._selector, key, CONTROL, mine, range(size), self._enter, self._log)
+        self._launchers: Switchboard[_Launcher] = Switchboard(
+            self._selector, self._handle_launcher, self._launcher_gone
+        )
+        self._door = Door(self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log)
         # Other threads append orders and send a byte; the hub's thread acts on them.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
@@ -127,9 +142,12 @@ class Hub:
         """The rank's process started this hub: when it has ended, nobody is waited for whose link is not here."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
 
-    def process_ended(self, rank: int, how: str, *, badly: bool = False) -> None:
-        """Any thread: the launcher saw the rank's process end: "killed by SIGKILL", "exit code 1"."""
-        self._order(lambda: self._process_ended(rank, how, badly))
+    def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
+        """Any thread: the launcher saw the rank's process end: "killed by SIGKILL", "exit code 1".
+
+        again: the launcher starts it again, and adopts its link after this.
+        """
+        self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stop(self) -> None:
         """Any thread: let serve() return soon, whatever the members do."""
@@ -138,8 +156,19 @@ class Hub:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The world's first failure in this epoch, once it is decided."""
-        return self._world.judge.verdict
+        """Any thread: the job's first failure, once it is decided; with restarts the first that nobody made good."""
+        return self._over if self._restarts else self._world.judge.verdict
+
+    @property
+    def over(self) -> Verdict | None:
+        """Any thread: why the job cannot go on, for launchers that have to end their ranks."""
+        return self._over
+
+    @property
+    def can_restart(self) -> bool:
+        """Any thread: whether a rank that is started again now can take part in the job."""
+        left = self._welcomed and self._ended_well
+        return not (left or self._over or self._never_began or self._stopped)
 
     # -- the loop
 
@@ -160,8 +189,10 @@ class Hub:
         return outcome
 
     def _finished(self) -> bool:
-        if self._stopped or (self._watched and self._restarts):
-            return self._stopped
+        if self._stopped:
+            return True
+        if self._watched and self._restarts:  # a rank that has left may have failed, and come back
+            return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
         if self._welcomed or self._world.announced or self._never_began is not None:
@@ -171,7 +202,7 @@ class Hub:
         return self._starter_gone or not self._listening
 
     def _outcome(self) -> Outcome:
-        verdict = self._world.judge.verdict
+        verdict = self._over or self._world.judge.verdict
         if verdict:
             return Outcome(False, f"{verdict.kind}: {verdict.text}", verdict)
         if self._never_began:
@@ -199,7 +230,7 @@ class Hub:
             self._topo_until = None
             self._never_began = self._roster.too_few(self._topo_timeout_s)
             self._refuse_all(self._never_began)
-        for name, group in self._groups.items():
+        for name, group in list(self._groups.items()):
             judge = group.judge
             judge.look(now)
             if judge.asking:
@@ -212,6 +243,24 @@ class Hub:
                 verdict = self._explained(judge.verdict, group)
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
                 self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
+        if self._over is None:
+            self._over = self._end()
+            if self._over:
+                self._log(f"the job cannot go on: {self._over.text}")
+                self._begin_epoch()
+                for launcher in list(self._launchers.lines):
+                    self._tell_launcher(launcher)
+
+    def _end(self) -> Verdict | None:
+        """Why the job cannot go on, if it cannot."""
+        judge = self._world.judge
+        verdict = judge.verdict
+        if self._ended_badly and judge.due() is None:
+            if verdict and not any(rank in self._started_again for rank in verdict.ranks):
+                return verdict
+            rank, how = next(iter(self._ended_badly.items()))
+            return Verdict("PeerLost", (rank,), (), f"{self._roster.name(rank)}: {how}, and it is not started again")
+        return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
         """Of another group than the world: with the world's failure, if a rank of the group left because of it."""
@@ -228,6 +277,7 @@ class Hub:
                 self._board.drop(link)
             else:
                 self._refuse(link, f"the job is over: {self._outcome().text}")
+        self._dismiss_launchers()
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
@@ -252,14 +302,27 @@ class Hub:
         while self._orders:
             self._orders.popleft()()
 
-    def _process_ended(self, rank: int, how: str, badly: bool) -> None:
+    def _process_ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         links = [link for link in self._board.lines if link.rank == rank]
         for link in links:
             self._board.drain(link)  # what it said before it ended counts first
+        member = self._roster.at(rank)
+        if again:
+            self._started_again.add(rank)
+        elif badly or (member is not None and not member.left):
+            self._ended_badly.setdefault(rank, how)
+        else:
+            self._ended_well.add(rank)
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
             self._board.end(link, "")  # a child that it left behind may still hold the other end
+        if self._restarts:
+            if badly and member is not None:
+                member.left = False  # it said bye on the way to its failure
+            if not again and not self._welcomed and self._roster.at(rank) is None:
+                self._lost(rank, f"rank {rank}", f"ended before it joined: {how}")
+            self._begin_epoch()
 
     def _starter_ended(self, rank: int, pidfd: int) -> None:
         self._selector.unregister(pidfd)
@@ -298,7 +361,10 @@ class Hub:
 
     # -- what members say
 
-    def _enter(self, sock: socket.socket, peer: Identity) -> None:
+    def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
+        if purpose == LAUNCHER:
+            self._launchers.add(_Launcher(sock))
+            return
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _handle(self, link: Link, message: Message) -> None:
@@ -378,31 +444,44 @@ class Hub:
         self._close_group(link, _field(message, "group", str))
 
     def _handle_rejoin(self, link: Link, message: Message) -> None:
-        """A survivor is ready for the next epoch."""
+        """A survivor waits for the next epoch: it takes part in nothing of this one any more."""
         link.facts = _field(message, "facts", dict)
+        link.rejoin_key = _field(message, "key", str)
         link.waits = True
-        if not self._restarts:
-            self._send(
-                link,
-                {
-                    "t": "unmet",
-                    "key": "rejoin",
-                    "kind": "PeerLost",
-                    "text": "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`",
-                    "ranks": [],
-                },
-            )
-            link.waits = False
-            return
+        if len(self._ready) < self._roster.size:  # the others must not wait for it in their set-up
+            text = f"{link} gave up its set-up, and waits for the next epoch"
+            now = time.monotonic()
+            self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
         self._begin_epoch()
+        self._answer(self._meetings.look())  # of those that still are in this one
 
     def _handle_unrejoin(self, link: Link, message: Message) -> None:
-        link.waits = False
+        """It has waited long enough, unless the epoch has begun meanwhile."""
+        if not link.waits:
+            return
+        absent = [rank for rank in range(self._roster.size) if not self._waits(rank)]
+        names = ", ".join(self._absence(rank) for rank in absent)
+        why = f"rejoin: {link} waited {_field(message, 'seconds', float):g} s for {names}"
+        self._turn_away(link, "CollectiveTimeout", why, absent)
+
+    def _waits(self, rank: int) -> bool:
+        link = self._roster.at(rank)
+        return link is not None and link.waits
+
+    def _absence(self, rank: int) -> str:
+        link = self._roster.at(rank)
+        if link is None or not link.open:
+            return f"{self._roster.name(rank)}, which was not started again or has not come to init() yet"
+        return f"{link}, which has not called rejoin()"
 
     def _handle_bye(self, link: Link, message: Message) -> None:
         number = _field(message, "number", int)
         if not self._welcomed:
             self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
+            return
+        verdict = self._world.judge.verdict
+        if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
+            self._board.end(link, "left after its failure")  # nobody will say how its process ended
             return
         link.left, link.last_call, link.waits = True, number, False
         for group in self._groups_of(link.number):
@@ -420,7 +499,7 @@ class Hub:
             self._refuse(link, refusal)
             return
         self._log(f"{link} joined, {len(self._roster)} of {self._roster.size}")
-        if self._welcomed or (self._restarts and self._world.announced):
+        if self._welcomed or self._over:
             link.waits = True
             self._begin_epoch()
             return
@@ -449,7 +528,7 @@ class Hub:
             return
         self._welcomed = True
         for link, data in frames:
-            link.waits = False
+            link.waits, link.welcomed = False, True
             self._board.write(link, data)
 
     def _begin_epoch(self) -> None:
@@ -457,24 +536,43 @@ class Hub:
         waiting = [link for link in self._roster if link.waits]
         if not waiting:
             return
-        left = [link for link in self._roster if link.left]
-        if left:
-            why = f"rejoin: {left[0]} has left the job, so that its ranks are never all there again"
+        never = self._never_again()
+        if never:
             for link in waiting:
-                link.waits = False
-                self._send(
-                    link, {"t": "unmet", "key": "rejoin", "kind": "PeerLost", "text": why, "ranks": [left[0].number]}
-                )
+                self._turn_away(link, "PeerLost", *never)
             return
         if len(waiting) < self._roster.size:
             return
         self._epoch += 1
         self._log(f"epoch {self._epoch} begins")
         self._ready.clear()
+        self._started_again.clear()
         self._answer(self._meetings.clear("PeerLost", "another epoch of the job has begun"))
         self._groups.clear()
         self._world = self._open_group(world_id(self._epoch), range(self._roster.size))
         self._welcome()
+
+    def _never_again(self) -> tuple[str, list[int]] | None:
+        """Why the ranks are never all there again, if that is so, and because of whom."""
+        if not self._restarts:
+            return "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`", []
+        if self._over:
+            return f"rejoin: {self._over.text}", list(self._over.ranks)
+        for link in self._roster:
+            if link.left and (not self._watched or link.number in self._ended_well):
+                return f"rejoin: {link} has left the job, so that its ranks are never all there again", [link.number]
+        return None
+
+    def _turn_away(self, link: Link, kind: str, why: str, ranks: list[int]) -> None:
+        """It waits for the next epoch in vain."""
+        link.waits = False
+        if link.welcomed:
+            self._send(link, {"t": "unmet", "key": link.rejoin_key, "kind": kind, "text": why, "ranks": ranks})
+            return
+        verdict = self._over or self._world.judge.verdict or Verdict(kind, tuple(ranks), (), why)
+        self._send(link, {"t": "verdict", "group": world_id(0), **verdict._asdict()})
+        if link.open:
+            self._board.drop(link)
 
     def _ended(self, link: Link, how: str) -> None:
         """A control link is over."""
@@ -487,6 +585,11 @@ class Hub:
         self._lost(link.number, str(link), how)
 
     def _lost(self, number: int, name: str, how: str) -> None:
+        if self._restarts and not self._welcomed and number not in self._ended_badly.keys() | self._ended_well:
+            self._log(f"{name} {how}; it may come again")
+            for link in [link for link in self._roster if link.number == number]:
+                self._roster.forget(link)
+            return
         if not len(self._roster):
             self._absent[number] = how
             return
@@ -495,6 +598,46 @@ class Hub:
             group.judge.gone(number, how, time.monotonic())
         self._answer(self._meetings.look())
 
+    # -- launchers of other hosts
+
+    def _handle_launcher(self, launcher: _Launcher, message: Message) -> None:
+        """What happens to the ranks of another host, as its launcher sees it."""
+        kind = message["t"]
+        if kind == "attend":
+            launcher.ranks = range(_field(message, "first", int), _field(message, "end", int))
+            self._tell_launcher(launcher)
+        elif kind == "ended" and (rank := _field(message, "rank", int)) in launcher.ranks:
+            how, badly, again = (
+                _field(message, "how", str),
+                _field(message, "badly", bool),
+                _field(message, "again", bool),
+            )
+            self._process_ended(rank, how, badly, again)
+        else:
+            raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
+
+    def _tell_launcher(self, launcher: _Launcher) -> None:
+        """Whether the job can go on."""
+        over = self._over._asdict() if self._over else None
+        self._launchers.write(launcher, encode({"t": "state", "over": over}, FROM_HUB_BYTES))
+
+    def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
+        """Those of its ranks that have not ended yet are not started again; the ends of their links tell the rest."""
+        for rank in launcher.ranks:
+            if self._restarts and rank not in self._ended_well:
+                self._ended_badly.setdefault(rank, "its launcher has ended")
+
+    def _dismiss_launchers(self) -> None:
+        """They close when they have heard it; to close first, with news unread, could throw the word away."""
+        for launcher in list(self._launchers.lines):
+            self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))
+        until = time.monotonic() + _DISMISS_S
+        while self._launchers.lines and time.monotonic() < until:
+            for ready, _ in self._selector.select(max(0.0, until - time.monotonic())):
+                ready.data()
+        for launcher in list(self._launchers.lines):
+            self._launchers.drop(launcher)
+
     # -- what the hub says
 
     def _send(self, link: Link, message: Message) -> None:
@@ -502,13 +645,16 @@ class Hub:
 
     def _answer(self, answers: Iterable[Answer]) -> None:
         for ranks, message in answers:
-            self._broadcast(message, ranks)
+            data = encode(message, FROM_HUB_BYTES)
+            for link in self._roster:
+                if link.rank in ranks and not link.left:
+                    self._board.write(link, data)
 
     def _broadcast(self, message: Message, ranks: Collection[int]) -> None:
-        """To those that have joined and not left."""
+        """To those that have joined, not left, and do not wait for the next epoch."""
         data = encode(message, FROM_HUB_BYTES)
         for link in self._roster:
-            if not link.left and (link.rank is None or link.rank in ranks):
+            if not link.left and not link.waits and (link.rank is None or link.rank in ranks):
                 self._board.write(link, data)
 
     def _refuse(self, link: Link, why: str) -> None:

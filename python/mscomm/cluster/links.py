@@ -20,7 +20,8 @@ from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.frames import Frames as Frames
 from mscomm.cluster.hello import CONTROL as CONTROL
 from mscomm.cluster.hello import DATA as DATA
-from mscomm.cluster.hello import HELLO_S, Hello
+from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, Hello
+from mscomm.cluster.hello import LAUNCHER as LAUNCHER
 from mscomm.cluster.hello import LETTERS as LETTERS
 from mscomm.cluster.hello import MEMORY as MEMORY
 from mscomm.cluster.hello import Identity as Identity
@@ -77,12 +78,18 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence_s * 1000)))
 
 
-_PEERS = {CONTROL: "mscomm scheduler", MEMORY: "mscomm rank", DATA: "mscomm rank", LETTERS: "mscomm rank"}
+_PEERS = {
+    CONTROL: "mscomm scheduler",
+    LAUNCHER: "mscomm scheduler",
+    MEMORY: "mscomm rank",
+    DATA: "mscomm rank",
+    LETTERS: "mscomm rank",
+}
 
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
     """The connector's side of the hello; raises what is wrong, naming the address, and leaves closing to the caller."""
-    if purpose == CONTROL:  # a hub accepts at once; a rank may be busy until it comes to accept
+    if purpose in OF_THE_HUB:  # a hub accepts at once; a rank may be busy until it comes to accept
         deadline = deadline.within(HELLO_S)
     where = f"what listens at {_name(sock)}"
     hello = Hello.connector(key, purpose, mine)
@@ -127,23 +134,23 @@ def _name(sock: socket.socket) -> str:
 class Door:
     """The listeners of one selector loop, and the connections to them that are still in their hello.
 
-    `enter(sock, peer)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are dropped;
-    at most 64 are half-open, and the oldest makes room for the next. The selector's data are callables, to be called
-    when the socket is ready.
+    `enter(sock, peer, purpose)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are
+    dropped; at most 64 are half-open, and the oldest makes room for the next. The selector's data are callables, to be
+    called when the socket is ready.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         key: bytes,
-        purpose: int,
+        purposes: Container[int],
         mine: Identity,
         ranks: Container[int],
-        enter: Callable[[socket.socket, Identity], None],
+        enter: Callable[[socket.socket, Identity, int], None],
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._selector = selector
-        self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purpose, mine, ranks)
+        self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purposes, mine, ranks)
         self._enter = enter
         self._log = log or (lambda text: None)
         self._complaints: set[str] = set()  # each kind of nuisance is logged once
@@ -216,7 +223,7 @@ class Door:
         if hello.refusal:
             self._drop(sock, str(hello.refusal))
         elif hello.done:
-            self._enter(self._forget(sock), hello.peer)
+            self._enter(self._forget(sock), hello.peer, hello.purpose)
 
     def _forget(self, sock: socket.socket) -> socket.socket:
         del self._half_open[sock]
@@ -250,7 +257,7 @@ def accept_all(
     missing = set(wanted)
     came: dict[int, socket.socket] = {}
 
-    def enter(sock: socket.socket, peer: Identity) -> None:
+    def enter(sock: socket.socket, peer: Identity, _: int) -> None:
         if peer.rank not in missing:  # two at once under one rank: the first counts
             sock.close()
             return
@@ -259,7 +266,7 @@ def accept_all(
         came[peer.rank] = sock
 
     with selectors.DefaultSelector() as selector:
-        door = Door(selector, key, purpose, mine, missing, enter, log)
+        door = Door(selector, key, (purpose,), mine, missing, enter, log)
         for listener in listeners:
             door.listen(listener)
         try:

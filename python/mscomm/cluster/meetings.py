@@ -49,6 +49,11 @@ class Meetings:
         """A rank has come."""
         meeting = self._open.setdefault(key, _Meeting(name, ranks, survivors))
         meeting.facts[rank] = facts
+        if ranks != meeting.ranks:
+            why = (
+                f"{name}: the ranks do not agree who takes part: {self._name(rank)} named {ranks}, not {meeting.ranks}"
+            )
+            return self._cancel(key, "Mismatch", why, [rank])
         for other_key, other in self._open.items():
             if other_key != key and other.name == name and self._wait_for_each_other(meeting, other):
                 text = "; ".join(
@@ -56,7 +61,10 @@ class Meetings:
                 )
                 why = f"{name}: the ranks do not agree who takes part: {text}"
                 differing = [r for one in (other, meeting) for r in one.here]
-                return [*self._cancel(other_key, "Mismatch", why, differing), *self._cancel(key, "Mismatch", why, differing)]
+                return [
+                    *self._cancel(other_key, "Mismatch", why, differing),
+                    *self._cancel(key, "Mismatch", why, differing),
+                ]
         return self._look(key)
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
@@ -83,10 +91,12 @@ class Meetings:
 
     def _look(self, key: str) -> list[Answer]:
         meeting = self._open[key]
-        lost = {rank: why for rank in meeting.missing if (why := self._gone(rank)) is not None}
+        lost = {rank: why for rank in meeting.ranks if (why := self._gone(rank)) is not None}
         if lost and not meeting.survivors:
             return self._cancel(key, "PeerLost", f"{meeting.name}: {'; '.join(lost.values())}", list(lost))
-        if len(lost) < len(meeting.missing):
+        for rank in lost:
+            meeting.facts.pop(rank, None)  # it came, and was lost before the others did
+        if any(rank not in lost for rank in meeting.missing):
             return []
         del self._open[key]
         ranks = [rank for rank in meeting.ranks if rank in meeting.facts]

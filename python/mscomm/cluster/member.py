@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mscomm.cluster import interfaces
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
+from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
@@ -85,6 +85,7 @@ class Member:
         self._told: set[str] = set()  # groups whose failure the hub has heard from us
         self._welcome: Welcome | None = None
         self._go = -1  # the epoch in which all are ready
+        self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._failure: Error | None = None  # of the whole link: why we were refused, or that the hub is gone
         self._verdicts: dict[str, Error] = {}  # by group
@@ -101,33 +102,40 @@ class Member:
 
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Register with the hub and wait until all ranks have. Raises the verdict, or why the hub refuses us."""
-        known = {"pid": os.getpid(), "hostname": socket.gethostname(), "host": socket.gethostname()}
         self._hub_address = _address(self._frames.sock.getpeername())
-        known["link"] = _address(self._frames.sock.getsockname())
-        self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": {**known, **facts}}, deadline)
+        known = {**self._known(), **facts}
+        self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
         self._reader.start()
         self._await(lambda: self._welcome is not None, deadline, "the other ranks to join", world_id(0))
         assert self._welcome
         return self._welcome
 
+    def _known(self) -> dict[str, Any]:
+        host, link = socket.gethostname(), _address(self._frames.sock.getsockname())
+        return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
+
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
         """Wait until every rank has come back, and begin the next epoch with them."""
         assert self._welcome
         now = self._welcome.epoch
-        with self._news:
-            self._met.pop("rejoin", None)
-        self._say({"t": "rejoin", "facts": dict(facts)}, deadline)
+        self._rejoins += 1
+        key = f"rejoin {self._rejoins}"  # an answer that comes too late is none to the next question
+
+        def answered() -> bool:
+            return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
+
+        self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
         try:
-            self._await(
-                lambda: "rejoin" in self._met or (self._welcome is not None and self._welcome.epoch > now),
-                deadline,
-                "the lost ranks to come back",
-            )
+            self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
-            self._say({"t": "unrejoin"}, Deadline(SETTLE_S))
+            # The hub knows who is not there, unless the last one comes at this moment.
+            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+            self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
+        except KeyboardInterrupt:
+            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
-            refused = self._met.pop("rejoin", None)
+            refused = self._met.pop(key, None)
         if isinstance(refused, Error):
             raise refused
         return self._welcome
@@ -177,7 +185,7 @@ class Member:
     def check(self, group: str) -> None:
         """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
         with self._news:
-            failure = self._failure or self._verdicts.get(group)
+            failure = self._verdicts.get(group) or self._failure
         if failure:
             raise _again(failure)
 
@@ -213,8 +221,8 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """The address of this host for listeners: MSCOMM_SOCKET_IFNAME's, else that by which the hub reaches it."""
-        return interfaces.listen_address(self._frames.sock)
+        """Where this rank listens for those of other hosts: interfaces.listen_address."""
+        return listen_address(self._frames.sock)
 
     # -- failures
 
@@ -426,7 +434,7 @@ class Member:
         with self._news:
             while not (met() or self._failure or group in self._verdicts) and not deadline.passed:
                 self._news.wait(deadline.left())
-            failure = self._failure or self._verdicts.get(group)
+            failure = self._verdicts.get(group) or self._failure  # what the hub said, before that it is gone
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
 
@@ -434,6 +442,9 @@ class Member:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
         self._forked = True
         self._frames.close()
+        fd, self.failed_fd = self.failed_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _address(name: Any) -> str:

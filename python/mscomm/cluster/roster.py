@@ -21,7 +21,9 @@ class Link(Line):
         self.seat = -1  # its place in the order of joining
         self.left = False
         self.last_call = 0  # its number, when it left
-        self.waits = False  # for the next epoch
+        self.welcomed = False  # it takes part in an epoch, or did
+        self.waits = False  # for the next epoch, and takes part in nothing of this one
+        self.rejoin_key = ""  # what it calls the answer
         self.node_id: str | None = None
         self.facts: Message = {}
 
@@ -79,10 +81,22 @@ class Roster:
 
     def gone(self, rank: int) -> str | None:
         """Why the rank takes part in nothing any more; None: it does, or may still come."""
-        for link in self._members:
-            if link.number == rank:
-                return f"{link} has left the job" if link.left else None if link.open else f"{link} ended without release"
-        return None
+        link = self.at(rank)
+        if link is None or (link.open and not link.left and not link.waits):
+            return None
+        if link.waits:
+            return f"{link} waits for the next epoch of the job: call rejoin() too"
+        return f"{link} has left the job" if link.left else f"{link} ended without release"
+
+    def at(self, number: int) -> Link | None:
+        """The member with that Link.number."""
+        return next((link for link in self._members if link.number == number), None)
+
+    def forget(self, link: Link) -> None:
+        """It ended before the job began, and may come again."""
+        self._members.remove(link)
+        for seat, member in enumerate(self._members):
+            member.seat = seat
 
     def _objection(self, link: Link, rank: Any) -> str | None:
         size = link.facts.get("size", self.size)
@@ -121,7 +135,7 @@ class Roster:
 
     def name(self, number: int) -> str:
         """What messages call the member with that Link.number."""
-        return next((str(link) for link in self._members if link.number == number), f"rank {number}")
+        return str(self.at(number) or f"rank {number}")
 
     def too_few(self, timeout_s: float) -> str:
         """Who did not come in time."""

@@ -1,0 +1,203 @@
+"""A control plane in one process, for its tests: a hub in a thread, and members over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from mscomm import errors
+from mscomm.cluster import links
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.hub import Hub
+from mscomm.cluster.links import CONTROL, Identity
+from mscomm.cluster.member import Member
+from mscomm.cluster.plan import world_id
+
+KEY = bytes(range(32))
+JOB = b"j" * 16
+VERSION = links.package_version()
+WORLD = world_id(0)
+
+
+def soon() -> Deadline:
+    return Deadline(5)
+
+
+def eventually(condition, timeout_s=5.0):
+    """Wait for what another thread does."""
+    deadline = Deadline(timeout_s)
+    while not condition():
+        assert not deadline.passed, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def raised(kind, function, *args):
+    """The error that the function must raise; for threads."""
+    with pytest.raises(kind) as caught:
+        function(*args)
+    return caught.value
+
+
+@contextlib.contextmanager
+def listening(family=socket.AF_INET):
+    with socket.socket(family) as listener:
+        listener.bind(
+            ("127.0.0.1", 0) if family == socket.AF_INET else f"\0mscomm-test-{os.getpid()}-{time.monotonic_ns()}"
+        )
+        listener.listen(512)
+        yield listener
+
+
+class Communicator:
+    """What the core's communicator is to a member."""
+
+    def __init__(self, place=(0, False, "")):
+        self.aborts: list[tuple] = []
+        self.departed: list[int] = []
+        self.place = place
+
+    def abort(self, kind, ranks, waiting_for, text):
+        self.aborts.append((kind, ranks, waiting_for, text))
+
+    def left(self, rank):
+        self.departed.append(rank)
+
+    def where(self):
+        return self.place
+
+    def failure(self):
+        return None
+
+
+def undialled(rank, address):
+    pytest.fail(f"rank {rank} asked for a connection to {address}")
+
+
+class Job:
+    """A hub in a thread, and members in this process, each over its socket pair or over TCP."""
+
+    def __init__(self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=5.0, tcp=False):
+        self.log: list[str] = []
+        self.size = size
+        options = {"ranks_known": ranks_known, "watched": watched, "restarts": restarts}
+        self.hub = Hub(size, key=KEY, topo_timeout_s=topo_timeout_s, log=self.log.append, **options)
+        self.ends: dict[int, socket.socket] = {}
+        self.listener = socket.create_server(("127.0.0.1", 0)) if tcp else None
+        if self.listener:
+            self.hub.listen(self.listener)
+        else:
+            for rank in range(size):
+                ours, self.ends[rank] = socket.socketpair()
+                self.hub.adopt(ours, rank)
+        self.members: list[Member] = []
+        self.links: list[Frames] = []  # of others than members, to be closed at the end
+        self.outcome = None
+        self.thread = threading.Thread(target=self._serve)
+
+    def _serve(self):
+        self.outcome = self.hub.serve()
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.hub.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        for end in (*self.members, *self.links):
+            end.close()
+        for end in self.ends.values():
+            end.close()
+        if self.listener:
+            self.listener.close()
+
+    def member(self, rank=None, node_id=None):
+        if self.listener:
+            sock = links.connect(self.listener.getsockname(), soon())
+            links.greet(sock, KEY, CONTROL, Identity(version=VERSION), soon())
+        else:
+            sock = self.ends[rank]
+            assert sock.recv(32) == KEY
+        member = Member(Frames(sock), key=KEY, rank=rank, node_id=node_id)
+        self.members.append(member)
+        return member
+
+    def joined(self, ids=None, places=()):
+        """All members, joined, attached and ready, with their communicators, by rank."""
+        ids = ids or [None] * self.size
+        results: dict[int, tuple] = {}
+        failures: list[BaseException] = []
+
+        def one(index):
+            member = self.member(None if self.listener and ids[index] else index, ids[index])
+            try:
+                welcome = member.join({"size": self.size}, soon())
+                place = places[welcome.rank] if places else (0, False, "")
+                communicator = Communicator(place)
+                member.attach(WORLD, communicator, undialled)
+                member.ready(soon())
+                results[welcome.rank] = (member, communicator, welcome)
+            except errors.Error as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        return [results[rank][:2] for rank in range(self.size)]
+
+    def again(self, rank):
+        """The member of a process that a launcher has started again."""
+        ours, theirs = socket.socketpair()
+        self.hub.adopt(ours, rank)
+        self.ends[rank].close()
+        self.ends[rank] = theirs
+        return self.member(rank)
+
+    def settled(self, timeout_s=5.0):
+        self.thread.join(timeout_s)
+        assert self.outcome is not None
+        return self.outcome
+
+
+def greeted(address, rank=-1):
+    """A control link that has proved itself and not joined."""
+    sock = links.connect(address, soon())
+    links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
+    return sock
+
+
+def key_file(path, content=KEY, mode=0o600):
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+class Waits:
+    """A call on a thread of its own: what it returned, or the mscomm error that it raised."""
+
+    def __init__(self, function, *args):
+        self.result = self.error = None
+
+        def call():
+            try:
+                self.result = function(*args)
+            except errors.Error as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=call)
+        self.thread.start()
+
+    def ended(self):
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self

@@ -1,0 +1,208 @@
+// Messages through the communicator, with ranks as threads over socket pairs: first causes, waits beside each other, and the end.
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <numeric>
+#include <thread>
+
+#include "check.h"
+#include "comm/communicator.h"
+
+using namespace mscomm;
+
+namespace {
+
+// Calls are not tested here.
+struct NoBackend final : Backend {
+  void run(const Call&, const Wait&) override {}
+  void shut_down() override {}
+  void withdraw(const Call&) override {}
+  bool waiters_see_all() const override { return true; }
+  void last_look() override {}
+  void close() override {}
+  void close_descriptors() override {}
+};
+
+struct Interrupt {};
+
+struct Rank {
+  Rank(int rank, int size) {
+    std::vector<std::string> names;
+    for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
+    std::vector<int> ranks(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    auto peers = std::make_shared<Peers>(rank, names, ranks, std::vector<int>(names.size(), -1), nullptr);
+    Communicator::Hooks hooks{[this] {
+                                if (interrupted) throw Interrupt{};
+                              },
+                              {},
+                              [this] { told++; }};
+    group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
+  }
+
+  // How a send or recv ends: "" or kind and text.
+  std::string move(bool sends, int peer, std::vector<int32_t>& data, double timeout_s = 120) {
+    try {
+      group->run(message(sends, peer, data), Deadline(timeout_s));
+      return "";
+    } catch (const Error& error) {
+      return error.kind + ": " + error.what();
+    }
+  }
+  static Message message(bool sends, int peer, std::vector<int32_t>& data) {
+    return {sends, peer, 3, Dtype::int32, data.data(), data.size() * 4};
+  }
+
+  std::atomic<bool> interrupted{false};
+  std::atomic<int> told{0};
+  Recorder recorder;
+  std::unique_ptr<Communicator> group;
+};
+
+struct Pair {
+  Pair() {
+    for (int from : {0, 1}) {
+      int ends[2];
+      if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
+      ranks[from].group->add_outgoing(1 - from, ends[0]);
+      ranks[1 - from].group->add_incoming(from, ends[1]);
+    }
+  }
+  Rank ranks[2] = {{0, 2}, {1, 2}};
+};
+
+using Ints = std::vector<int32_t>;
+constexpr size_t large = 1u << 20;
+
+bool is(const std::string& text, const std::string& expected) {
+  if (text != expected) std::fprintf(stderr, "\"%s\", expected \"%s\"\n", text.c_str(), expected.c_str());
+  return text == expected;
+}
+
+void messages_go_both_ways_at_once() {
+  Pair pair;
+  std::vector<std::thread> threads;
+  for (int rank : {0, 1})
+    for (bool sends : {true, false})
+      threads.emplace_back([&, rank, sends] {
+        for (size_t size : {size_t{3}, large, size_t{0}, large / 2}) {
+          Ints data(size, sends ? rank : -1);
+          CHECK(pair.ranks[rank].move(sends, 1 - rank, data).empty());
+          CHECK(data == Ints(size, sends ? rank : 1 - rank));
+        }
+      });
+  for (std::thread& thread : threads) thread.join();
+  for (Rank& rank : pair.ranks) rank.group->close();
+}
+
+void a_deadline_breaks_the_group_for_all_waits() {
+  Pair pair;
+  Rank& me = pair.ranks[0];
+  const std::string first =
+      "CollectiveTimeout: rank 0 (here): recv from rank 1, tag 3 (12 B) did not end within 0.2 s: waiting for rank 1 (here)";
+  std::thread other([&] {
+    Ints data(large);
+    CHECK(is(me.move(true, 1, data), first));
+  });
+  Ints out(3);
+  CHECK(is(me.move(false, 1, out, 0.2), first));
+  other.join();
+  CHECK(is(me.move(false, 1, out), first));
+  CHECK(me.group->failure()->number == -1 && me.group->failure()->error.waiting_for == std::vector<int>{1});
+  me.group->close();
+}
+
+void an_abort_ends_started_and_awaited_messages() {
+  Pair pair;
+  Rank& me = pair.ranks[0];
+  Ints started(large), awaited(large);
+  const auto work = me.group->start(Rank::message(false, 1, started), Deadline(120));
+  std::thread other([&] { CHECK(is(me.move(true, 1, awaited), "Aborted: the reason")); });
+  poll(nullptr, 0, 60);
+  me.group->abort({Error("Aborted", "the reason"), true});
+  while (!work->wait(1)) continue;
+  CHECK(work->error() && is(work->error()->what(), "the reason"));
+  started.assign(large, 1);  // nobody touches it any more
+  other.join();
+  me.group->close();
+  CHECK(me.told == 1);
+}
+
+void an_interrupt_passes_and_the_others_learn_why() {
+  Pair pair;
+  Rank& me = pair.ranks[0];
+  me.interrupted = true;
+  Ints out(3);
+  bool passed = false;
+  try {
+    me.group->run(Rank::message(false, 1, out), Deadline(120));
+  } catch (const Interrupt&) {
+    passed = true;
+  }
+  CHECK(passed);
+  CHECK(is(me.group->failure()->error.what(), "rank 0 (here): interrupted in recv from rank 1, tag 3 (12 B)"));
+}
+
+void a_rank_that_left_ends_a_recv_unless_its_link_is_on_the_way() {
+  Rank me(0, 3);
+  me.group->expect_incoming(2);
+  me.group->left(1);
+  me.group->left(2);
+  Ints out(3);
+  const std::string deadline =
+      "CollectiveTimeout: rank 0 (here): recv from rank 2, tag 3 (12 B) did not end within 0.2 s: waiting for rank 2 (here)";
+  CHECK(is(me.move(false, 2, out, 0.2), deadline));
+  Rank again(0, 3);
+  again.group->left(1);
+  CHECK(is(again.move(false, 1, out),
+           "PeerLost: rank 0 (here): rank 1 (here) has left the job, but recv from rank 1, tag 3 (12 B) "
+           "waits for it"));
+}
+
+void where_tells_of_a_message() {
+  Pair pair;
+  Rank& me = pair.ranks[0];
+  CHECK(is(me.group->where().text, "has made no call yet"));
+  Ints out(3), x(3);
+  std::thread waiter([&] { CHECK(me.move(false, 1, out).empty()); });
+  while (me.group->where().text != "has made no call yet and waits in recv from rank 1, tag 3 (12 B)") poll(nullptr, 0, 1);
+  CHECK(pair.ranks[1].move(true, 0, x).empty());
+  waiter.join();
+  CHECK(is(me.group->where().text, "has made no call yet"));
+}
+
+void close_ends_a_recv_of_another_thread() {
+  Pair pair;
+  Rank& me = pair.ranks[0];
+  Ints out(3), late(3);
+  std::string how;
+  std::thread waiter([&] { how = me.move(false, 1, out); });
+  const auto work = me.group->start(Rank::message(false, 1, late), Deadline(120));
+  while (me.group->where().text == "has made no call yet") poll(nullptr, 0, 1);
+  me.group->close();
+  waiter.join();
+  CHECK(is(how, "Aborted: rank 0 (here) released the group while a call or a message was running, after the first call"));
+  CHECK(work->done() && work->error());
+}
+
+void destroyed_without_close_with_a_message_under_way() {
+  Pair pair;
+  Ints out(3);
+  const auto work = pair.ranks[0].group->start(Rank::message(false, 1, out), Deadline(120));
+  pair.ranks[0].group.reset();
+  CHECK(work->done() && work->error() && work->error()->kind == "Aborted");
+}
+
+}  // namespace
+
+int main() {
+  messages_go_both_ways_at_once();
+  a_deadline_breaks_the_group_for_all_waits();
+  an_abort_ends_started_and_awaited_messages();
+  an_interrupt_passes_and_the_others_learn_why();
+  a_rank_that_left_ends_a_recv_unless_its_link_is_on_the_way();
+  where_tells_of_a_message();
+  close_ends_a_recv_of_another_thread();
+  destroyed_without_close_with_a_message_under_way();
+  return test::failed();
+}

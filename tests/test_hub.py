@@ -1,0 +1,288 @@
+"""The hub: who may join, which failures it spreads to whom, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
+
+from mscomm import errors
+from mscomm.cluster import hub as hub_module
+from mscomm.cluster import links
+from mscomm.cluster.frames import Frames, encode
+from mscomm.cluster.links import CONTROL, Identity
+from mscomm.cluster.member import Member
+
+
+def test_members_join_learn_of_each_other_and_leave():
+    with Job(3) as job:
+        members = job.joined()
+        for member, _ in members[:2]:
+            member.leave(7)
+        eventually(lambda: sorted(members[2][1].departed) == [0, 1])
+        members[2][0].leave(7)
+        assert job.settled() == (True, "all 3 ranks have left", None)
+        assert not members[2][1].aborts
+
+
+def test_a_welcome_carries_the_facts_of_all_by_rank():
+    with Job(2, tcp=True) as job:
+        welcomes = {}
+
+        def join(rank):
+            welcomes[rank] = job.member(rank).join({"size": 2, "colour": f"c{rank}"}, soon())
+
+        other = threading.Thread(target=join, args=(1,))
+        other.start()
+        join(0)
+        other.join()
+        for rank in (0, 1):
+            assert welcomes[rank].rank == rank
+            assert welcomes[rank].size == 2
+            assert welcomes[rank].key == KEY
+            assert [fact["colour"] for fact in welcomes[rank].facts] == ["c0", "c1"]
+            assert welcomes[rank].facts[rank]["pid"] == os.getpid()
+
+
+def test_too_few_are_told_who_is_missing():
+    with Job(3, topo_timeout_s=0.3, tcp=True) as job:
+        texts = []
+
+        def join(rank):
+            with pytest.raises(errors.Error) as caught:
+                job.member(rank).join({"size": 3}, soon())
+            texts.append(str(caught.value))
+
+        other = threading.Thread(target=join, args=(1,))
+        other.start()
+        join(0)
+        other.join()
+        assert texts[0].startswith("only 2 of 3 ranks joined within 0.3 s (MS_TOPO_TIMEOUT): missing rank 2")
+        assert texts[0] == texts[1]
+        assert job.settled().ok is False
+
+
+def test_nobody_came():
+    with Job(3, topo_timeout_s=0.1, tcp=True) as job:
+        assert "only 0 of 3" in job.settled().text
+
+
+def test_one_too_many_is_refused_and_disturbs_nobody():
+    with Job(2, ranks_known=False, tcp=True) as job:
+        members = job.joined(ids=["a", "b"])
+        with pytest.raises(errors.Error, match=r"the job at 127.0.0.1:\d+ already has its 2 workers"):
+            job.member(node_id="c").join({"size": 2}, soon())
+        assert not members[0][1].aborts
+
+
+def test_a_taken_id_is_refused_with_the_name_of_its_holder():
+    with Job(2, ranks_known=False, tcp=True) as job:
+        first = job.member(node_id="worker_0")
+        failed = threading.Thread(target=lambda: raised(errors.Error, first.join, {"size": 2}, soon()))
+        failed.start()
+        eventually(lambda: any("1 of 2" in line for line in job.log))
+        with pytest.raises(errors.Error, match=rf"MS_NODE_ID=worker_0 is taken already: .*\(pid {os.getpid()} on host"):
+            job.member(node_id="worker_0").join({"size": 2}, soon())
+        job.hub.stop()
+        failed.join()
+
+
+def test_a_taken_rank_is_refused():
+    with Job(2, tcp=True) as job:
+        job_members = []
+        first = threading.Thread(target=lambda: job_members.append(job.member(0).join({"size": 2}, soon())))
+        first.start()
+        eventually(lambda: any("1 of 2" in line for line in job.log))
+        with pytest.raises(errors.Error, match="rank 0 is taken already: rank 0"):
+            job.member(0).join({"size": 2}, soon())
+        job.member(1).join({"size": 2}, soon())
+        first.join()
+        assert job_members[0].rank == 0
+
+
+def test_another_worker_num_is_refused_naming_both():
+    with (
+        Job(2, ranks_known=False, tcp=True) as job,
+        pytest.raises(errors.Error, match="MS_WORKER_NUM is 4 here and 2 at"),
+    ):
+        job.member().join({"size": 4}, soon())
+
+
+def test_ids_decide_ranks_on_the_hub():
+    with Job(3, ranks_known=False, tcp=True) as job:
+        job.joined(ids=["2", "0", "1"])
+        by_id = {member._node_id: member._welcome.rank for member in job.members}
+        assert by_id == {"0": 0, "1": 1, "2": 2}
+
+
+def test_a_member_lost_before_all_had_joined_is_told_to_the_others():
+    with Job(3) as job:
+        first = job.member(0)
+        caught = []
+        thread = threading.Thread(target=lambda: caught.append(raised(errors.PeerLost, first.join, {}, soon())))
+        thread.start()
+        eventually(lambda: any("1 of 3" in line for line in job.log))
+        job.ends[2].close()
+        thread.join()
+        assert caught[0].ranks == (2,)
+        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # and to those that come later
+            job.member(1).join({}, soon())
+
+
+def test_the_end_of_a_control_link_is_a_lost_rank_with_the_launchers_reason():
+    with Job(3, watched=True) as job:
+        members = job.joined()
+        members[1][0].close()
+        job.hub.process_ended(1, "killed by SIGKILL")
+        eventually(lambda: members[0][1].aborts and members[2][1].aborts)
+        kind, ranks, waiting_for, text = members[0][1].aborts[0]
+        assert (kind, ranks, waiting_for) == ("PeerLost", [1], [])
+        assert text.startswith(f"rank 1 (pid {os.getpid()} on host ")
+        assert text.endswith("ended without release: killed by SIGKILL")
+
+
+def test_a_process_that_ended_is_lost_though_a_child_of_its_holds_the_link():
+    with Job(2, watched=True) as job:
+        members = job.joined()
+        job.hub.process_ended(1, "exit code 3")
+        eventually(lambda: members[0][1].aborts)
+        assert "exit code 3" in members[0][1].aborts[0][3]
+
+
+def test_a_process_that_ends_badly_after_bye_is_the_first_cause():
+    with Job(3, watched=True) as job:
+        members = job.joined()
+        members[1][0].leave(4)
+        threading.Timer(0.05, job.hub.process_ended, (1, "exit code 3"), {"badly": True}).start()
+        error = members[0][0].settle(WORLD, errors.PeerLost("rank 1 has left the job", [1]), 5)
+        assert type(error) is errors.PeerLost
+        assert str(error).startswith("rank 1 (pid ")
+        assert str(error).endswith("left the job: exit code 3")
+        eventually(lambda: members[2][1].aborts)
+
+
+def test_needing_a_rank_whose_process_ended_well_is_still_an_error():
+    with Job(2, watched=True) as job:
+        members = job.joined()
+        members[1][0].leave(4)
+        job.hub.process_ended(1, "exit code 0")
+        error = members[0][0].settle(WORLD, errors.PeerLost("rank 1 has left the job", [1]), 5)
+        assert "exit code" not in str(error)
+        assert error.ranks == (1,)
+
+
+def test_a_member_that_does_not_read_does_not_stop_the_hub():
+    with Job(3) as job:
+        lazy = job.ends[2]
+        assert lazy.recv(32) == KEY
+        lazy.sendall(encode({"t": "join", "rank": 2, "node_id": None, "facts": {"pad": "x" * 60000}}, 1 << 16))
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        others = [job.member(rank) for rank in (0, 1)]
+        threads = [threading.Thread(target=m.join, args=({"pad": "x" * 60000}, soon())) for m in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        others[0].report("Aborted", "enough", [0])
+        communicator = Communicator()
+        others[1].attach(WORLD, communicator, undialled)
+        eventually(lambda: communicator.aborts)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"\xff" * 64, encode({"t": "welcome"}, 1000), encode({"t": "failed", "kind": 3}, 1000), b"\1\0\0\0\xc1"],
+)
+def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
+    with Job(2) as job:
+        members = job.joined()
+        members[1][0]._frames.sock.send(nonsense)
+        eventually(lambda: members[0][1].aborts)
+        assert members[0][1].aborts[0][:2] == ("PeerLost", [1])
+        assert "nonsense" in members[0][1].aborts[0][3]
+
+
+def test_a_spawned_hub_serves_and_ends_by_itself():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = hub_module.spawn(listener, 2, KEY, 5.0)
+        address = listener.getsockname()
+    try:
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert KEY not in command
+        assert KEY.hex().encode() not in command
+        members = []
+        for rank in (0, 1):
+            sock = links.connect(address, soon())
+            links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
+            members.append(Member(Frames(sock), key=KEY, rank=rank))
+        thread = threading.Thread(target=members[1].join, args=({}, soon()))
+        thread.start()
+        assert members[0].join({}, soon()).size == 2
+        thread.join()
+        for member in members:
+            member.leave(0)
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_lost_between_hello_and_join_is_told_to_the_others():
+    with Job(2, tcp=True) as job:
+        greeted(job.listener.getsockname(), rank=1).close()
+        with pytest.raises(errors.PeerLost, match="rank 1 ended before it joined"):
+            job.member(0).join({}, soon())
+
+
+def test_who_never_joins_does_not_keep_the_hub():
+    with Job(2, tcp=True) as job, greeted(job.listener.getsockname()) as lurker:
+        for member, _ in job.joined():
+            member.leave(0)
+        assert job.settled().ok
+        assert "the job is over" in Frames(lurker).receive(soon())["why"]
+
+
+STARTER = """
+import os, socket, sys
+from mscomm.cluster import hub
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    process = hub.spawn(listener, 2, bytes(range(32)), 600.0)
+    print(process.pid, listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("streams", ["open", "closed"])
+def test_a_spawned_hub_ends_when_rank_0_does_and_says_so(streams):
+    code = STARTER if streams == "open" else f"import os\nos.close(2)\n{STARTER}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as starter:
+        pid, port = map(int, starter.stdout.readline().split())
+        member = Member(Frames(greeted(("127.0.0.1", port), rank=1)), key=KEY, rank=1)
+        threading.Timer(0.1, starter.stdin.close).start()
+        with pytest.raises(errors.PeerLost, match="rank 0 ended before it joined"):
+            member.join({}, soon())
+        member.close()
+        eventually(
+            lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        )
+
+
+def test_the_next_spawn_reaps_the_last_hub():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = hub_module.spawn(listener, 1, KEY, 0.01)
+        os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+        second = hub_module.spawn(listener, 1, KEY, 0.01)
+        assert first.returncode is not None
+        second.wait(5)
+
+
+def test_the_hub_does_not_import_numpy():
+    code = "import sys, mscomm.cluster.hub; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

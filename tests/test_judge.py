@@ -1,0 +1,101 @@
+"""Which failure was the first."""
+
+from __future__ import annotations
+
+from mscomm.cluster.judge import Judge, Place
+
+
+def judge(watched=False):
+    return Judge(lambda rank: f"rank {rank}", watched)
+
+
+def test_an_explicit_cause_counts_at_once_and_only_the_first():
+    court = judge()
+    court.failed(1, "Mismatch", [1], "they differ", 4, range(3), now=0)
+    court.failed(2, "Aborted", [2], "later", 4, range(3), now=0)
+    assert court.verdict == ("Mismatch", (1,), (), "they differ")
+
+
+def test_a_symptom_waits_for_what_the_lost_rank_says():
+    court = judge()
+    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0)
+    assert court.verdict is None
+    court.failed(2, "Aborted", [2], "ValueError in rank 2", 4, range(3), now=0.1)
+    assert court.verdict.text == "ValueError in rank 2"
+
+
+def test_a_symptom_is_believed_after_200_ms():
+    court = judge()
+    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0)
+    court.look(0.19)
+    assert court.verdict is None
+    court.look(court.due())
+    assert court.verdict == ("PeerLost", (2,), (), "link to rank 2 ended")
+
+
+def test_the_end_of_a_control_link_settles_a_symptom():
+    court = judge()
+    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0)
+    court.gone(2, "ended without release", now=0.01)
+    assert court.verdict == ("PeerLost", (2,), (), "rank 2 ended without release")
+
+
+def test_a_chain_of_symptoms_ends_at_the_rank_that_was_silent():
+    court = judge()
+    court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(3), now=0)
+    court.failed(1, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0.01)
+    court.gone(1, "ended without release", now=0.02)  # it reported, then it ended: not the cause
+    court.look(0.21)
+    assert court.verdict.ranks == (2,)
+
+
+def test_two_that_lost_each_other_do_not_wait():
+    court = judge()
+    court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(2), now=0)
+    court.failed(1, "PeerLost", [0], "link to rank 0 ended", 4, range(2), now=0.01)
+    assert court.verdict.ranks == (1,)
+
+
+def test_needing_a_rank_that_left_is_no_symptom():
+    court = judge()
+    court.left(2, 3, now=0)
+    court.failed(0, "PeerLost", [2], "rank 2 left", 4, range(2), now=0)
+    assert court.verdict.text.endswith("rank 2 left")
+
+
+def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
+    court = judge()
+    court.left(4, 6, now=0)
+    court.failed(0, "CollectiveTimeout", [], "all_reduce #7 took over 5 s", 7, range(4), now=0)
+    assert court.asking
+    court.here(0, Place(7, False, "after it failed"), now=0.01)  # the asker's own answer says nothing
+    court.here(1, Place(7, True, ""), now=0.01)
+    court.here(2, Place(7, False, "computes"), now=0.01)
+    assert court.verdict is None
+    court.look(0.3)
+    assert court.verdict.kind == "CollectiveTimeout"
+    assert court.verdict.waiting_for == (2, 3, 4)
+    assert court.verdict.text == (
+        "all_reduce #7 took over 5 s. Waiting for: rank 2: computes; rank 3: gave no sign of life within 0.3 s; "
+        "rank 4: ended well after call #6"
+    )
+
+
+def test_a_deadline_is_decided_when_all_have_answered():
+    court = judge()
+    court.failed(0, "CollectiveTimeout", [], "late", 7, range(3), now=0)
+    court.here(1, Place(6, True, ""), now=0.01)
+    court.failed(2, "CollectiveTimeout", [], "late too", 7, range(3), now=0.02)
+    assert court.verdict.waiting_for == (1,)
+
+
+def test_the_launcher_has_100_ms_to_say_how_a_process_ended():
+    court = judge(watched=True)
+    court.gone(1, "ended without release", now=0)
+    assert court.verdict is None
+    court.process_ended(1, "killed by SIGKILL", badly=True, now=0.05)
+    assert court.verdict.text == "rank 1 ended without release: killed by SIGKILL"
+    court = judge(watched=True)
+    court.gone(1, "ended without release", now=0)
+    court.look(0.1)
+    assert court.verdict.text == "rank 1 ended without release"

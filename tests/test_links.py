@@ -1,0 +1,165 @@
+"""Connections: dialled, accepted, authenticated; and file descriptors that cross them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+from control import JOB, KEY, VERSION, listening, raised, soon
+
+from mscomm import errors
+from mscomm.cluster import links
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.links import CONTROL, DATA, Identity
+
+
+def dial(listener, rank, key=KEY):
+    sock = links.connect(listener.getsockname(), soon())
+    try:
+        links.greet(sock, key, DATA, Identity(JOB, VERSION, rank, 1), soon())
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_accept_all_brings_every_wanted_rank_in(family):
+    with listening(family) as listener, contextlib.ExitStack() as stack:
+        threads = [
+            threading.Thread(target=lambda r=r: stack.enter_context(dial(listener, r)).send(bytes([r])))
+            for r in (1, 2, 5)
+        ]
+        for thread in threads:
+            thread.start()
+        came = links.accept_all([listener], {1, 2, 5}, KEY, DATA, Identity(JOB, VERSION, 0, 1), soon())
+        assert {rank: sock.recv(1) for rank, sock in came.items()} == {1: b"\1", 2: b"\2", 5: b"\5"}
+        for sock in came.values():
+            assert sock.get_inheritable() is False
+            if family == socket.AF_INET:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            sock.close()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted():
+    complaints: list[str] = []
+    with listening() as listener, contextlib.ExitStack() as stack:
+        for i in range(150):
+            nuisance = stack.enter_context(socket.create_connection(listener.getsockname()))
+            if i % 3 == 0:
+                nuisance.send(b"GET / HTTP/1.1\r\n\r\n")
+            elif i % 3 == 1:
+                nuisance.send(b"MSCM")  # and never more
+        outcome: list[BaseException] = []
+
+        def thief():
+            try:
+                dial(listener, 1, key=b"wrong" + bytes(27)).close()
+            except errors.AuthenticationError as error:
+                outcome.append(error)
+
+        def rank_1():
+            stack.enter_context(dial(listener, 1))
+
+        threads = [threading.Thread(target=thief), threading.Thread(target=rank_1)]
+        results = {}
+        acceptor = threading.Thread(
+            target=lambda: results.update(
+                links.accept_all([listener], {1, 2}, KEY, DATA, Identity(JOB, VERSION, 0, 1), soon(), complaints.append)
+            )
+        )
+        started = time.monotonic()
+        for thread in (acceptor, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stack.enter_context(dial(listener, 2))
+        acceptor.join()
+        assert results.keys() == {1, 2}
+        assert time.monotonic() - started < 3
+        assert len(outcome) == 1
+        assert len(complaints) <= 16
+        for sock in results.values():
+            sock.close()
+
+
+def test_a_silent_connection_is_dropped_in_time(monkeypatch):
+    monkeypatch.setattr(links, "HELLO_S", 0.1)
+    with listening() as listener, socket.create_connection(listener.getsockname()) as silent:
+        silent.send(b"MSCM")
+        silent.settimeout(5)
+        thread = threading.Thread(
+            target=lambda: raised(
+                errors.Error, links.accept_all, [listener], {1}, KEY, DATA, Identity(JOB, VERSION), Deadline(1)
+            )
+        )
+        thread.start()
+        started = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            assert silent.recv(1) == b""
+        assert time.monotonic() - started < 0.9
+        thread.join()
+
+
+def test_a_rank_that_is_there_already_cannot_be_taken():
+    with listening() as listener:
+        results = {}
+        acceptor = threading.Thread(
+            target=lambda: results.update(
+                links.accept_all([listener], {1, 2}, KEY, DATA, Identity(JOB, VERSION, 0, 1), soon())
+            )
+        )
+        acceptor.start()
+        with dial(listener, 1):
+            with pytest.raises(errors.Error, match="rank 1 is not expected there, or is connected already"):
+                dial(listener, 1)
+            with dial(listener, 2):
+                acceptor.join()
+        for sock in results.values():
+            sock.close()
+
+
+def test_accept_all_names_those_that_did_not_come():
+    with listening() as listener, pytest.raises(errors.CollectiveTimeout, match=r"rank 4, 7 within 0\.1 s") as caught:
+        links.accept_all([listener], {4, 7}, KEY, DATA, Identity(JOB, VERSION, 0, 1), Deadline(0.1))
+    assert caught.value.waiting_for == (4, 7)
+
+
+@pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.9\r\n", b""])
+def test_greet_says_that_the_other_end_is_no_mscomm(words):
+    with listening() as listener, links.connect(listener.getsockname(), soon()) as sock:
+        other, _ = listener.accept()
+        with other:
+            other.sendall(words)
+            with pytest.raises(links.NotMscomm, match=r"what listens at 127.0.0.1:\d+ is not an mscomm scheduler"):
+                links.greet(sock, KEY, CONTROL, Identity(), Deadline(0.2))
+
+
+def test_more_descriptors_than_one_message_takes_cross_a_unix_socket():
+    a, b = socket.socketpair()
+    with a, b, open(os.devnull, "rb") as null:
+        links.send_fds(a, [null.fileno()] * 300, soon())
+        fds = links.recv_fds(b, 300, soon())
+        try:
+            assert len(set(fds)) == 300
+            assert all(os.path.samestat(os.fstat(fd), os.fstat(null.fileno())) for fd in fds)
+            assert not any(os.get_inheritable(fd) for fd in fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def test_a_wrong_number_of_descriptors_leaks_none():
+    a, b = socket.socketpair()
+    with a, b, open(os.devnull, "rb") as null:
+        links.send_fds(a, [null.fileno()] * 3, soon())
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(errors.Error, match=r"received 3 file descriptors where 2|received 2 file"):
+            links.recv_fds(b, 2, soon())
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,231 @@
+"""Meetings: ranks that wait for each other and exchange facts, as a table without I/O and over a real hub."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from control import Job, eventually
+
+from mscomm import errors
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.meetings import Answer, Meetings
+
+
+class Table:
+    """Meetings of ranks, of which `gone` are lost."""
+
+    def __init__(self):
+        self.gone: dict[int, str] = {}
+        self.meetings = Meetings(self.gone.get, lambda rank: f"rank {rank}")
+
+    def come(self, rank, ranks, key="k", name="init", survivors=False, **facts):
+        return list(self.meetings.come(rank, key, name, ranks, facts, survivors))
+
+
+def unmet(answers):
+    return [(ranks, message["kind"], message["text"], message["ranks"]) for ranks, message in answers]
+
+
+def test_nobody_hears_anything_before_the_last_has_come():
+    table = Table()
+    assert table.come(2, [0, 2], colour="red") == []
+    met = {"t": "met", "key": "k", "ranks": [0, 2], "facts": [{"colour": "blue"}, {"colour": "red"}]}
+    assert table.come(0, [0, 2], colour="blue") == [Answer((2, 0), met)]
+
+
+def test_facts_are_in_the_order_of_the_list_and_not_of_coming():
+    table = Table()
+    table.come(1, [2, 1, 0], who=1)
+    table.come(0, [2, 1, 0], who=0)
+    (answer,) = table.come(2, [2, 1, 0], who=2)
+    assert [fact["who"] for fact in answer.message["facts"]] == [2, 1, 0]
+
+
+def test_a_key_can_be_met_at_again():
+    table = Table()
+    for _ in range(2):
+        table.come(0, [0, 1])
+        assert table.come(1, [0, 1])[0].message["t"] == "met"
+
+
+def test_ranks_that_name_each_other_in_different_lists_differ():
+    table = Table()
+    table.come(0, [0, 1], key="a", name="create_group('g')")
+    answers = table.come(1, [0, 1, 2], key="b", name="create_group('g')")
+    why = "create_group('g'): the ranks do not agree who takes part: rank 0 named [0, 1]; rank 1 named [0, 1, 2]"
+    assert unmet(answers) == [((0,), "Mismatch", why, [0, 1]), ((1,), "Mismatch", why, [0, 1])]
+
+
+def test_different_lists_under_one_key_differ():
+    table = Table()
+    table.come(0, [0, 1])
+    (told,) = unmet(table.come(1, [1, 2]))
+    assert told == (
+        (0, 1),
+        "Mismatch",
+        "init: the ranks do not agree who takes part: rank 1 named [1, 2], not [0, 1]",
+        [1],
+    )
+
+
+def test_two_groups_of_one_name_without_a_common_rank_are_two_groups():
+    table = Table()
+    assert table.come(0, [0, 1], key="a", name="pair") == []
+    assert table.come(2, [2, 3], key="b", name="pair") == []
+    assert table.come(1, [0, 1], key="a", name="pair")[0].ranks == (0, 1)
+    assert table.come(3, [2, 3], key="b", name="pair")[0].ranks == (2, 3)
+
+
+def test_who_is_lost_before_it_comes_ends_the_meeting():
+    table = Table()
+    table.come(0, [0, 1])
+    table.gone[1] = "rank 1 ended without release"
+    lost = [((0,), "PeerLost", "init: rank 1 ended without release", [1])]
+    assert unmet(table.meetings.look()) == lost
+    assert unmet(table.come(0, [0, 1])) == lost  # and the next one at once
+
+
+def test_who_comes_and_is_lost_ends_the_meeting_too():
+    table = Table()
+    table.come(1, [0, 1, 2])
+    table.come(0, [0, 1, 2])
+    table.gone[1] = "rank 1 ended without release"
+    assert unmet(table.meetings.look()) == [((1, 0), "PeerLost", "init: rank 1 ended without release", [1])]
+
+
+def test_survivors_do_not_wait_for_the_lost():
+    table = Table()
+    table.come(1, [0, 1, 2, 3], survivors=True)
+    table.come(0, [0, 1, 2, 3], survivors=True)
+    table.gone[3] = "lost"
+    assert table.meetings.look() == []
+    table.gone[1] = "lost after it came"
+    (answer,) = table.come(2, [0, 1, 2, 3], survivors=True)
+    assert answer.ranks == (0, 2)
+    assert answer.message["ranks"] == [0, 2]
+
+
+def test_a_time_out_ends_the_meeting_for_all_that_have_come():
+    table = Table()
+    table.come(0, [0, 1, 2, 3])
+    table.come(2, [0, 1, 2, 3])
+    why = "init: rank 2 waited 3 s for rank 1, rank 3"
+    assert unmet(table.meetings.withdraw(2, "k", 3.0)) == [((0, 2), "CollectiveTimeout", why, [1, 3])]
+    assert table.meetings.withdraw(0, "k", 3.0) == []  # it is over already
+
+
+def test_all_meetings_end_with_their_epoch():
+    table = Table()
+    table.come(0, [0, 1], key="a")
+    table.come(2, [2, 3], key="b")
+    over = list(table.meetings.clear("PeerLost", "another epoch has begun"))
+    assert [ranks for ranks, *_ in unmet(over)] == [(0,), (2,)]
+    assert table.meetings.look() == []
+
+
+# -- over a hub
+
+
+class Meeting:
+    """One rank's part in a meeting, on a thread of its own."""
+
+    def __init__(self, members, rank, ranks, *, key="", name="create_group('g')", timeout_s=5.0, survivors=False):
+        self.result = self.error = None
+
+        def meet():
+            try:
+                facts, deadline = {"rank": rank}, Deadline(timeout_s)
+                words = key or f"0:g:{ranks}", name, ranks, facts, deadline
+                self.result = members[rank][0].meet(*words, founds=not survivors, survivors=survivors)
+            except errors.Error as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=meet)
+        self.thread.start()
+
+    def ended(self):
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self
+
+
+def test_ranks_that_agree_meet():
+    with Job(3) as job:
+        members = job.joined()
+        for meeting in [Meeting(members, rank, [2, 0]) for rank in (0, 2)]:
+            assert meeting.ended().result == ([2, 0], [{"rank": 2}, {"rank": 0}]), meeting.error
+
+
+def test_differing_lists_are_a_mismatch_on_both():
+    with Job(3) as job:
+        members = job.joined()
+        for meeting in [Meeting(members, 0, [0, 1]), Meeting(members, 1, [0, 1, 2])]:
+            assert isinstance(meeting.ended().error, errors.Mismatch)
+            assert "named [0, 1]" in str(meeting.error) and "named [0, 1, 2]" in str(meeting.error)
+            assert meeting.error.ranks in [(0, 1), (1, 0)]
+
+
+def test_a_lost_rank_ends_the_meetings_that_need_it():
+    with Job(4) as job:
+        members = job.joined()
+        waiting = Meeting(members, 0, [0, 1])
+        others = Meeting(members, 2, [2, 3])
+        members[1][0].close()
+        assert isinstance(waiting.ended().error, errors.PeerLost)
+        assert waiting.error.ranks == (1,)
+        late = Meeting(members, 2, [1, 2]).ended()
+        assert isinstance(late.error, errors.PeerLost)
+        last = Meeting(members, 3, [2, 3]).ended()
+        assert last.result and others.ended().result == last.result
+
+
+def test_a_time_out_is_one_on_every_rank_that_came():
+    with Job(3) as job:
+        members = job.joined()
+        meetings = [Meeting(members, 0, [0, 1, 2], timeout_s=0.3), Meeting(members, 1, [0, 1, 2], timeout_s=60)]
+        for meeting in meetings:
+            assert isinstance(meeting.ended().error, errors.CollectiveTimeout)
+            assert meeting.error.waiting_for == (2,)
+            assert "waited 0.3 s for rank 2 (pid" in str(meeting.error)
+
+
+def test_survivors_meet_without_the_lost():
+    with Job(3) as job:
+        members = job.joined()
+        members[1][0].close()
+        eventually(lambda: members[0][1].aborts and members[2][1].aborts)
+        meetings = [Meeting(members, rank, [0, 1, 2], key="0:shrink", survivors=True) for rank in (0, 2)]
+        for meeting in meetings:
+            assert meeting.ended().result.ranks == [0, 2]
+
+
+def test_a_failure_of_a_group_is_no_failure_of_the_others():
+    with Job(3) as job:
+        members = job.joined()
+        for meeting in [Meeting(members, rank, [0, 1], key="0:g:1") for rank in (0, 1)]:
+            assert meeting.ended().result
+        members[0][0].report("Aborted", "rank 0 gave the pair up", [0], "0:g:1")
+        with pytest.raises(errors.Aborted, match="gave the pair up"):
+            eventually(lambda: members[1][0].check("0:g:1"))
+        assert not members[1][1].aborts and not members[2][1].aborts
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [0, 9], [1, 2], [0, "1"]])
+def test_a_list_that_makes_no_sense_loses_the_rank_that_sent_it(ranks):
+    with Job(3) as job:
+        members = job.joined()
+        meeting = Meeting(members, 0, ranks)
+        eventually(lambda: members[2][1].aborts)
+        assert members[2][1].aborts[0][:2] == ("PeerLost", [0])
+        assert "sent nonsense" in members[2][1].aborts[0][3]
+        assert isinstance(meeting.ended().error, errors.Error)
+
+
+def test_a_rank_that_left_well_is_not_waited_for():
+    with Job(2) as job:
+        members = job.joined()
+        members[1][0].leave(3)
+        meeting = Meeting(members, 0, [0, 1]).ended()
+        assert isinstance(meeting.error, errors.PeerLost)
+        assert "has left the job" in str(meeting.error)

@@ -1,0 +1,108 @@
+"""A rank as its control link sees it: what it raises, what it hears, and what a forked child keeps."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from control import WORLD, Communicator, Job, eventually, soon, undialled
+from ranks import ranks
+
+import mscomm
+from mscomm import errors, groups
+
+
+def test_settle_returns_the_first_cause_with_the_symptom_behind_it():
+    with Job(3) as job:
+        members = job.joined()
+        members[1][0].report("Aborted", "rank 1: ValueError: no data (train.py:41)", [1])
+        symptom = errors.PeerLost("link to rank 1 ended", [1])
+        error = members[0][0].settle(WORLD, symptom, 4)
+        assert type(error) is errors.Aborted
+        assert str(error) == "rank 1: ValueError: no data (train.py:41)"
+        assert error.ranks == (1,)
+        assert error.__cause__ is symptom
+        eventually(lambda: members[2][1].aborts == [("Aborted", [1], [], str(error))])
+
+
+def test_settle_asks_everybody_where_they_are():
+    with Job(3, tcp=True) as job:
+        members = job.joined(places=[(9, True, ""), (8, False, "is between calls, after #8"), (9, True, "")])
+        started = time.monotonic()
+        error = members[0][0].settle(WORLD, errors.CollectiveTimeout("all_reduce #9 took over 1 s"), 9)
+        assert time.monotonic() - started < 1
+        assert error.waiting_for == (1,)
+        assert "is between calls, after #8" in str(error)
+
+
+def test_settle_returns_the_symptom_when_the_hub_is_gone():
+    with Job(2) as job:
+        members = job.joined()
+        job.hub.stop()
+        job.thread.join()
+        symptom = errors.PeerLost("link ended", [1])
+        assert members[0][0].settle(WORLD, symptom, 1) is symptom
+
+
+def test_a_hub_that_is_gone_aborts_the_members():
+    with Job(2) as job:
+        members = job.joined()
+        job.hub.stop()
+        eventually(lambda: members[0][1].aborts)
+        kind, ranks, _, text = members[0][1].aborts[0]
+        assert (kind, ranks) == ("Aborted", [])
+        assert "the scheduler is gone" in text
+
+
+def test_a_verdict_before_attach_is_kept():
+    with Job(2) as job:
+        second = job.member(1)
+        thread = threading.Thread(target=second.join, args=({}, soon()))
+        thread.start()
+        first = job.member(0)
+        first.join({}, soon())
+        thread.join()
+        second.report("Aborted", "rank 1 gave up", [1])
+        with pytest.raises(errors.Aborted, match="gave up"):
+            first.ready(soon())
+        communicator = Communicator()
+        first.attach(WORLD, communicator, undialled)
+        assert communicator.aborts == [("Aborted", [1], [], "rank 1 gave up")]
+
+
+def test_a_forked_child_lets_go_of_the_control_link():
+    with Job(2) as job:
+        members = job.joined()
+        member = members[1][0]
+        pid = os.fork()
+        if pid == 0:
+            member.report("Aborted", "a child must not say this", [1])
+            os._exit(0 if member._frames.sock.fileno() == -1 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        member.leave(1)
+        members[0][0].leave(1)
+        assert job.settled().ok
+
+
+@ranks(2)
+def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
+    """The core has a copy of its own: the number may be somebody else's by then."""
+    group = groups.resolve(None)
+    if rank == 1:
+        eventually(lambda: group.core.failure() is not None)  # rank 0 closes its link without a word
+        os._exit(0)
+    work = mscomm.all_reduce(np.ones(1), async_op=True)
+    reader, writer = os.pipe()
+    number = group.member.failed_fd
+    group.member.close()
+    os.dup2(writer, number)
+    group.core.abort("Aborted", [0], [], "enough")
+    group.core.close()  # waits for the worker
+    assert work.done()
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 8)
+    os._exit(0)

@@ -1,0 +1,183 @@
+"""The way in: without a launcher, by the own launcher's link, and by MS_* variables to a scheduler."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from control import KEY, listening, soon
+
+from mscomm import errors
+from mscomm.bootstrap import find, launcher, ms_cluster
+from mscomm.cluster import security
+
+
+def test_without_a_launcher_it_is_a_job_of_one():
+    assert find({"PATH": "/bin"}) is None
+
+
+def test_the_own_launchers_link_is_taken_over_once(monkeypatch):
+    monkeypatch.setattr(launcher, "_taken", set())
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.send(KEY)
+        env = dict(zip(launcher.VARIABLES, ("1", "4", "1", "4", str(theirs.detach())), strict=True))
+        assert find(env) is launcher
+        invitation = launcher.accept(env, soon(), False)
+        with invitation.sock as sock:
+            assert (invitation.rank, invitation.size, invitation.local_rank, invitation.key) == (1, 4, 1, KEY)
+            assert sock.get_inheritable() is False
+        with pytest.raises(errors.BackendUnavailable, match="can join its job once"):
+            launcher.accept(env, soon(), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MSCOMM_RANK": "4"}, "do not fit together"),
+        ({"MSCOMM_RANK": "x"}, "MSCOMM_RANK='x'"),
+        ({"MSCOMM_CONTROL_FD": ""}, "MSCOMM_CONTROL_FD=''"),
+        ({"MSCOMM_CONTROL_FD": "9999"}, "MSCOMM_CONTROL_FD=9999: Bad file descriptor"),
+        ({"MSCOMM_CONTROL_FD": "file"}, "is not a socket"),
+        ({"MSCOMM_CONTROL_FD": "tcp"}, "is not a unix stream socket"),
+    ],
+)
+def test_a_launcher_that_cannot_be_reached_is_an_error_and_no_job_of_one(change, text):
+    env = {**dict(zip(launcher.VARIABLES, ("1", "4", "1", "4", "0"), strict=True)), **change}
+    with open(os.devnull, "rb") as file, socket.socket() as tcp:
+        names = {"file": str(file.fileno()), "tcp": str(tcp.fileno())}
+        env["MSCOMM_CONTROL_FD"] = names.get(env["MSCOMM_CONTROL_FD"], env["MSCOMM_CONTROL_FD"])
+        with pytest.raises(errors.BackendUnavailable, match=text):
+            find(env).accept(env, soon(), False)
+
+
+MS = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8117"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MS_ROLE": "MS_PSERVER"}, "MS_ROLE='MS_PSERVER'.*no parameter servers"),
+        ({"MS_ROLE": "boss"}, "MS_ROLE='boss': expected MS_WORKER or MS_SCHED"),
+        ({"MS_WORKER_NUM": "0"}, "MS_WORKER_NUM='0': expected the number of workers"),
+        ({"MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set"),
+        ({"MS_SCHED_PORT": "99999"}, "MS_SCHED_PORT='99999'"),
+        ({"MS_SCHED_HOST": ""}, "MS_SCHED_HOST is not set"),
+        ({"MS_SERVER_NUM": "2"}, "MS_SERVER_NUM='2': expected 0"),
+        ({"MS_TOPO_TIMEOUT": "soon"}, "MS_TOPO_TIMEOUT='soon'"),
+    ],
+)
+def test_each_ms_variable_is_checked(change, text):
+    with pytest.raises(ValueError, match=text):
+        ms_cluster.accept({**MS, **change}, soon(), False)
+
+
+def test_a_worker_without_a_scheduler_says_where_it_looked():
+    with listening() as taken:
+        port = str(taken.getsockname()[1])
+    env = {**MS, "MS_SCHED_PORT": port, "MS_TOPO_TIMEOUT": "0.3"}
+    with pytest.raises(errors.BackendUnavailable, match=f"no scheduler at 127.0.0.1:{port}.*refused"):
+        ms_cluster.accept(env, soon(), False)
+
+
+def test_a_taken_port_is_named_with_what_to_do(tmpdir_env):
+    with listening() as taken:
+        env = {**MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(errors.BackendUnavailable, match=r"the port is taken.*another MS_SCHED_PORT"):
+            ms_cluster.serve(env)
+
+
+def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, monkeypatch):
+    with listening() as taken:
+        env = {**MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(taken.getsockname()[1])}
+
+    class Served(Exception):
+        pass
+
+    def second(*args):
+        """The first one has bound the port, written its key, and does not listen yet."""
+        monkeypatch.undo()
+        monkeypatch.setattr("tempfile.tempdir", str(tmpdir_env))
+        answer = write_key(*args)
+        with pytest.raises(errors.BackendUnavailable, match="the port is taken"):
+            ms_cluster.serve(env)
+        assert Path(answer[1].path).exists()
+        raise Served
+
+    write_key = security.scheduler_key
+    monkeypatch.setattr(security, "scheduler_key", second)
+    with pytest.raises(Served):
+        ms_cluster.serve(env)
+
+
+WORKER = """
+import os, time
+from mscomm.bootstrap import ms_cluster
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.member import Member
+way = ms_cluster.accept(os.environ, Deadline(20), False)
+member = Member(Frames(way.sock), key=way.key, node_id=way.node_id, hub=way.where)
+welcome = member.join({"size": way.size}, Deadline(20))
+member.ready(Deadline(20))
+print(welcome.rank, welcome.size, flush=True)
+member.leave(0)
+"""
+SCHEDULER = "import os; from mscomm.bootstrap import ms_cluster; ms_cluster.accept(os.environ, None, False)"
+
+
+def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end(tmpdir_env):
+    with listening() as taken:
+        port = str(taken.getsockname()[1])
+    env = {**os.environ, **MS, "MS_SCHED_HOST": "localhost", "MS_SCHED_PORT": port}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER], env={**env, "MS_NODE_ID": f"worker_{i}"}, stdout=subprocess.PIPE
+        )
+        for i in (1, 0)
+    ]
+    scheduler = subprocess.run(
+        [sys.executable, "-c", SCHEDULER],
+        env={**env, "MS_ROLE": "MS_SCHED"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    outputs = [worker.communicate(timeout=10)[0] for worker in workers]
+    assert outputs == [b"1 2\n", b"0 2\n"]
+    assert scheduler.returncode == 0, scheduler.stderr
+    assert "all 2 workers have left" in scheduler.stdout
+    assert not list(tmpdir_env.glob("mscomm-*/*"))
+
+
+@pytest.mark.parametrize("closed", ["closed", "unread"])
+def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed):
+    with listening() as taken:
+        port = str(taken.getsockname()[1])
+    env = {**os.environ, **MS, "MS_WORKER_NUM": "1", "MS_SCHED_PORT": port}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["sh", "-c", 'exec "$0" "$@" >&-'] if closed == "closed" else []
+    scheduler = subprocess.Popen(
+        [*command, sys.executable, "-c", SCHEDULER], env={**env, "MS_ROLE": "MS_SCHED"}, stdout=writer
+    )
+    os.close(writer)
+    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "0 1\n", done.stderr
+    assert scheduler.wait(10) == 0
+
+
+def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env):
+    with listening() as taken:
+        port = str(taken.getsockname()[1])
+    env = {**os.environ, **MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": port, "MS_TOPO_TIMEOUT": "0.2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mscomm", "sched"], env=env, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1
+    assert "only 0 of 2 workers joined within 0.2 s" in done.stdout
+    assert not list(tmpdir_env.glob("mscomm-*/*"))

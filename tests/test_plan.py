@@ -1,0 +1,34 @@
+"""Who gets which rank, who shares a host, and whether all agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from mscomm import errors
+from mscomm.cluster import plan
+
+
+def test_ids_that_are_all_numbers_are_ranks():
+    assert plan.assign_ranks([plan.Arrival(i, "h") for i in ("2", "0", "1")]) == [2, 0, 1]
+
+
+@pytest.mark.parametrize("ids", [("0", "0"), ("0", "2")])
+def test_numbers_that_make_no_job_are_refused(ids):
+    with pytest.raises(ValueError, match="MS_NODE_ID="):
+        plan.assign_ranks([plan.Arrival(i, "h") for i in ids])
+
+
+def test_hosts_are_contiguous_and_ids_sort_as_people_count():
+    members = [("worker_10", "b"), (None, "a"), ("worker_2", "b"), (None, "a"), ("worker_1", "a")]
+    assert plan.assign_ranks([plan.Arrival(*member) for member in members]) == [1, 3, 0, 4, 2]
+
+
+def test_hosts_are_numbered_by_their_lowest_rank():
+    assert plan.hosts([{"host": h} for h in "zaza"]) == [0, 1, 0, 1]
+
+
+def test_agree_names_the_ranks_that_differ():
+    facts = [{"version": "1", "size": 3, "backend": b, "algo": ""} for b in ("cpu", "cpu", "nccl")]
+    with pytest.raises(errors.Mismatch, match="rank 2: 'nccl'") as caught:
+        plan.agree(facts)
+    assert caught.value.ranks == (2,)

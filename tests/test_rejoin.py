@@ -1,0 +1,445 @@
+"""Ranks that die under `mscomm run --max-restarts`, are started again, and go on with the survivors in a new epoch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+# A loop of collective calls that outlives its ranks. After each rejoin they go on at the first step that one of them
+# has not done; new ones have no say. VICTIMS: "step:rank", who dies in its first life soon after that step. IN_INIT:
+# "rank:seconds", who dies in its second life so long after calling init. IN_REJOIN: the same of a survivor's rejoin.
+LOOP = """
+import json, os, random, signal, sys, threading, time
+import numpy as np
+import mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+steps = int(os.environ.get("STEPS", 150))
+
+def planned(name):
+    return [tuple(map(float, one.split(":"))) for one in os.environ.get(name, "").split()]
+
+def die_in(seconds):
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+def say(**words):
+    print(json.dumps({"rank": rank, "life": life, "pid": os.getpid(), **words}))
+
+began = time.monotonic()
+for victim, seconds in planned("IN_INIT"):
+    if (victim, life) == (rank, 1):
+        die_in(seconds)
+mscomm.init()
+pair = mscomm.create_group("pair", [1, 3])  # None on the others
+halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither
+step, agreed = 0, life == 0
+while True:
+    try:
+        if not agreed:
+            mine = np.array([steps if life and not step else step])
+            step = int(mscomm.all_reduce(mine, "min")[0])
+            agreed = True
+            if life and began:
+                say(back_after=time.monotonic() - began)
+                began = None
+        shared = mscomm.empty(50_000, np.float32)
+        while step < steps:
+            if life == 0 and (step, rank) in planned("VICTIMS"):
+                die_in(random.random() * 0.02)
+            shared[:] = rank + step
+            assert (mscomm.all_reduce(shared) == 6 + 4 * step).all()
+            if pair is not None:
+                assert (mscomm.all_reduce(np.full(3, rank), group=pair) == 4).all()
+            if halves is not None:
+                assert (mscomm.all_reduce(np.full(3, rank), group=halves) == (4 if rank % 2 else 2)).all()
+            step += 1
+        mscomm.barrier()  # nobody leaves before all are through
+        break
+    except mscomm.PeerLost as lost:
+        for victim, seconds in planned("IN_REJOIN"):
+            if (victim, life) == (rank, 0):
+                die_in(seconds)
+        at = time.monotonic()
+        epoch = mscomm.rejoin(60)
+        agreed = False
+        say(epoch=epoch, lost=lost.ranks, took=time.monotonic() - at)
+say(done=step)
+"""
+
+
+def run(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: float = 120, **env: object):
+    script = folder / "script.py"
+    script.write_text(body)
+    return subprocess.run(
+        [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), *map(str, options), script],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}},
+        check=False,
+    )
+
+
+def said(done) -> dict[int, list[dict]]:
+    """What each rank said, in order."""
+    words = defaultdict(list)
+    for line in done.stdout.splitlines():
+        prefix, _, text = line.partition(" ")
+        if text.startswith("{"):
+            words[int(prefix.strip("[]"))].append(json.loads(text))
+    return words
+
+
+def assert_went_on(done, lost: set[int]):
+    """Everybody is through all steps; survivors are the processes that they were, the lost are new ones."""
+    assert done.returncode == 0, done.stderr + done.stdout
+    words = said(done)
+    for rank in range(4):
+        assert words[rank][-1]["done"], done.stdout
+        assert bool(words[rank][-1]["life"]) == (rank in lost), done.stdout
+        if rank not in lost:
+            assert len({word["pid"] for word in words[rank]}) == 1
+    for rank in lost:
+        back_s = [word["back_after"] for word in words[rank] if "back_after" in word][-1]
+        print(f"rank {rank} was back in the group {back_s:.3f} s after it called init")
+        assert back_s < 5  # on an idle machine less than 1
+    return words
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
+    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS=f"40:{victim}")
+    words = assert_went_on(done, {victim})
+    assert f"rank {victim} is started again (restart 1 of 3): killed by SIGKILL" in done.stderr
+    for rank in set(range(4)) - {victim}:
+        assert [word["lost"] for word in words[rank] if "lost" in word] == [[victim]]
+        assert [word["epoch"] for word in words[rank] if "epoch" in word] == [1]
+
+
+def test_two_ranks_lost_at_once_come_back_together(tmp_path):
+    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1 40:2")
+    assert_went_on(done, {1, 2})
+    assert "restart 2 of 3" in done.stderr and "restart 3" not in done.stderr
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1, 0.2])
+def test_a_new_rank_that_dies_on_its_way_back_is_started_once_more(tmp_path, seconds):
+    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}")
+    words = assert_went_on(done, {1})
+    assert words[1][-1]["life"] == 2
+
+
+@pytest.mark.parametrize("seconds", [0, 0.2])
+def test_a_survivor_that_dies_in_rejoin_comes_back_too(tmp_path, seconds):
+    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}")
+    assert_went_on(done, {1, 2})
+
+
+def test_one_after_the_other(tmp_path):
+    done = run(tmp_path, LOOP, "--max-restarts", 4, VICTIMS="20:3 50:0 80:1 110:2")
+    words = assert_went_on(done, {0, 1, 2, 3})
+    assert max(word.get("epoch", 0) for word in words[2]) <= 4
+
+
+def test_when_the_budget_is_spent_the_next_failure_ends_the_job(tmp_path):
+    done = run(tmp_path, LOOP, "--max-restarts", 1, VICTIMS="40:1 90:2")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 is started again (restart 1 of 1)" in done.stderr
+    assert "rank 2 failed first: killed by SIGKILL" in done.stderr
+    assert re.search(r"PeerLost: rejoin: rank 2 \(pid .*killed by SIGKILL", done.stderr), done.stderr
+
+
+def test_the_status_is_that_of_the_first_failure_that_nobody_made_good(tmp_path):
+    body = """
+import os
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+if life == 0:
+    if rank == 1:
+        os._exit(5)
+    try:
+        mscomm.barrier()
+    except mscomm.PeerLost:
+        mscomm.rejoin()
+mscomm.barrier()
+if rank == 2:
+    os._exit(7)
+mscomm.barrier()
+"""
+    done = run(tmp_path, body, "--max-restarts", 1)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 is started again (restart 1 of 1): exit code 5" in done.stderr
+    assert "rank 2 failed first: exit code 7" in done.stderr
+
+
+def test_a_rank_that_raises_is_started_again_too(tmp_path):
+    """It says why, releases at exit, and ends with status 1: the others get Aborted, and may rejoin."""
+    body = """
+import os
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+if life == 0:
+    mscomm.barrier()
+    if rank == 1:
+        raise KeyError("no such column")
+    try:
+        mscomm.barrier()
+    except mscomm.Aborted as error:
+        print("aborted:", "no such column" in str(error))
+        mscomm.rejoin()
+assert mscomm.all_reduce(np.ones(1))[0] == 3
+print("through")
+"""
+    done = run(tmp_path, body, "--max-restarts", 3, ranks=3)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("aborted: True") == 2 and done.stdout.count("through") == 3, done.stdout
+
+
+def test_without_restarts_rejoin_says_what_to_do(tmp_path):
+    body = """
+import os, signal
+import numpy as np, mscomm
+mscomm.init()
+if mscomm.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mscomm.barrier()
+except mscomm.PeerLost:
+    mscomm.rejoin()
+"""
+    done = run(tmp_path, body, ranks=2)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert (
+        "PeerLost: rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`"
+        in done.stderr
+    )
+
+
+def test_a_rank_that_left_well_makes_rejoin_fail(tmp_path):
+    body = """
+import os, signal, sys, time
+import numpy as np, mscomm
+mscomm.init()
+rank = mscomm.get_rank()
+mscomm.barrier()
+if rank == 0:
+    sys.exit(0)
+if rank == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mscomm.all_reduce(np.ones(1), group=mscomm.create_group("rest", [1, 2]))
+except mscomm.PeerLost:
+    mscomm.rejoin()
+"""
+    done = run(tmp_path, body, "--max-restarts", 5, ranks=3)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "started again" not in done.stderr
+    assert re.search("rejoin: rank 0 .* has left the job|rejoin: rank 1 .*killed by SIGKILL", done.stderr), done.stderr
+
+
+def test_a_time_out_of_rejoin_names_who_is_missing_and_it_can_be_called_again(tmp_path):
+    body = """
+import os, signal, sys, time
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+if life:
+    while not os.path.exists(sys.argv[0] + ".go"):
+        time.sleep(0.01)
+mscomm.init()
+if life == 0:
+    pair = mscomm.create_group("pair", [0, 1]) if rank < 2 else None
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mscomm.barrier()
+    except mscomm.PeerLost:
+        pass
+    if rank == 0:
+        try:
+            mscomm.rejoin(0.5)
+        except mscomm.CollectiveTimeout as error:
+            print("waiting for", error.waiting_for, str(error))
+        open(sys.argv[0] + ".go", "w").close()
+    else:
+        while not os.path.exists(sys.argv[0] + ".go"):
+            time.sleep(0.01)
+    print("epoch", mscomm.rejoin())
+    if rank < 2:
+        assert mscomm.all_reduce(np.ones(1), group=pair)[0] == 2
+assert mscomm.all_reduce(np.ones(1))[0] == 3
+"""
+    done = run(tmp_path, body, "--max-restarts", 1, ranks=3)
+    assert done.returncode == 0, done.stderr
+    assert "[0] waiting for (1, 2) rejoin: rank 0 (pid" in done.stdout
+    assert re.search(r"waited 0.5 s for rank 1 \(.*which has not called rejoin\(\), rank 2", done.stdout), done.stdout
+    assert done.stdout.count("epoch 1") == 2
+
+
+def test_a_program_that_knows_no_rejoin_is_started_anew_as_a_whole(tmp_path):
+    """As torchrun does it, if the budget has one for each rank: all of them end, and meet again."""
+    body = """
+import os, signal
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+for _ in range(20):
+    mscomm.barrier()
+if (rank, life) == (1, 0):
+    os.kill(os.getpid(), signal.SIGKILL)
+print("life", life, mscomm.all_reduce(np.ones(1)))
+"""
+    done = run(tmp_path, body, "--max-restarts", 3, ranks=3)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("life 1 [3.]") == 3
+
+
+@pytest.mark.parametrize("words", [["--max_restarts", 2], []])
+def test_programs_that_know_nothing_of_mscomm_are_started_again(tmp_path, words):
+    body = """
+import os, sys
+life = int(os.environ["MSCOMM_RESTART_COUNT"])
+print("life", life)
+sys.exit(life < 2)
+"""
+    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's
+    done = run(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives
+
+
+def test_what_a_lost_rank_started_does_not_stay_behind(tmp_path):
+    body = """
+import os, signal, subprocess, sys
+if os.environ["MSCOMM_RESTART_COUNT"] == "0":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print(child.pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = run(tmp_path, body, "--max-restarts", 1, ranks=1, timeout_s=30)
+    assert done.returncode == 0
+    child, end = Path("/proc", done.stdout.split()[1], "stat"), time.monotonic() + 10
+    while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < end, "it lives on"
+        time.sleep(0.01)
+
+
+def test_survivors_keep_nothing_of_the_epochs_before(tmp_path):
+    body = """
+import os, signal
+import numpy as np, mscomm
+rank, life = int(os.environ["MSCOMM_RANK"]), int(os.environ["MSCOMM_RESTART_COUNT"])
+mscomm.init()
+pair = mscomm.create_group("pair", [0, 1])
+kept = mscomm.zeros(100_000)  # of the first epoch
+sizes = []
+while True:
+    try:
+        life = int(mscomm.all_reduce(np.array([life]), "max")[0])
+        mscomm.all_reduce(mscomm.zeros(100_000), group=pair)
+        mscomm.all_reduce(np.zeros(1), async_op=True).wait()
+        maps = open("/proc/self/maps").read()
+        sizes.append((len(os.listdir("/proc/self/fd")), maps.count("mscomm-heap"), len(os.listdir("/proc/self/task"))))
+        if life == 5:
+            break
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mscomm.barrier()
+    except mscomm.PeerLost:
+        mscomm.rejoin()
+if rank == 0:
+    assert not kept.any() and len(sizes) == 6
+    assert sizes[2:] == [sizes[2]] * 4, sizes
+"""
+    done = run(tmp_path, body, "--max-restarts", 5, ranks=2)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+# -- a scheduler and workers
+
+
+def test_a_worker_comes_back_to_its_scheduler(tmp_path):
+    (tmp_path / "script.py").write_text(LOOP)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    job = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ENABLE_RECOVERY": "1"}
+    env = {**os.environ, **job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "VICTIMS": "40:2"}
+
+    def start(rank, life=0):
+        own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "MSCOMM_RANK": str(rank)}
+        command = [sys.executable, tmp_path / "script.py"]
+        return subprocess.Popen(command, env={**env, **own, "MSCOMM_RESTART_COUNT": str(life)})
+
+    scheduler = subprocess.Popen([sys.executable, "-m", "mscomm", "sched"], env=env, stdout=subprocess.PIPE, text=True)
+    workers = [start(rank) for rank in range(4)]
+    try:
+        assert workers[2].wait(60) == -signal.SIGKILL
+        workers[2] = start(2, life=1)
+        assert [worker.wait(60) for worker in workers] == [0] * 4
+        out, _ = scheduler.communicate(timeout=20)
+    finally:
+        for process in (scheduler, *workers):
+            process.kill()
+            process.wait()
+    assert scheduler.returncode == 0, out
+    assert "epoch 1 begins" in out and "all 4 workers have left" in out
+
+
+# -- several nodes, here by loopback addresses of one host
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """two_nodes(body, options): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
+
+    def run_both(body, *options, **env):
+        (tmp_path / "script.py").write_text(body)
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        words = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+        command = [sys.executable, "-m", "mscomm", "run", *map(str, options), *words]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        nodes = [subprocess.Popen([*command, str(node), tmp_path / "script.py"], env=env, **streams) for node in (0, 1)]
+        try:
+            said = [node.communicate(timeout=120) for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+                node.communicate()
+        return [(node.returncode, *words) for node, words in zip(nodes, said, strict=True)]
+
+    return run_both
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_each_node_starts_its_own_ranks_again(two_nodes, victim):
+    ends = two_nodes(LOOP, "--max-restarts", 1, VICTIMS=f"40:{victim}")
+    for node, (code, out, err) in enumerate(ends):
+        assert code == 0, err
+        assert out.count('"done": 150') == 2
+        assert (f"rank {victim} is started again" in err) == (node == victim // 2)
+    assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]  # the line for the other node
+
+
+def test_a_rank_that_no_node_starts_again_ends_the_job_on_both(two_nodes):
+    (code_0, _, err_0), (code_1, _, err_1) = two_nodes(LOOP, "--max-restarts", 1, VICTIMS="40:2 90:3")
+    assert code_1 == 128 + signal.SIGKILL, err_1
+    assert code_0 == 1, err_0
+    assert "rank 2 is started again (restart 1 of 1)" in err_1
+    assert "the job failed on another host: PeerLost: rank 3" in err_0

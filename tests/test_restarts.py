@@ -1,0 +1,274 @@
+"""Ranks that come back to a hub: who is admitted again, when an epoch begins, and when it never will."""
+
+from __future__ import annotations
+
+import pytest
+from control import KEY, VERSION, Communicator, Job, Waits, eventually, soon, undialled
+
+from mscomm import errors
+from mscomm.cluster import links
+from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.links import LAUNCHER, Identity
+from mscomm.cluster.plan import world_id
+
+
+def facts(size, **more):
+    return {"size": size, "pid": 1, "hostname": "h", "host": "h", **more}
+
+
+def lose(job, rank, how="killed by SIGKILL", **words):
+    """The rank's process ends, and its launcher says how."""
+    job.members[rank].close() if rank < len(job.members) else job.ends[rank].close()
+    job.hub.process_ended(rank, how, badly=True, **words)
+
+
+def by_rank(job):
+    """The members in the order of their ranks, not of their coming."""
+    job.members.sort(key=lambda member: member._welcome.rank)
+    return job.members
+
+
+def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
+    with Job(3, watched=True, restarts=True) as job:
+        communicators = [communicator for _, communicator in job.joined()]
+        members = by_rank(job)
+        lose(job, 1, again=True)
+        eventually(lambda: communicators[0].aborts and communicators[2].aborts)
+        assert communicators[0].aborts[0][:2] == ("PeerLost", [1])
+        waiting = [Waits(members[rank].rejoin, facts(3, colour=rank), soon()) for rank in (0, 2)]
+        new = Waits(job.again(1).join, facts(3, colour="new"), soon())
+        for rank, wait in zip((0, 2, 1), (*waiting, new), strict=True):
+            welcome = wait.ended().result
+            assert (welcome.rank, welcome.size, welcome.epoch) == (rank, 3, 1), wait.error
+            assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
+        # Everybody is in the new world, and hears of its failures.
+        for member in (members[0], members[2], job.members[-1]):
+            member.attach(world_id(1), Communicator(), undialled)
+        ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
+        assert [wait.ended().error for wait in ready] == [None] * 3
+        members[0].report("Aborted", "enough", [0], world_id(1))
+        with pytest.raises(errors.Aborted, match="enough"):
+            eventually(lambda: job.members[-1].check(world_id(1)))
+        assert job.hub.over is None
+
+
+def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
+    with Job(3, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        lose(job, 1, again=True)
+        new = Waits(job.again(1).join, facts(3), soon())
+        eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
+        members[0].report("Aborted", "of the old epoch", [0])  # the world has its verdict, but not other groups
+        waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
+        assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]
+
+
+def test_who_waits_for_the_next_epoch_takes_part_in_nothing_of_this_one():
+    with Job(3, restarts=True, watched=True) as job:
+        job.joined()
+        members = by_rank(job)
+        meeting = Waits(lambda: members[0].meet("k", "create_group('g')", [0, 2], {}, soon(), founds=True))
+        rejoining = Waits(members[2].rejoin, facts(3), soon())
+        assert isinstance(meeting.ended().error, errors.PeerLost)
+        assert "waits for the next epoch of the job: call rejoin() too" in str(meeting.error)
+        others = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 1)]
+        assert [wait.ended().result.epoch for wait in (rejoining, *others)] == [1, 1, 1]
+
+
+def test_a_rank_that_is_lost_for_good_ends_the_waiting():
+    with Job(3, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        lose(job, 1, again=True)
+        waiting = Waits(members[0].rejoin, facts(3), soon())
+        new = Waits(job.again(1).join, facts(3), soon())
+        lose(job, 2, "exit code 3")
+        for wait in (waiting, new):
+            assert isinstance(wait.ended().error, errors.PeerLost)
+            assert wait.error.ranks == (2,)
+            assert "exit code 3, and it is not started again" in str(wait.error)
+        assert job.hub.over.ranks == job.hub.verdict.ranks == (2,)
+        assert not job.hub.can_restart
+        late = Waits(job.again(2).join, facts(3), soon()).ended()
+        assert late.error.ranks == (2,)
+
+
+def test_without_restarts_nobody_rejoins_and_a_newcomer_gets_the_verdict():
+    with Job(3, watched=True) as job:
+        job.joined()
+        members = by_rank(job)
+        lose(job, 1)
+        alone = Waits(members[0].rejoin, facts(3), soon()).ended()
+        assert isinstance(alone.error, errors.PeerLost)
+        assert "mscomm run --max-restarts N" in str(alone.error)
+        new = Waits(job.again(1).join, facts(3), soon()).ended()
+        assert isinstance(new.error, errors.PeerLost)
+        assert "killed by SIGKILL" in str(new.error)
+
+
+def test_a_time_out_names_those_that_are_not_there():
+    with Job(4, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        lose(job, 1, again=True)
+        first = Waits(members[0].rejoin, facts(4), Deadline(0.2)).ended()
+        assert isinstance(first.error, errors.CollectiveTimeout)
+        assert first.error.waiting_for == (1, 2, 3)
+        assert "which was not started again or has not come to init() yet, rank 2" in str(first.error)
+        waiting = [Waits(members[rank].rejoin, facts(4), soon()) for rank in (0, 2, 3)]  # once more
+        new = Waits(job.again(1).join, facts(4), soon())
+        assert {wait.ended().result.epoch for wait in (new, *waiting)} == {1}
+
+
+def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
+    with Job(2, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
+            assert wait.ended().result.epoch == 1
+        setting_up = Waits(members[0].ready, soon())
+        once_more = Waits(members[1].rejoin, facts(2), soon())  # a signal ended its set-up
+        assert isinstance(setting_up.ended().error, errors.PeerLost)
+        assert "gave up its set-up" in str(setting_up.error)
+        both = Waits(members[0].rejoin, facts(2), soon())
+        assert [wait.ended().result.epoch for wait in (once_more, both)] == [2, 2]
+
+
+def test_a_rank_that_ended_well_is_never_there_again():
+    with Job(2, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        members[1].leave(4)
+        waiting = Waits(members[0].rejoin, facts(2), soon())
+        job.hub.process_ended(1, "exit code 0")
+        assert isinstance(waiting.ended().error, errors.PeerLost)
+        assert "rank 1" in str(waiting.error) and "has left the job" in str(waiting.error)
+        assert not job.hub.can_restart
+
+
+def test_a_rank_that_said_bye_and_failed_comes_back():
+    with Job(2, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        members[1].leave(4)
+        waiting = Waits(members[0].rejoin, facts(2), soon())
+        job.hub.process_ended(1, "exit code 1", badly=True, again=True)
+        new = Waits(job.again(1).join, facts(2), soon())
+        assert [wait.ended().result.epoch for wait in (waiting, new)] == [1, 1]
+
+
+def test_a_rank_that_is_lost_before_all_have_joined_is_waited_for():
+    with Job(3, watched=True, restarts=True) as job:
+        first = Waits(job.member(0).join, facts(3), soon())
+        second = job.member(1)
+        joining = Waits(second.join, facts(3), soon())
+        eventually(lambda: any("2 of 3" in line for line in job.log))
+        second.close()
+        joining.ended()
+        job.hub.process_ended(1, "exit code 1", badly=True, again=True)
+        others = [Waits(job.again(1).join, facts(3), soon()), Waits(job.member(2).join, facts(3), soon())]
+        assert [wait.ended().result.epoch for wait in (first, *others)] == [0, 0, 0]
+
+
+def test_a_rank_that_is_lost_before_all_have_joined_and_for_good_is_told():
+    with Job(3, watched=True, restarts=True) as job:
+        first = Waits(job.member(0).join, facts(3), soon())
+        eventually(lambda: any("1 of 3" in line for line in job.log))
+        job.ends[1].close()
+        job.hub.process_ended(1, "exit code 1", badly=True)
+        assert isinstance(first.ended().error, errors.PeerLost)
+        assert first.error.ranks == (1,)
+
+
+def test_a_worker_comes_back_under_its_id():
+    with Job(2, ranks_known=False, tcp=True, restarts=True) as job:
+        job.joined(ids=["b", "a"])
+        members = by_rank(job)
+        assert members[0]._node_id == "a"
+        members[1].close()
+        eventually(lambda: any("ended without release" in line for line in job.log))
+        waiting = Waits(members[0].rejoin, facts(2), soon())
+        stranger = Waits(job.member(node_id="c").join, facts(2), soon()).ended()
+        assert "already has its 2 workers" in str(stranger.error)
+        new = Waits(job.member(node_id="b").join, facts(2), soon()).ended()
+        assert (new.result.rank, new.result.epoch) == (1, 1), new.error
+        assert waiting.ended().result.epoch == 1
+
+
+# -- launchers of other hosts
+
+
+class Launcher:
+    """Its link to the hub, which it makes before it starts its ranks."""
+
+    def __init__(self, job, ranks):
+        sock = links.connect(job.listener.getsockname(), soon())
+        links.greet(sock, KEY, LAUNCHER, Identity(version=VERSION), soon())
+        self.frames = Frames(sock)
+        job.links.append(self.frames)
+        self.frames.send({"t": "attend", "first": ranks.start, "end": ranks.stop}, soon())
+
+    def hears(self):
+        return self.frames.receive(soon())
+
+    def ended(self, rank, how, badly=True, again=False):
+        self.frames.send({"t": "ended", "rank": rank, "how": how, "badly": badly, "again": again}, soon())
+
+
+def test_a_launcher_names_how_its_ranks_ended_and_hears_that_the_job_is_over():
+    with Job(4, tcp=True, watched=True) as job:
+        here, there = Launcher(job, range(2)), Launcher(job, range(2, 4))
+        assert here.hears() == there.hears() == {"t": "state", "over": None}
+        communicators = [communicator for _, communicator in job.joined()]
+        by_rank(job)[3].close()
+        there.ended(3, "exit code 7")
+        over = here.hears()["over"]
+        assert (over["kind"], over["ranks"]) == ("PeerLost", [3])
+        assert over["text"].endswith("ended without release: exit code 7")
+        eventually(lambda: communicators[0].aborts)
+        assert communicators[0].aborts[0][3] == over["text"]
+        late = Launcher(job, range(2, 4))
+        assert late.hears()["over"] == over
+
+
+def test_ranks_that_never_joined_are_named_to_launchers_too():
+    with Job(4, tcp=True, watched=True) as job:
+        here, there = Launcher(job, range(2)), Launcher(job, range(2, 4))
+        here.hears()
+        there.ended(2, "exit code 7")
+        assert here.hears()["over"]["text"].startswith("rank 2: exit code 7")
+
+
+def test_launchers_hear_of_the_end():
+    with Job(2, tcp=True, watched=True) as job:
+        there = Launcher(job, range(1, 2))
+        there.hears()
+        for member, _ in job.joined():
+            member.leave(0)
+        assert there.hears() == {"t": "end"}
+        there.frames.close()
+        assert job.settled().ok
+
+
+def test_a_launcher_speaks_for_its_own_ranks_alone():
+    with Job(4, tcp=True, watched=True) as job:
+        there = Launcher(job, range(2, 4))
+        there.hears()
+        there.ended(0, "exit code 7")
+        assert there.hears() is None
+        assert job.hub.over is None
+
+
+def test_ranks_of_a_launcher_that_is_gone_do_not_come_back():
+    with Job(2, tcp=True, watched=True, restarts=True) as job:
+        there = Launcher(job, range(1, 2))
+        there.hears()
+        job.joined()
+        members = by_rank(job)
+        members[1].close()
+        waiting = Waits(members[0].rejoin, facts(2), soon())
+        there.frames.close()
+        assert isinstance(waiting.ended().error, errors.PeerLost)
+        assert waiting.error.ranks == (1,)
