@@ -271,7 +271,7 @@ def test_a_rank_that_is_two_seconds_late_is_no_failure_and_no_news(tmp_path: Pat
         folder = tmp_path / algo
         folder.mkdir()
         _waits_two_seconds(folder, algo=algo)
-        assert [(folder / f"rank_{rank}.log").read_text() for rank in range(3)] == [""] * 3
+        assert not any("has waited" in path.read_text() for path in folder.glob("rank_*.log"))
 
 
 @pytest.mark.parametrize("algo", ["", "direct"])
