@@ -5,7 +5,6 @@ A row that needs what this build does not have yet, and that this release will h
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -53,34 +52,6 @@ PAIRS = {
     "mscomm.send(x, dst=1, tag=7)": "mscomm.recv(out=x, src=0, tag=7)",
     "mscomm.ops.Send(0, 1)(x)": "mscomm.ops.Receive(0, 0, [4], np.float32)()",
 }
-
-# Names of this release on which rows stand that do not spell them, by what stands in the row.
-STANDS_ON = {
-    "ops.ReduceScatter": "reduce_scatter",
-    "ops.Reduce(": "reduce",
-    "ops.CollectiveGather": "gather",
-    "ops.CollectiveScatter": "scatter",
-    "ops.AlltoAll": "all_to_all",
-    "ops.Send": "send",
-    "ops.Receive": "recv",
-}
-
-
-# What this release will have; a row that needs one of these before it is there is expected to fail.
-COMING = {
-    *("reduce_scatter", "reduce", "gather", "scatter", "all_to_all", "send", "recv", "all_gather_v", "split"),
-    *("create_group", "destroy_group", "get_process_group_ranks"),
-    *("get_world_rank_from_group_rank", "get_group_rank_from_world_rank"),
-}
-
-
-def missing(code: str) -> list[str]:
-    """What of this release the code needs and this build does not have."""
-    names = [*re.findall(r"mscomm\.([a-z_]+)\(", code), *(name for part, name in STANDS_ON.items() if part in code)]
-    absent = [name for name in names if name in COMING and not hasattr(mscomm, name)]
-    if "async_op" in code and "async_op" not in inspect.signature(mscomm.all_reduce).parameters:
-        absent.append("async_op")
-    return absent
 
 
 # --- the rank's side ------------------------------------------------------------------------------------------------
@@ -138,16 +109,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return together
 
 
-def running() -> list[Any]:
+def running() -> list[str]:
     """The rows whose right side must run, each once."""
-    codes = dict.fromkeys(row.ours for row in ROWS if row.ours and LATER not in row.note)
-    return [
-        pytest.param(
-            code,
-            marks=pytest.mark.xfail(bool(missing(code)), reason=f"not in this build: {missing(code)}", strict=True),
-        )
-        for code in codes
-    ]
+    return list(dict.fromkeys(row.ours for row in ROWS if row.ours and LATER not in row.note))
 
 
 @pytest.mark.parametrize("code", running())

@@ -20,7 +20,6 @@ from mscomm.communication import GlobalComm
 from mscomm.groups import Group, resolve
 
 _WORLD = GlobalComm.WORLD_COMM_GROUP
-_collectives: Any = collectives  # each function is looked up at its call
 
 
 class ReduceOp:
@@ -53,7 +52,7 @@ class AllReduce(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> Any:
-        return _collectives.all_reduce(x, self.op, group=self.group)
+        return collectives.all_reduce(x, self.op, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class AllGather(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> Any:
-        return _collectives.all_gather(x, group=self.group)
+        return collectives.all_gather(x, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class ReduceScatter(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> Any:
-        return _collectives.reduce_scatter(x, self.op, group=self.group)
+        return collectives.reduce_scatter(x, self.op, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class Broadcast(_Operator):
 
     def __call__(self, x: Any) -> Any:
         if isinstance(x, (tuple, list)):
-            return tuple(_collectives.broadcast(array, self.root_rank, group=self.group) for array in x)
-        return _collectives.broadcast(x, self.root_rank, group=self.group)
+            return tuple(collectives.broadcast(array, self.root_rank, group=self.group) for array in x)
+        return collectives.broadcast(x, self.root_rank, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Reduce(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> Any:
-        return _collectives.reduce(x, self.dest_rank, self.op, group=self.group)
+        return collectives.reduce(x, self.dest_rank, self.op, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class CollectiveGather(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> Any:
-        return _collectives.gather(x, self.dest_rank, group=self.group)
+        return collectives.gather(x, self.dest_rank, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class CollectiveScatter(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self, x: Any) -> Any:
-        return _collectives.scatter(x, self.src_rank, group=self.group)
+        return collectives.scatter(x, self.src_rank, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class AlltoAll(_Operator):
         parts = x.reshape((*shape[: self.split_dim], n, part, *shape[self.split_dim + 1 :]))
         for axis in range(self.split_dim, 0, -1):  # the parts to the front: (n, ..., part, ...)
             parts = parts.swapaxes(axis, axis - 1)
-        came = _collectives.all_to_all(parts, group=self.group)
+        came = collectives.all_to_all(parts, group=self.group)
         for axis in range(self.concat_dim):  # and the ranks that they came from to their place
             came = came.swapaxes(axis, axis + 1)
         shape[self.split_dim] = part
@@ -168,7 +167,7 @@ class Barrier(_Operator):
     group: Group | str | None = _WORLD
 
     def __call__(self) -> None:
-        _collectives.barrier(group=self.group)
+        collectives.barrier(group=self.group)
 
 
 @dataclass(frozen=True)

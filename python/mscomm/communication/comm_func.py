@@ -16,47 +16,46 @@ from mscomm.communication.management import GlobalComm
 from mscomm.groups import Group, resolve
 
 _WORLD = GlobalComm.WORLD_COMM_GROUP
-_collectives: Any = collectives  # each function is looked up at its call
 
 
 def all_reduce(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
     """mscomm.all_reduce."""
-    return _collectives.all_reduce(tensor, op, group=group)
+    return collectives.all_reduce(tensor, op, group=group)
 
 
 def all_gather_into_tensor(tensor: Any, group: Group | str | None = _WORLD) -> Any:
     """mscomm.all_gather: the ranks' arrays one after the other along axis 0."""
-    return _collectives.all_gather(tensor, group=group)
+    return collectives.all_gather(tensor, group=group)
 
 
 def reduce_scatter_tensor(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
     """mscomm.reduce_scatter: axis 0 is divided over the ranks."""
-    return _collectives.reduce_scatter(tensor, op, group=group)
+    return collectives.reduce_scatter(tensor, op, group=group)
 
 
 def reduce(tensor: Any, dst: int, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
     """mscomm.reduce: the result on rank dst of the world, None elsewhere."""
-    return _collectives.reduce(tensor, _rank_in(group, "reduce", "dst", dst), op, group=group)
+    return collectives.reduce(tensor, _rank_in(group, "reduce", "dst", dst), op, group=group)
 
 
 def scatter_tensor(tensor: Any, src: int = 0, group: Group | str | None = _WORLD) -> Any:
     """mscomm.scatter of what rank src of the world has."""
-    return _collectives.scatter(tensor, _rank_in(group, "scatter_tensor", "src", src), group=group)
+    return collectives.scatter(tensor, _rank_in(group, "scatter_tensor", "src", src), group=group)
 
 
 def gather_into_tensor(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD) -> Any:
     """mscomm.gather: the result on rank dst of the world, None elsewhere."""
-    return _collectives.gather(tensor, _rank_in(group, "gather_into_tensor", "dst", dst), group=group)
+    return collectives.gather(tensor, _rank_in(group, "gather_into_tensor", "dst", dst), group=group)
 
 
 def broadcast(tensor: Any, src: int = 0, group: Group | str | None = _WORLD) -> Any:
     """mscomm.broadcast of what rank src of the world has."""
-    return _collectives.broadcast(tensor, _rank_in(group, "broadcast", "src", src), group=group)
+    return collectives.broadcast(tensor, _rank_in(group, "broadcast", "src", src), group=group)
 
 
 def barrier(group: Group | str | None = _WORLD) -> None:
     """mscomm.barrier."""
-    _collectives.barrier(group=group)
+    collectives.barrier(group=group)
 
 
 def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mscomm import groups
+from mscomm.groups import create_group as create_group
+from mscomm.groups import destroy_group as destroy_group
 from mscomm.groups import get_backend as _get_backend
+from mscomm.groups import get_group_rank_from_world_rank as get_group_rank_from_world_rank
 from mscomm.groups import get_group_size as get_group_size
 from mscomm.groups import get_local_rank as get_local_rank
 from mscomm.groups import get_local_rank_size as get_local_rank_size
+from mscomm.groups import get_process_group_ranks as get_process_group_ranks
 from mscomm.groups import get_rank as get_rank
+from mscomm.groups import get_world_rank_from_group_rank as get_world_rank_from_group_rank
 from mscomm.groups import init as init
 from mscomm.groups import is_initialized as _is_initialized
 from mscomm.groups import release as release
 
 # Each names the group of all ranks, whatever the backend.
 HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = groups.WORLD_NAMES
-
-# Handed on when first asked for.
-_LATE = (
-    "create_group",
-    "destroy_group",
-    "get_group_rank_from_world_rank",
-    "get_process_group_ranks",
-    "get_world_rank_from_group_rank",
-)
 
 
 class _State(type):
@@ -45,9 +39,3 @@ class GlobalComm(metaclass=_State):
     """The job as MindSpore's scripts ask for it: WORLD_COMM_GROUP, INITED and BACKEND. Nothing can be set here."""
 
     WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        return getattr(groups, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

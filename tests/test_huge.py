@@ -1,0 +1,61 @@
+"""Messages of more than 2^31 bytes: `pytest -m huge tests/test_huge.py`, with 16 GiB of free memory. Not in CI."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+import mscomm
+
+BYTES = (1 << 31) + 3 * 4096 + 5  # no part of it is even
+MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # where it is looked at
+
+pytestmark = [pytest.mark.huge, pytest.mark.timeout(1200)]
+
+
+def marked(rank: int) -> np.ndarray:
+    """Zeros, which take no memory before they are written, with this rank's mark here and there."""
+    x = np.zeros(BYTES, np.uint8)
+    x[MARKS] = rank + 1
+    return x
+
+
+@pytest.mark.parametrize("algorithm", ["arena", "direct", "ring", "tree"])
+@ranks(2, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=1000)
+def test_all_reduce_of_more_than_two_gib(rank, group, algorithm):
+    x = mscomm.all_reduce_(marked(rank))
+    assert (x[MARKS] == 3).all() and np.count_nonzero(x) == len(MARKS)
+
+
+@pytest.mark.parametrize("algorithm", ["arena", "direct", "ring"])
+@ranks(2, env={"MSCOMM_ALGO": "all_gather={algorithm}"}, timeout_s=1000)
+def test_all_gather_of_more_than_two_gib(rank, group, algorithm):
+    both = mscomm.all_gather(marked(rank)[: BYTES // 2 + 7])
+    assert both.size == 2 * (BYTES // 2 + 7) and both[0] == 1 and both[BYTES // 2 + 7] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["arena", "direct", "pairwise"])
+@ranks(2, env={"MSCOMM_ALGO": "all_to_all={algorithm}"}, timeout_s=1000)
+def test_all_to_all_v_of_more_than_two_gib(rank, group, algorithm):
+    """Rank 0 sends nearly all to rank 1, which sends one byte to each."""
+    x = marked(0) if rank == 0 else np.array([8, 9], np.uint8)
+    rows, counts = mscomm.all_to_all_v(x, [1, BYTES - 1] if rank == 0 else [1, 1])
+    assert counts == ([1, 1] if rank == 0 else [BYTES - 1, 1])
+    assert rows[-1] == (8 if rank == 0 else 9)
+    if rank == 1:
+        assert (rows[[mark - 1 for mark in MARKS[1:]]] == 1).all() and np.count_nonzero(rows) == len(MARKS)
+
+
+@ranks(2, timeout_s=1000)
+def test_a_shared_array_and_a_message_of_more_than_two_gib(rank, group):
+    x = mscomm.zeros(BYTES, np.uint8)
+    x[MARKS] = rank + 1
+    mscomm.all_reduce_(x)
+    assert (x[MARKS] == 3).all()
+    if rank == 0:
+        mscomm.send(x, 1)
+    else:
+        x[MARKS] = 0
+        mscomm.recv(x, 0)
+        assert (x[MARKS] == 3).all()
