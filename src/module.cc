@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <utility>
 
 #include "algo/algorithm.h"
 #include "backend/host.h"
@@ -74,13 +76,16 @@ struct Group {
   const HostBackend* host;
   std::shared_ptr<Peers> peers;
   std::vector<int> ranks;
-  std::unique_ptr<Communicator> communicator;
+  std::mutex notices_mutex;  // protects notices
+  std::vector<std::string> notices;
+  std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
   // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
-  // failed_fd: an eventfd that is written when a call on the worker's thread has failed; it stays the caller's; -1: none.
+  // news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the user; it
+  // stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
-        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, py::function notice,
-        int failed_fd)
+        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links,
+        int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {
     // First, so that the descriptors are closed whatever comes.
     std::vector<std::optional<Stream>> streams(ranks.size());
@@ -106,16 +111,20 @@ struct Group {
       });
     auto backend = std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh));
     host = backend.get();
+    const auto wake = [news = copy_of(news_fd)] {
+      const uint64_t one = 1;
+      // Full: the reader has not looked yet, and will.
+      if (*news >= 0 && write(*news, &one, sizeof one) < 0 && errno != EAGAIN) return;
+    };
     Communicator::Hooks hooks{run_pending_signal_handlers,
-                              [notice = std::move(notice)](const std::string& text) {
-                                const py::gil_scoped_acquire gil;
-                                notice(text);
+                              [this, wake](const std::string& text) {
+                                {
+                                  const std::lock_guard lock(notices_mutex);
+                                  notices.push_back(text);
+                                }
+                                wake();
                               },
-                              [failed = copy_of(failed_fd)] {
-                                const uint64_t one = 1;
-                                // Full: the reader has not looked yet, and will.
-                                if (*failed >= 0 && write(*failed, &one, sizeof one) < 0 && errno != EAGAIN) return;
-                              }};
+                              wake};
     communicator =
         std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
   }
@@ -271,9 +280,9 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Group>(module, "Group")
       .def(py::init<const std::string&, std::shared_ptr<Peers>, std::vector<int>, int, unsigned, const std::vector<std::string>&,
-                    int64_t, bool, const std::vector<int>&, py::function, int>(),
+                    int64_t, bool, const std::vector<int>&, int>(),
            py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("rank"), py::arg("epoch"),
-           py::arg("forced"), py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("notice"), py::arg("failed_fd"))
+           py::arg("forced"), py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"))
       .def("run",
            [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
               std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
@@ -319,6 +328,11 @@ PYBIND11_MODULE(_core, module) {
              return py::make_tuple(where.number, where.inside, where.text);
            })
       .def("failure", &failure)
+      .def("notices",
+           [](Group& group) {
+             const std::lock_guard lock(group.notices_mutex);
+             return std::exchange(group.notices, {});
+           })
       .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("close",

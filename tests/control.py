@@ -74,6 +74,9 @@ class Communicator:
     def failure(self):
         return None
 
+    def notices(self):
+        return []
+
 
 def undialled(rank, address):
     pytest.fail(f"rank {rank} asked for a connection to {address}")

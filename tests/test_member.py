@@ -96,7 +96,7 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
         os._exit(0)
     work = mscomm.all_reduce(np.ones(1), async_op=True)
     reader, writer = os.pipe()
-    number = group.member.failed_fd
+    number = group.member.news_fd
     group.member.close()
     os.dup2(writer, number)
     group.core.abort("Aborted", [0], [], "enough")

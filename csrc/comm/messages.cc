@@ -34,8 +34,7 @@ class Communicator::Delivery final : public Watch {
                   {group_.in_job(message_.peer)});
     if (const char* how = gone())
       throw peer_lost(group_.in_job(message_.peer), peer_name() + how + ", but " + text() + " waits for it");
-    if (!calls_python_) return;
-    if (group_.hooks_.interrupt) {
+    if (calls_python_ && group_.hooks_.interrupt) {
       try {
         group_.hooks_.interrupt();
       } catch (...) {

@@ -3,7 +3,7 @@
 The place of a name in collectives, functions, ops and dtypes() is its number in the other functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -90,13 +90,12 @@ class Group:
         control: int,
         spin: bool,
         links: Sequence[int],
-        notice: Callable[[str], object],
-        failed_fd: int,
+        news_fd: int,
     ) -> None:
         """ranks: of the job; rank: this one's place among them. links: sockets by place, taken over, -1 for this rank.
 
-        No arena with control -1, no mesh with empty links. failed_fd: an eventfd that is written when a call on the
-        worker's thread has failed, or -1.
+        No arena with control -1, no mesh with empty links. news_fd: an eventfd that is written when a call beside
+        the callers has failed, and when there are notices; or -1.
         """
 
     def run(
@@ -182,6 +181,9 @@ class Group:
 
         number: -1 where no call saw it.
         """
+
+    def notices(self) -> list[str]:
+        """Lines for the user since the last time: who has waited long for whom."""
 
     def calls(self, after: int = 0) -> list[dict[str, Any]]:
         """The last calls, oldest first, those after that number: their number, call, state (inside, done, failed),

@@ -11,7 +11,6 @@ import os
 import resource
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,8 +191,7 @@ class Job:
                     control=told[min(ranks)]["control"] if by_arena else -1,
                     spin=spin,
                     links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
-                    notice=_say,
-                    failed_fd=self.member.failed_fd if self.member else -1,
+                    news_fd=self.member.news_fd if self.member else -1,
                 )
         except BaseException as error:
             if control is not None and not met:
@@ -404,10 +402,6 @@ def _needed(hosts: list[int], me: int) -> list[bool]:
 def _address(listener: socket.socket) -> Any:
     name = listener.getsockname()
     return list(name[:2]) if isinstance(name, tuple) else name
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _exchange_memory(

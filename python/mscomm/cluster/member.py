@@ -10,6 +10,7 @@ import errno
 import os
 import select
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ class Communicator(Protocol):
     def where(self) -> tuple[int, bool, str]: ...
 
     def failure(self) -> Failure | None: ...
+
+    def notices(self) -> list[str]: ...
 
 
 class Welcome(NamedTuple):
@@ -94,7 +97,7 @@ class Member:
         self._leaving = False
         self._forked = False
         # Written by the core when a call that nobody waits for has failed.
-        self.failed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
 
@@ -295,7 +298,7 @@ class Member:
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(1.0)
         self._frames.close()
-        fd, self.failed_fd = self.failed_fd, -1
+        fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -304,11 +307,11 @@ class Member:
     def _read(self) -> None:
         poller = select.poll()
         poller.register(self._frames.sock, select.POLLIN)
-        poller.register(self.failed_fd, select.POLLIN)
+        poller.register(self.news_fd, select.POLLIN)
         try:
             while True:
                 poller.poll()
-                self._tell_failures()
+                self._look_at_news()
                 messages = self._frames.arrived()
                 if messages is None:
                     break
@@ -319,12 +322,17 @@ class Member:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
 
-    def _tell_failures(self) -> None:
-        """Of calls that ran on a group's worker thread: it may be long until somebody waits for them."""
+    def _look_at_news(self) -> None:
+        """Of the groups: notices for the user, and failures of calls that perhaps nobody waits for yet."""
         try:
-            os.eventfd_read(self.failed_fd)
+            os.eventfd_read(self.news_fd)
         except BlockingIOError:
             return
+        with self._news:
+            communicators = list(self._communicators.values())
+        for communicator in communicators:
+            for notice in communicator.notices():
+                print(notice, file=sys.stderr, flush=True)
         with self._news:
             groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
         for group, communicator in groups:
@@ -442,7 +450,7 @@ class Member:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
         self._forked = True
         self._frames.close()
-        fd, self.failed_fd = self.failed_fd, -1
+        fd, self.news_fd = self.news_fd, -1
         if fd >= 0:
             os.close(fd)
 
