@@ -374,8 +374,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         if fault == "mismatch":
             right = bool(re.search(rf"ranks? [\d, ]*\b{victim}\b[\d, ]* called all_gather", saw["text"]))
         else:
-            # A pair may lose a rank that gave up because the victim, of the other pair, was lost.
-            gave_up = job["pairs"] and "before that the group of all ranks failed" in saw["text"]
+            # One group may lose a rank that gave up because another one of its groups had lost the victim.
+            gave_up = job["pairs"] and "before that another group of that rank failed" in saw["text"]
             right = (named == [victim] or gave_up) and f"rank {victim}" in saw["text"]
         if not right or words.get(fault, "") not in saw["text"]:
             yield f"rank {rank} does not name rank {victim} as it should: {named}: {saw['text']}"

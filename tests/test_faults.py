@@ -311,6 +311,22 @@ def test_groups_without_the_lost_rank_go_on(rank, group, algo):
             assert mscomm.all_reduce(np.ones(1000), group=pair)[0] == 2
 
 
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(3, env=forced, expect={2: 7})
+def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo):
+    left, right = (mscomm.create_group(name, ids) for name, ids in (("left", [0, 1]), ("right", [1, 2])))
+    mscomm.barrier()
+    if rank == 2:
+        os._exit(7)
+    if rank == 1:
+        with pytest.raises(mscomm.PeerLost, match=r"rank 2 .*exit code 7"):
+            mscomm.barrier(group=right)
+        return
+    with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*has left.*another group .*rank 2 .*exit code 7") as caught:
+        mscomm.barrier(group=left)
+    assert caught.value.ranks == (1,)
+
+
 @each_algorithm
 @ranks(4, env=forced)
 def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo):

@@ -52,6 +52,7 @@ class _Group:
         self.ranks = ranks
         self.judge = judge
         self.announced = False
+        self.announcement = ""  # the verdict's text, as its ranks heard it
         self.closed: set[int] = set()
 
 
@@ -241,6 +242,7 @@ class Hub:
                 if group is self._world:
                     self._topo_until = None
                 verdict = self._explained(judge.verdict, group)
+                group.announcement = verdict.text
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
                 self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
         if self._over is None:
@@ -264,11 +266,12 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
-        """Of another group than the world: with the world's failure, if a rank of the group left because of it."""
-        first = self._world.judge.verdict
-        left = {link.number for link in self._roster if link.left}
-        if first and group is not self._world and left & set(verdict.ranks):
-            return verdict._replace(text=f"{verdict.text}; before that the group of all ranks failed: {first.text}")
+        """With the failure of another group, if that may be why a rank of this one left."""
+        left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
+        for other in self._groups.values():
+            if other is not group and other.announcement and left.intersection(other.ranks):
+                text = f"{verdict.text}; before that another group of that rank failed: {other.announcement}"
+                return verdict._replace(text=text)
         return verdict
 
     def _close(self) -> None:
