@@ -365,7 +365,9 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         except FileNotFoundError:
             yield f"rank {rank} saw nothing"
             continue
-        if saw["kind"] != kinds[fault]:
+        # A group may lose a rank that gave up because another one of its groups had failed: the text says so.
+        gave_up = job["pairs"] and "before that another group of that rank failed" in saw.get("text", "")
+        if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
             continue
         if fault in ("stop", "slow"):
@@ -374,8 +376,6 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         if fault == "mismatch":
             right = bool(re.search(rf"ranks? [\d, ]*\b{victim}\b[\d, ]* called all_gather", saw["text"]))
         else:
-            # One group may lose a rank that gave up because another one of its groups had lost the victim.
-            gave_up = job["pairs"] and "before that another group of that rank failed" in saw["text"]
             right = (named == [victim] or gave_up) and f"rank {victim}" in saw["text"]
         if not right or words.get(fault, "") not in saw["text"]:
             yield f"rank {rank} does not name rank {victim} as it should: {named}: {saw['text']}"
