@@ -84,8 +84,7 @@ struct Group {
   // news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the user; it
   // stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
-        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links,
-        int news_fd)
+        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {
     // First, so that the descriptors are closed whatever comes.
     std::vector<std::optional<Stream>> streams(ranks.size());
@@ -268,6 +267,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("heap_fds"));
 
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+      .def_readonly("number", &Work::number)
       .def("done", &Work::done)
       .def("wait",
            [](Work& work, double timeout_s) {

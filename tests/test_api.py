@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import json
 import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +23,7 @@ import pytest
 from ranks import ranks
 
 import mscomm
-from mscomm import _core, groups
+from mscomm import _core, collectives, groups
 from mscomm.group import Call
 
 
@@ -777,3 +780,99 @@ def test_a_work_raises_what_ended_its_call_and_shows_it(rank, group):
         mscomm.barrier(group=other)
         mscomm.abort("enough")
         mscomm.barrier()
+
+
+def test_a_job_of_one_whose_out_is_too_large_is_told_so_at_each_call(alone):
+    with pytest.raises(mscomm.Mismatch, match="out has shape"):
+        mscomm.all_gather_v(np.ones(3), out=np.empty(5))
+    began = time.monotonic()
+    with pytest.raises(mscomm.Mismatch, match="out has shape"):
+        mscomm.barrier(timeout=20)
+    assert time.monotonic() - began < 10
+
+
+@ranks(2)
+def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, group):
+    calls = []
+    filled = collectives._FusedCall.filled
+
+    def full(self: Any, group: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 3:
+            raise MemoryError("no more")
+        return filled(self, group)
+
+    collectives._FusedCall.filled = full
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each goes alone
+    with pytest.raises((MemoryError, mscomm.Aborted)):
+        mscomm.all_reduce_many(big, async_op=True)
+    del big
+    gc.collect()
+    [np.zeros(300_000) for _ in range(6)]  # would have the memory
+    with pytest.raises(mscomm.Aborted, match="MemoryError: no more"):
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_a_work_that_was_waited_for_keeps_nothing(rank, group):
+    x = np.ones(1000)
+    held = sys.getrefcount(x)
+    work = mscomm.all_reduce(x, async_op=True)
+    result = weakref.ref(work.wait())
+    assert sys.getrefcount(x) == held
+    del work
+    mscomm.barrier()
+    assert result() is None
+
+
+@ranks(2)
+def test_a_work_is_of_the_process_that_made_the_call(rank, group):
+    work = mscomm.all_reduce(np.ones(3), async_op=True)
+    work.wait()
+    for call in (work.wait, work.done, work.exception):
+        assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this call was made by the process that forked")
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_arrays_of_a_list_that_share_memory_are_refused(alone, size):
+    a, b = np.ones(size), np.ones(size)
+    whole = np.ones((size, 2))
+    for arrays, out in (
+        ([a, b], [b, a]),
+        ([a, a], [a, a]),
+        ([a, b], [a, a]),
+        ([a[: size // 2], b], [a[: size // 2], a]),
+        ([whole[:, 0], whole[:, 1]], [whole[:, 1], whole[:, 0]]),
+    ):
+        with pytest.raises(ValueError, match="share memory"):
+            mscomm.all_reduce_many(arrays, out=out)
+    for arrays, out in (([a, a], None), ([a, b], [a, b]), ([a, a], [b, np.ones(size)])):
+        assert all((y == 1).all() for y in mscomm.all_reduce_many(arrays, out=out))
+    mscomm.all_reduce_many([whole[:, 0], whole[:, 1]], out=[whole[:, 0], whole[:, 1]])
+
+
+def test_more_dimensions_are_refused_by_every_function(unharmed):
+    x = np.ones((1,) * 13)
+    for name in ("reduce", "all_gather_v", "all_to_all", "scatter"):
+        with pytest.raises(ValueError, match="13 dimensions, arrays have at most 12"):
+            getattr(mscomm, name)(x)
+
+
+@ranks(2, env={"MSCOMM_RECORD": "{folder}"})
+def record_lines(rank: int, group: Any, folder: str) -> None:
+    for _ in range(3):
+        with pytest.raises(ValueError, match="at most 12 dimensions"):
+            mscomm.all_reduce(np.ones((1,) * 13))
+    mscomm.all_gather_v(np.ones(rank))  # line 2
+    mscomm.barrier(async_op=True).wait()  # line 3
+    mscomm.abort("show the record")
+    with pytest.raises(mscomm.Aborted):
+        mscomm.barrier()
+
+
+def test_the_record_has_the_line_of_each_call(tmp_path):
+    record_lines(tmp_path=tmp_path, folder=str(tmp_path))
+    calls = json.loads((tmp_path / "rank_0.json").read_text())["calls"]
+    source = Path(__file__).read_text().splitlines()
+    lines = [source[int(call["line"].rpartition(":")[2]) - 1] for call in calls]
+    assert ["line 2" in line for line in lines[:2]] == [True, True] and "line 3" in lines[2]

@@ -307,3 +307,24 @@ def test_the_hub_forgets_groups_that_all_have_left(tmp_path: Path) -> None:
     assert job.wait(60) == [0, 0], job.logs()
     assert list(job.hub._groups) == ["0:world"]
     assert job.hub._meetings._open == {}
+
+
+@pytest.mark.parametrize("name", ["", "world", "hccl_world_group", "world.1.0", "pair.2.-1", "x" * 201, "\udc80"])
+def test_names_that_are_taken_or_cannot_travel_are_refused(name):
+    mscomm.init()
+    try:
+        for make in (lambda: mscomm.create_group(name, [0]), lambda: mscomm.shrink(None, name)):
+            with pytest.raises(ValueError, match=r"shrink|create_group"):
+                make()
+    finally:
+        mscomm.release()
+
+
+def test_colors_and_keys_have_64_bits():
+    mscomm.init()
+    try:
+        for color, key in ((1 << 63, 0), (0, -(1 << 63) - 1)):
+            with pytest.raises(ValueError, match="has more than 64 bits"):
+                mscomm.split(color, key)
+    finally:
+        mscomm.release()

@@ -123,11 +123,13 @@ void Communicator::run(Call call, double timeout_s) {
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   mscomm::check(call, rank_, size());
-  const auto work = std::make_shared<Work>();
+  std::shared_ptr<Work> work;
   {
     const std::lock_guard lock(turn_mutex_);
-    call.signature.number = take_numbers(1);
+    check_usable();
     if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
+    call.signature.number = take_numbers(1);
+    work = std::make_shared<Work>(call.signature.number);
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     callers_++;
   }

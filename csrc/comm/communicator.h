@@ -52,6 +52,9 @@ struct Where {
 // A call that runs on the group's worker thread.
 class Work {
  public:
+  explicit Work(uint64_t number) : number(number) {}
+  const uint64_t number;  // of the call; 0: a message
+
   // Whether it has ended, well or not.
   bool done() const { return done_.load(); }
   // Waits at most that long; false if it has not ended then.

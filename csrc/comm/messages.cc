@@ -104,7 +104,7 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
     callers_++;
   }
   try {
-    const auto work = std::make_shared<Work>();
+    const auto work = std::make_shared<Work>(0);
     const auto delivery = std::make_shared<Delivery>(*this, message, false);
     mailbox_.detach(delivery->begin(), {*delivery, deadline}, [this, work, delivery](const std::optional<Error>& error) {
       std::optional<Error> cause;

@@ -65,8 +65,10 @@ class Peers:
 
 @final
 class Work:
-    """A call on its group's worker thread."""
+    """A call on its group's worker thread. number: its place in the group's order; 0 for a message."""
 
+    @property
+    def number(self) -> int: ...
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> bool:
         """Whether it has ended, after at most that long."""

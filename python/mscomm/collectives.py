@@ -572,6 +572,7 @@ def all_reduce_many(
         _result("all_reduce_many", one, y, one.shape, 0, f"out[{i}]")
         for i, (one, y) in enumerate(zip(given, out, strict=True))
     ]
+    _check_apart([one.x for one in given], out)
     digest, parts = _fused(tuple((one.code, one.shape) for one in given))
     calls = [_FusedCall([given[i].source for i in part], [targets[i][0] for i in part]) for part in parts]
     seconds = group.seconds(timeout)
@@ -595,17 +596,19 @@ def all_reduce_many(
         nothing = np.empty(0, np.uint8)
         empty_list = Call(WHAT["all_reduce"], nothing, nothing, function=FUNCTION["all_reduce_many"], digest=digest)
         return group.call(empty_list, timeout, async_op, list)
-    number = 0 if async_op else group.reserve(len(parts))
-    works = []
     with group.committed("all_reduce_many"):
+        if async_op:
+            starts = [
+                functools.partial(lambda fused, i: group.start(call(fused, i), seconds), fused, part[0])
+                for fused, part in zip(calls, parts, strict=True)
+            ]
+            return group.watch((given, targets, calls), result, starts)
+        number = group.reserve(len(parts))
         for fused, part in zip(calls, parts, strict=True):
-            if async_op:
-                works.append(group.start(call(fused, part[0]), seconds))
-                continue
             group.run(call(fused, part[0]), seconds, number)
             fused.spread(group)
             number += 1
-    return group.watch(works, (given, targets, calls), result) if async_op else result()
+    return result()
 
 
 class _FusedCall:
@@ -710,6 +713,10 @@ class _Given(NamedTuple):
 
 def _given(function: str, x: Any, argument: str = "x") -> _Given:
     arrays = library(x, argument, function)
+    if len(x.shape) > _core.max_dims:
+        raise ValueError(
+            f"{function}: {argument} has {len(x.shape)} dimensions, arrays have at most {_core.max_dims} dimensions; reshape this one"
+        )
     source = arrays.view(x)
     return _Given(arrays, x, source, tuple(x.shape), dtype_code(source.dtype))
 
@@ -785,6 +792,41 @@ def _in_place(x: Any, out: Any, place: int | None) -> bool:
     return bool(
         shorter.flags.c_contiguous and longer.flags.c_contiguous and at == begin + place * longer.dtype.itemsize
     )
+
+
+def _check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
+    """Of a list: no out shares memory with another one, or with another array. ValueError if it does."""
+    named = [(y, f"out[{i}]", i) for i, y in enumerate(out) if y is not None]
+    if not named:
+        return
+    if len({id(y) for y, _, _ in named}) == len(named) and all(
+        array.base is None for array in (*arrays, *(y for y, _, _ in named))
+    ):
+        others = {id(x): i for i, x in enumerate(arrays)}
+        if all(others.get(id(y), i) == i for y, _, i in named) and len(others) == len(arrays):
+            return  # arrays with memory of their own
+    spans = [(*_bounds(array), name, i, array) for array, name, i in named]
+    spans += [(*_bounds(x), f"arrays[{i}]", i, x) for i, x in enumerate(arrays)]
+    spans.sort(key=operator.itemgetter(0))
+    open_spans: list[Any] = []
+    for span in spans:
+        begin, _, name, i, array = span
+        open_spans = [one for one in open_spans if one[1] > begin]
+        for _, _, other, k, memory in open_spans:
+            if i != k and (name[0] == "o" or other[0] == "o") and np.shares_memory(array, memory):
+                raise ValueError(f"all_reduce_many: {name} and {other} share memory; each array must have its own")
+        open_spans.append(span)
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """The addresses between which an array lies."""
+    begin = end = array.__array_interface__["data"][0]
+    if not array.size:
+        return begin, begin
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        begin += min(0, (extent - 1) * stride)
+        end += max(0, (extent - 1) * stride)
+    return begin, end + array.itemsize
 
 
 def _times(shape: tuple[int, ...], n: int) -> tuple[int, ...]:

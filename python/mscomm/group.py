@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -100,11 +101,13 @@ class Work:
     >>> y = work.wait()
     """
 
-    def __init__(self, group: Group, parts: Sequence[_Part], keeps: Any, result: Callable[[], Any]) -> None:
+    def __init__(self, group: Group, keeps: Any, result: Callable[[], Any]) -> None:
         self._group = group
-        self._parts = parts
+        self._pid = os.getpid()
+        self._parts: list[_Part] = []
+        self._starting = True  # more parts may come
         self._keeps = keeps
-        self._result = result
+        self._result: Callable[[], Any] | None = result
         self._collecting = threading.Lock()  # the result is copied out once
         self._collected: list[Any] = []
 
@@ -114,6 +117,7 @@ class Work:
         timeout: seconds or a timedelta; None waits as long as the call takes.
         """
         deadline = Deadline(float("inf") if timeout is None else seconds_of(timeout))
+        self._check_process()
         for part in self._parts:
             while not part.wait(min(deadline.left(), 0.05)):  # between two, Python looks at its signals
                 if deadline.passed:
@@ -124,18 +128,25 @@ class Work:
                 self._group.fail(symptom)
         self._group.ended()
         with self._collecting:
-            if not self._collected:
+            if self._result is not None:
                 self._collected.append(self._result())
+                self._result = self._keeps = None
         return self._collected[0]
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"mscomm: this call was made by the process that forked this one (pid {self._pid})")
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
-        return all(part.done() for part in self._parts)
+        self._check_process()
+        return not self._starting and all(part.done() for part in self._parts)
 
     is_completed = done
 
     def exception(self) -> BaseException | None:
         """The error of a call that has ended; None if it ended well, or has not ended yet."""
+        self._check_process()
         for part in self._parts:
             if part.done():
                 try:
@@ -172,7 +183,6 @@ class Group:
         self.raised = False  # the user has seen the failure
         self._cause: Error | None = None  # what every call raises from now on
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
-        self._calls = 0
         self._running: list[Work] = []
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
@@ -203,7 +213,8 @@ class Group:
         if not async_op:
             self.run(call, self.seconds(timeout))
             return result()
-        return self.watch([self.start(call, self.seconds(timeout))], call, result)
+        seconds = self.seconds(timeout)
+        return self.watch(call, result, [lambda: self.start(call, seconds)])
 
     def call_after(
         self, head: Call, then: Callable[[], tuple[Call, Callable[[], Any]]], timeout: Any, async_op: bool
@@ -223,14 +234,17 @@ class Group:
                 try:
                     call, result = then()
                 except Error as symptom:
+                    cause = self.settle(symptom)
+                    self.core.abort(type(cause).__name__, list(cause.ranks), list(cause.waiting_for), str(cause))
                     self.fail(symptom)
                 self.run(call, max(seconds - (time.monotonic() - began), 0.001), first + 1)
             return result()
 
         if not async_op:
             return both()
-        beside = _Beside(both)
-        return self.watch([beside], (head, then), lambda: beside.result)
+        with self.committed(f"{function} #{first}"):
+            beside = _Beside(both)
+        return self.watch((head, then), lambda: beside.result, [lambda: beside])
 
     def seconds(self, timeout: Any) -> float:
         """The limit of one call."""
@@ -239,14 +253,20 @@ class Group:
     def reserve(self, count: int) -> int:
         """That many call numbers in a row: the first. Each must then be run."""
         try:
-            return self.core.reserve(count)
+            first = self.core.reserve(count)
         except Error as symptom:
             self.fail(symptom)
+        if self._lines is not None:
+            for number in range(first, first + count):
+                self._note_line(number)
+        return first
 
     def run(self, call: Call, seconds: float, number: int = 0) -> None:
         """One collective call; every failure becomes the group's first cause here. number: reserved, 0: the next."""
-        if self._lines is not None:
-            self._note_line()
+        if self._running:
+            self._forget_ended()
+        if self._lines is not None and not number:
+            number = self.reserve(1)
         try:
             self.core.run(*call.arguments(seconds, number))
             if self._traced is not None:
@@ -258,21 +278,35 @@ class Group:
             raise
 
     def start(self, call: Call, seconds: float) -> _core.Work:
-        """The same on the group's worker thread; `watch` makes the user's handle of it."""
-        if self._lines is not None:
-            self._note_line()
+        """The same on the group's worker thread; for `watch`, which keeps the arrays."""
         try:
-            return self.core.start(*call.arguments(seconds))
+            work = self.core.start(*call.arguments(seconds))
         except Error as symptom:
             self.fail(symptom)
+        if self._lines is not None:
+            self._note_line(work.number)
+        return work
 
-    def watch(self, parts: Sequence[_Part], keeps: Any, result: Callable[[], Any]) -> Work:
-        """The user's handle; what it keeps lives until the calls have ended, also if the user drops it."""
-        work = Work(self, parts, keeps, result)
+    def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], _Part]]) -> Work:
+        """The user's handle of the parts that are started here.
+
+        What it keeps, and what result refers to, lives until they have ended, also if the user drops it, or if a later
+        part cannot be started.
+        """
+        work = Work(self, keeps, result)
+        self._forget_ended()
+        with self._watching:
+            self._running.append(work)
+        try:
+            for start in starts:
+                work._parts.append(start())
+        finally:
+            work._starting = False
+        return work
+
+    def _forget_ended(self) -> None:
         with self._watching:
             self._running = [one for one in self._running if not one.done()]
-            self._running.append(work)
-        return work
 
     def drain(self) -> None:
         """Until the calls that nobody waits for have ended; how, the group remembers."""
@@ -299,10 +333,10 @@ class Group:
             raise  # from a call, which has told them
         except BaseException as error:
             if self.core.failure() is None:
-                text = f"rank {self.job.rank}: {what}: {type(error).__name__}: {error}"
+                text = printable(f"rank {self.job.rank}: {what}: {type(error).__name__}: {error}")
+                self.core.abort("Aborted", [self.job.rank], [], text)
                 if self.member is not None:
                     self.member.report("Aborted", text, [self.job.rank], self.id)
-                self.core.abort("Aborted", [self.job.rank], [], text)
                 self._write_record(text)
             self.raised = True
             raise
@@ -392,11 +426,10 @@ class Group:
 
     # -- the record
 
-    def _note_line(self) -> None:
+    def _note_line(self, number: int) -> None:
         assert self._lines is not None
-        self._calls += 1
-        self._lines[self._calls] = _caller()
-        self._lines.pop(self._calls - _LINES_KEPT, None)
+        self._lines[number] = _caller()
+        self._lines.pop(number - _LINES_KEPT, None)
 
     def _write_record(self, cause: str) -> None:
         """The last calls with their Python lines, to MSCOMM_RECORD/rank_<rank>.json."""
@@ -406,7 +439,7 @@ class Group:
         for call in calls:
             call["line"] = self._lines.get(call["number"], "")
         rank = self.job.rank
-        suffix = "" if self.name == "world" else f".{self.name}"
+        suffix = "" if self.name == "world" else "." + re.sub(r"[^\w.-]", "_", self.name)
         path = Path(self.record_dir, f"rank_{rank}{suffix}.json")
         partial = path.with_suffix(".partial")
         try:
@@ -418,6 +451,11 @@ class Group:
             with contextlib.suppress(OSError):  # a folder that is not there, most likely
                 partial.unlink()
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """text as the wire can carry it: what is no UTF-8 (file names with stray bytes) in escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _caller() -> str:

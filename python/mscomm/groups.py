@@ -8,6 +8,7 @@ import hashlib
 import operator
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -28,12 +29,14 @@ from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_versio
 from mscomm.cluster.member import Member, Welcome
 from mscomm.context import plain_links_permitted
 from mscomm.errors import BackendUnavailable, Error, PeerLost, make
-from mscomm.group import PACKAGE, Group, Work
+from mscomm.group import PACKAGE, Group, Work, printable
 
 __all__ = ["Group", "Work"]
 
 CPU_NAMES = ("gloo", "mccl", "cpu")
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
+_NAME_BYTES = 200
+_NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
 
 
 class Making(NamedTuple):
@@ -72,13 +75,21 @@ class _Joined:
         turn = self.creations.get(key, 0) + 1
         id = plan.world_id(self.job.epoch) if group.name == "world" else f"{self.job.epoch}:{key}:{turn}"
 
+        met = False
+
         def all_came() -> None:
-            self.creations[key] = turn
+            nonlocal met
+            met, self.creations[key] = True, turn
 
         try:
             founded = self.job.found(id, group.name, group.ranks, deadline, all_came)
         except Error as symptom:
-            raise self.member.settle(id, symptom, 0) if self.member else symptom from symptom
+            if self.member is None or not met:  # a meeting that failed has failed for all of them
+                raise
+            cause = self.member.settle(id, symptom, 0)
+            if cause is symptom:
+                raise
+            raise cause from symptom
         group.enter(self.job, id, founded)
         self.groups[group.name] = group
 
@@ -185,8 +196,8 @@ def _join(
     joined.launcher, joined.hub = invitation.launcher, invitation.hub
     neighbours = job.neighbours()
     local_rank = invitation.local_rank
-    if local_rank is None or local_rank >= len(neighbours):
-        # Unknown, or MSCOMM_HOST_ID divides what the launcher calls one host.
+    if local_rank is None or environment.read("MSCOMM_HOST_ID", os.environ):
+        # Unknown, or what the launcher calls one host is divided.
         local_rank = neighbours.index(job.rank)
     joined.local_rank = local_rank
     return joined
@@ -199,7 +210,10 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
     try:
         yield
     except Error as symptom:
-        raise member.settle(world, symptom, 0) from symptom
+        cause = member.settle(world, symptom, 0)
+        if cause is symptom:
+            raise
+        raise cause from symptom
     except BaseException as error:
         member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
         raise
@@ -255,7 +269,7 @@ def is_initialized() -> bool:
 def abort(reason: str) -> None:
     """End the job's communication: every rank's current and later calls raise Aborted with this rank and the reason."""
     joined = _here()
-    _end_all(joined, _printable(f"rank {joined.job.rank} called abort: {reason}"))
+    _end_all(joined, printable(f"rank {joined.job.rank} called abort: {reason}"))
 
 
 def _end_all(joined: _Joined, text: str) -> None:
@@ -342,8 +356,7 @@ def create_group(group: str, rank_ids: list[int]) -> Group | None:
         raise TypeError(f"create_group: the name is a {type(group).__name__}, expected a str")
     if not isinstance(rank_ids, list):
         raise TypeError(f"create_group: rank_ids is a {type(rank_ids).__name__}, expected a list of ints")
-    if group == "world" or group in WORLD_NAMES or not group:
-        raise ValueError(f"create_group: {group!r} is the group of all ranks; choose another name")
+    _check_name("create_group", group)
     ranks = [_rank_in(joined.job.size, rank, "create_group: rank_ids") for rank in rank_ids]
     if not ranks:
         raise ValueError("create_group: rank_ids is empty")
@@ -371,8 +384,8 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
     """
     joined = _here()
     parent = resolve(group)
-    color = None if color is None else operator.index(color)
-    key = operator.index(key)
+    color = None if color is None else _in_64_bits("color", color)
+    key = _in_64_bits("key", key)
 
     def found(deadline: Deadline) -> Group | None:
         turn = joined.splits[parent.name] = joined.splits.get(parent.name, 0) + 1
@@ -403,6 +416,7 @@ def shrink(group: Group | str | None, name: str) -> Group:
     """
     joined = _here()
     parent = resolve(group)
+    _check_name("shrink", name)
     if name in joined.groups:
         raise ValueError(f"shrink: there is a group {name!r} already")
     deadline = Deadline(join_timeout_s(os.environ))
@@ -445,6 +459,24 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> in
     if rank not in found.ranks:
         raise ValueError(f"get_group_rank_from_world_rank: rank {rank} is not in group {found.name} {found.ranks}")
     return found.ranks.index(rank)
+
+
+def _check_name(function: str, name: str) -> None:
+    if name == "world" or name in WORLD_NAMES or not name:
+        raise ValueError(f"{function}: {name!r} is the group of all ranks; choose another name")
+    if _NAME_OF_SPLIT.search(name):
+        raise ValueError(f"{function}: names that end in a number and a number, as {name!r}, are those of split")
+    if len(printable(name)) > _NAME_BYTES or printable(name) != name:
+        raise ValueError(
+            f"{function}: a name has at most {_NAME_BYTES} characters, all of them UTF-8; not {name!r:.300}"
+        )
+
+
+def _in_64_bits(argument: str, number: int) -> int:
+    number = operator.index(number)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"split: {argument} {number} has more than 64 bits")
+    return number
 
 
 def _rank_in(size: int, rank: Any, what: str) -> int:
@@ -535,11 +567,6 @@ def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any
     return np.empty(shape, dtype) if memory is None else memory[:size].view(dtype).reshape(shape)
 
 
-def _printable(text: str) -> str:
-    """text as the wire can carry it: what is no UTF-8 (file names with stray bytes) in escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _watch_exit() -> None:
     global _exit_handler_set
     if _exit_handler_set:
@@ -556,6 +583,11 @@ def _release_at_exit() -> None:
         print(f"mscomm: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
+def _was_told(joined: _Joined, error: BaseException) -> bool:
+    """Whether it is what a group of this rank has raised, which its ranks know."""
+    return isinstance(error, Error) and any(group.raised for group in joined.groups.values())
+
+
 class _TellingHook:
     """An excepthook that tells the other ranks why this one ends, then goes on to the hook before it."""
 
@@ -564,9 +596,14 @@ class _TellingHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         joined = _joined
-        if joined is not None and joined.pid == os.getpid() and joined.member is not None and not joined.world.raised:
+        if (
+            joined is not None
+            and joined.pid == os.getpid()
+            and joined.member is not None
+            and not _was_told(joined, error)
+        ):
             frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(PACKAGE)]
             where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
             words = "".join(traceback.format_exception_only(kind, error)).strip()
-            _end_all(joined, _printable(f"rank {joined.job.rank}: {words}{where}"))
+            _end_all(joined, printable(f"rank {joined.job.rank}: {words}{where}"))
         self._before(kind, error, trace)

@@ -62,7 +62,7 @@ def send(
     if not async_op:
         group.send(dst, tag, code, source, seconds)
         return None
-    return group.watch([group.start_send(dst, tag, code, source, seconds)], source, lambda: None)
+    return group.watch(source, lambda: None, [lambda: group.start_send(dst, tag, code, source, seconds)])
 
 
 def recv(
@@ -107,7 +107,7 @@ def recv(
         return out
 
     if async_op:
-        return group.watch([group.start_recv(src, tag, code, target, seconds)], target, result)
+        return group.watch(target, result, [lambda: group.start_recv(src, tag, code, target, seconds)])
     group.recv(src, tag, code, target, seconds)
     return result()
 
