@@ -715,7 +715,8 @@ def _given(function: str, x: Any, argument: str = "x") -> _Given:
     arrays = library(x, argument, function)
     if len(x.shape) > _core.max_dims:
         raise ValueError(
-            f"{function}: {argument} has {len(x.shape)} dimensions, arrays have at most {_core.max_dims} dimensions; reshape this one"
+            f"{function}: {argument} has {len(x.shape)} dimensions, arrays have at most {_core.max_dims} dimensions;"
+            " reshape this one"
         )
     source = arrays.view(x)
     return _Given(arrays, x, source, tuple(x.shape), dtype_code(source.dtype))
