@@ -135,7 +135,7 @@ def test_two_ranks_lost_at_once_come_back_together(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, 0.1, 0.2])
 def test_a_new_rank_that_dies_on_its_way_back_is_started_once_more(tmp_path, seconds):
-    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}")
+    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}", STEPS="3000")
     words = assert_went_on(done, {1})
     assert words[1][-1]["life"] == 2
 
