@@ -333,7 +333,7 @@ def cases(names: list[str], n: int) -> Iterator[Case]:
 # --- the matrix -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.long] if n > 3 else []) for n in RANKS])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
