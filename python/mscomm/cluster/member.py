@@ -10,12 +10,12 @@ import errno
 import os
 import select
 import socket
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mscomm import log
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
 from mscomm.cluster.interfaces import listen_address
@@ -332,7 +332,7 @@ class Member:
             communicators = list(self._communicators.values())
         for communicator in communicators:
             for notice in communicator.notices():
-                print(notice, file=sys.stderr, flush=True)
+                log.notice(notice)
         with self._news:
             groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
         for group, communicator in groups:
