@@ -153,3 +153,41 @@ def test_a_notice_that_cannot_be_written_neither_ends_nor_stops_the_member(stder
             assert not noticing.aborts
         finally:
             os.dup2(before, 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_that_cannot_go_on_reading_says_so(monkeypatch):
+    with Job(2) as job:
+        (member, communicator), (other, _) = job.joined()
+
+        def refuse(rank):
+            raise RecursionError("too deep")
+
+        monkeypatch.setattr(communicator, "left", refuse)
+        other.leave(1)
+        eventually(lambda: communicator.aborts)
+        kind, _, _, text = communicator.aborts[0]
+        assert kind == "Aborted" and "RecursionError: too deep" in text
+
+
+@ranks(2)
+def test_a_link_that_no_thread_can_be_started_for_is_a_failure_of_its_group_only(rank, group):
+    pair = mscomm.create_group("pair", [0, 1])
+    if rank == 1:
+        start = threading.Thread.start
+
+        def refuse(thread):
+            if thread.name == "mscomm-dial":
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+            start(thread)
+
+        threading.Thread.start = refuse
+    mscomm.barrier()
+    why = "rank 1 .*: no link for messages from rank 0: can't create new thread"
+    with pytest.raises(mscomm.Error, match=why):
+        if rank == 0:
+            mscomm.send(np.ones(1), 1, group=pair)
+        else:
+            mscomm.recv(np.empty(1), 0, group=pair)
+    mscomm.barrier()
+    mscomm.barrier()

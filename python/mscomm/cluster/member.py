@@ -321,6 +321,9 @@ class Member:
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
+        except BaseException as error:  # none that we know of; without this thread nobody would watch the job
+            self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
+            raise
 
     def _look_at_news(self) -> None:
         """Of the groups: notices for the user, and failures of calls that perhaps nobody waits for yet."""
