@@ -307,3 +307,30 @@ def test_the_hub_forgets_groups_that_all_have_left(tmp_path: Path) -> None:
     assert job.wait(60) == [0, 0], job.logs()
     assert list(job.hub._groups) == ["0:world"]
     assert job.hub._meetings._open == {}
+
+
+@ranks(3)
+def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
+    own = mscomm.create_group("own", [rank])
+    pair = mscomm.create_group("pair", [1, 2])
+    if rank == 0:
+        mscomm.barrier()  # the others have made theirs
+        mscomm.abort("stop")
+    for one in (None, own, pair):
+        with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
+            while True:  # that of one rank hears of it soon
+                mscomm.barrier(group=one)
+    for members in ([rank], [0, 1, 2]):
+        with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:
+            mscomm.create_group(f"new {len(members)}", members)
+        assert caught.value.ranks == (0,)
+    with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
+        mscomm.split(0)
+
+
+@ranks(2, expect={0: 1})
+def test_an_uncaught_exception_ends_create_group_elsewhere_with_its_text(rank, group):
+    if rank == 0:
+        raise KeyError("no such key")
+    with pytest.raises(mscomm.Aborted, match=r"rank 0: KeyError: 'no such key' \(test_groups.py:\d+\)"):
+        mscomm.create_group("both", [0, 1])

@@ -229,3 +229,17 @@ def test_a_rank_that_left_well_is_not_waited_for():
         meeting = Meeting(members, 0, [0, 1]).ended()
         assert isinstance(meeting.error, errors.PeerLost)
         assert "has left the job" in str(meeting.error)
+
+
+def test_an_abort_ends_the_meetings_and_those_that_come():
+    with Job(3) as job:
+        members = job.joined()
+        waiting = Meeting(members, 1, [0, 1, 2])
+        eventually(lambda: job.hub._meetings._open)
+        members[0][0].report("Aborted", "rank 0: KeyError: 'a'", [0])
+        members[0][0].leave(0)  # in one piece with the report
+        later = Meeting(members, 2, [0, 1, 2], key="0:shrink", survivors=True)
+        for meeting in (waiting, later):
+            assert isinstance(meeting.ended().error, errors.Aborted)
+            assert str(meeting.error) == "rank 0: KeyError: 'a'"
+            assert (meeting.error.ranks, meeting.error.waiting_for) == ((0,), ())

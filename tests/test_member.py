@@ -158,7 +158,7 @@ def test_a_notice_that_cannot_be_written_neither_ends_nor_stops_the_member(stder
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_member_that_cannot_go_on_reading_says_so(monkeypatch):
     with Job(2) as job:
-        (member, communicator), (other, _) = job.joined()
+        (_, communicator), (other, _) = job.joined()
 
         def refuse(rank):
             raise RecursionError("too deep")

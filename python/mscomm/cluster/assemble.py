@@ -179,6 +179,8 @@ class Job:
                     what = "init" if name == "world" else f"create_group({name!r})"
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
+                elif self.member:
+                    self.member.check(group)  # of one rank: no meeting tells that the job was aborted
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours()])
                 core = _core.Group(

@@ -24,7 +24,7 @@ from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
 from mscomm.cluster.links import Door, require_same_user
-from mscomm.cluster.meetings import Answer, Meetings
+from mscomm.cluster.meetings import Answer, Meetings, unmet
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Line, Switchboard
@@ -101,6 +101,8 @@ class Hub:
         self._ended_badly: dict[int, str] = {}  # ... otherwise, and nobody starts it again
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are started again
         self._over: Verdict | None = None
+        self._aborted: Verdict | None = None  # in this epoch: for all groups, those of one rank and later ones too
+        self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
@@ -245,6 +247,9 @@ class Hub:
                 group.announcement = verdict.text
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
                 self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
+        if self._aborted and not self._abort_announced:  # after the verdicts of groups that had failed before
+            self._abort_announced = True
+            self._broadcast({"t": "verdict", "group": "", **self._aborted._asdict()}, self._world.ranks)
         if self._over is None:
             self._over = self._end()
             if self._over:
@@ -404,6 +409,9 @@ class Hub:
         groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
         for group in groups:
             group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
+        if not name and self._aborted is None:
+            self._aborted = Verdict(kind, tuple(ranks), (), text)
+            self._answer(self._meetings.clear(kind, text, ranks))  # now: what is read next may be the end of its link
 
     def _handle_here(self, link: Link, message: Message) -> None:
         group = self._groups.get(_field(message, "group", str))
@@ -416,6 +424,9 @@ class Hub:
         known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
         if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
             raise Error("'meet' needs a key and the ranks that meet, this one among them")
+        if self._aborted:
+            self._answer([unmet((link.number,), key, self._aborted.kind, self._aborted.text, self._aborted.ranks)])
+            return
         survivors = bool(message.get("survivors"))
         answers = self._meetings.come(link.number, key, name, ranks, _field(message, "facts", dict), survivors)
         if message.get("founds") and any(answer.message["t"] == "met" for answer in answers):
@@ -551,6 +562,7 @@ class Hub:
         self._log(f"epoch {self._epoch} begins")
         self._ready.clear()
         self._started_again.clear()
+        self._aborted, self._abort_announced = None, False
         self._answer(self._meetings.clear("PeerLost", "another epoch of the job has begun"))
         self._groups.clear()
         self._world = self._open_group(world_id(self._epoch), range(self._roster.size))

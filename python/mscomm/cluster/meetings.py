@@ -19,6 +19,11 @@ class Answer(NamedTuple):
     message: Message
 
 
+def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
+    """The meeting cannot take place. ranks: because of whom."""
+    return Answer(to, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": list(ranks)})
+
+
 class _Meeting:
     def __init__(self, name: str, ranks: list[int], survivors: bool) -> None:
         self.name = name
@@ -81,9 +86,9 @@ class Meetings:
         """After a rank was lost."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
-    def clear(self, kind: str, why: str) -> Iterable[Answer]:
+    def clear(self, kind: str, why: str, ranks: Iterable[int] = ()) -> Iterable[Answer]:
         """End all of them."""
-        return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, [])]
+        return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, ranks)]
 
     @staticmethod
     def _wait_for_each_other(one: _Meeting, other: _Meeting) -> bool:
@@ -103,6 +108,6 @@ class Meetings:
         message = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
         return [Answer(meeting.here, message)]
 
-    def _cancel(self, key: str, kind: str, why: str, ranks: list[int]) -> list[Answer]:
+    def _cancel(self, key: str, kind: str, why: str, ranks: Iterable[int]) -> list[Answer]:
         meeting = self._open.pop(key)
-        return [Answer(meeting.here, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": ranks})]
+        return [unmet(meeting.here, key, kind, why, ranks)]

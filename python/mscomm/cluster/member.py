@@ -91,7 +91,7 @@ class Member:
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._failure: Error | None = None  # of the whole link: why we were refused, or that the hub is gone
-        self._verdicts: dict[str, Error] = {}  # by group
+        self._verdicts: dict[str, Error] = {}  # by group; "": for all of this epoch, also those that come
         self._ended: str | None = None  # why the link is over
         self._departed: list[int] = []
         self._leaving = False
@@ -188,7 +188,7 @@ class Member:
     def check(self, group: str) -> None:
         """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
         with self._news:
-            failure = self._verdicts.get(group) or self._failure
+            failure = self._verdict(group) or self._failure
         if failure:
             raise _again(failure)
 
@@ -201,7 +201,7 @@ class Member:
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
-            failure, departed = self._failure or self._verdicts.get(group), list(self._departed)
+            failure, departed = self._failure or self._verdict(group), list(self._departed)
         for rank in departed:
             communicator.left(rank)
         if failure:
@@ -237,12 +237,12 @@ class Member:
         if self._forked:
             return symptom
         deadline = Deadline(SETTLE_S)
-        if group not in self._verdicts:
+        if self._verdict(group) is None:
             ranks = symptom.ranks or (symptom.waiting_for if number < 0 else ())
             self._tell(group, type(symptom).__name__, str(symptom), ranks, number, deadline)
         with self._news:
-            self._news.wait_for(lambda: group in self._verdicts or self._ended is not None, deadline.left())
-            verdict = self._verdicts.get(group)
+            self._news.wait_for(lambda: self._verdict(group) or self._ended is not None, deadline.left())
+            verdict = self._verdict(group)
         if verdict is None:
             return symptom
         error = _again(verdict)
@@ -255,6 +255,9 @@ class Member:
 
         group: "" for all groups of this rank's job.
         """
+        if not group:  # it counts here before the hub has said so
+            with self._news:
+                self._verdicts.setdefault("", make(kind, text, ranks))
         self._tell(group, kind, text, ranks, -1, Deadline(SETTLE_S))
 
     def _tell(self, group: str, kind: str, text: str, ranks: Sequence[int], number: int, deadline: Deadline) -> None:
@@ -352,6 +355,7 @@ class Member:
             with self._news:
                 self._welcome = Welcome(key=self._key, **{name: message[name] for name in names})
                 self._departed.clear()
+                self._verdicts.pop("", None)
                 self._news.notify_all()
         elif kind == "go":
             with self._news:
@@ -363,16 +367,19 @@ class Member:
                 self._news.notify_all()
         elif kind == "unmet":
             with self._news:
-                self._met[message["key"]] = make(message["kind"], message["text"], message["ranks"], message["ranks"])
+                late = message["ranks"] if message["kind"] == CollectiveTimeout.__name__ else ()
+                self._met[message["key"]] = make(message["kind"], message["text"], message["ranks"], late)
                 self._news.notify_all()
         elif kind == "verdict":
             verdict = make(message["kind"], message["text"], message["ranks"], message["waiting_for"])
             with self._news:
-                self._verdicts.setdefault(message["group"], verdict)
-                communicator = self._communicators.get(message["group"])
+                group = message["group"]
+                self._verdicts.setdefault(group, verdict)
+                everyone = self._communicators.items()
+                named = [one for name, one in everyone if group == name or not (group or name in self._verdicts)]
                 self._news.notify_all()
-            if communicator:
-                _abort(communicator, verdict)
+            for one in named:
+                _abort(one, verdict)
         elif kind == "refused":
             self._fail(Error(message["why"]))
         elif kind == "where":
@@ -440,14 +447,21 @@ class Member:
                 self._reader.join(deadline.within(SETTLE_S).left())  # it reads what the hub said last
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
-    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str = "") -> None:
+    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:
         """Until met; the failure of the link, or of the group, ends the wait."""
+
+        def verdict() -> Error | None:
+            return None if group is None else self._verdict(group)
+
         with self._news:
-            while not (met() or self._failure or group in self._verdicts) and not deadline.passed:
+            while not (met() or self._failure or verdict()) and not deadline.passed:
                 self._news.wait(deadline.left())
-            failure = self._verdicts.get(group) or self._failure  # what the hub said, before that it is gone
+            failure = verdict() or self._failure  # what the hub said, before that it is gone
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
+
+    def _verdict(self, group: str) -> Error | None:
+        return self._verdicts.get(group) or self._verdicts.get("")
 
     def _disown(self) -> None:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
