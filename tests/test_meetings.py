@@ -115,6 +115,24 @@ def test_a_time_out_ends_the_meeting_for_all_that_have_come():
     assert table.meetings.withdraw(0, "k", 3.0) == []  # it is over already
 
 
+def test_who_refuses_ends_the_meeting_also_for_those_that_come_later():
+    table = Table()
+    table.come(1, [0, 1, 2])
+    refused = [(rank, "Aborted", "rank 0: enough", [0]) for rank in ((1,), (2,))]
+    assert unmet(table.meetings.refuse(0, "k", "init", [0, 1, 2], "rank 0: enough")) == refused[:1]
+    assert unmet(table.come(2, [0, 1, 2])) == refused[1:]
+    for rank in (0, 1):  # the next attempt
+        assert table.come(rank, [0, 1, 2]) == []
+    assert table.come(2, [0, 1, 2])[0].message["t"] == "met"
+
+
+def test_who_knows_of_a_refusal_may_try_again_before_the_last_has_heard_of_it():
+    table = Table()
+    table.meetings.refuse(0, "k", "init", [0, 1], "rank 0: enough")
+    assert table.come(0, [0, 1]) == []
+    assert table.come(1, [0, 1])[0].message["t"] == "met"
+
+
 def test_all_meetings_end_with_their_epoch():
     table = Table()
     table.come(0, [0, 1], key="a")

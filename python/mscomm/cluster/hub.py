@@ -420,10 +420,7 @@ class Hub:
             group.judge.here(link.number, place, time.monotonic())
 
     def _handle_meet(self, link: Link, message: Message) -> None:
-        key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
-        known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
-        if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
-            raise Error("'meet' needs a key and the ranks that meet, this one among them")
+        key, name, ranks = self._meeting(link, message)
         if self._aborted:
             self._answer([unmet((link.number,), key, self._aborted.kind, self._aborted.text, self._aborted.ranks)])
             return
@@ -436,9 +433,27 @@ class Hub:
                     group.judge.left(other.number, other.last_call, time.monotonic())
         self._answer(answers)
 
+    def _meeting(self, link: Link, message: Message) -> tuple[str, str, list[int]]:
+        """Its key, its name, its ranks."""
+        key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
+        known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
+        if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
+            raise Error(f"{message['t']!r} needs a key and the ranks that meet, this one among them")
+        return key, name, ranks
+
     def _handle_unmeet(self, link: Link, message: Message) -> None:
         seconds = _field(message, "seconds", float)
         self._answer(self._meetings.withdraw(link.number, _field(message, "key", str), seconds))
+
+    def _handle_refuse(self, link: Link, message: Message) -> None:
+        key, name, ranks = self._meeting(link, message)
+        why = _field(message, "why", str)
+        group = self._groups.get(key)
+        if group:  # all had come meanwhile
+            now = time.monotonic()
+            group.judge.failed(link.number, "Aborted", [link.number], why, -1, self._members(group), now)
+        else:
+            self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
     def _handle_dial(self, link: Link, message: Message) -> None:
         """One rank of a group asks another to connect to it."""
@@ -691,6 +706,7 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
     "here": Hub._handle_here,
     "meet": Hub._handle_meet,
     "unmeet": Hub._handle_unmeet,
+    "refuse": Hub._handle_refuse,
     "dial": Hub._handle_dial,
     "close": Hub._handle_close,
     "rejoin": Hub._handle_rejoin,

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -127,15 +128,18 @@ class Member:
         def answered() -> bool:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
 
-        self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
         try:
+            self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
             # The hub knows who is not there, unless the last one comes at this moment.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
-        except KeyboardInterrupt:
-            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+        except Error:
+            raise  # the link is over
+        except BaseException:  # of a signal's handler: this rank does not wait any more
+            with contextlib.suppress(Error):  # the link is over too
+                self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
             refused = self._met.pop(key, None)
@@ -166,24 +170,37 @@ class Member:
         """Wait until all these ranks have said the same key, and exchange facts. name: what messages call it.
 
         founds: a group, of which key is the id. survivors: those that are lost are not waited for.
-        Mismatch if the ranks name each other in different lists; PeerLost if one is lost; CollectiveTimeout.
+        Mismatch if the ranks name each other in different lists; PeerLost if one is lost; Aborted if one gives up;
+        CollectiveTimeout.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
-        self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
         try:
+            self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name)
         except CollectiveTimeout:
             # The hub knows who did not come, unless the last one comes at this moment.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
-        except KeyboardInterrupt:
-            self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+        except Error:
+            raise  # the link is over
+        except BaseException as error:  # of a signal's handler
+            self.refuse(key, name, ranks, error)
             raise
         with self._news:
             met = self._met.pop(key)
         if isinstance(met, Error):
             raise met
         return met
+
+    def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
+        """Tell the others that this rank gives the meeting up, or does not come to it, and why."""
+        assert self._welcome
+        words = "".join(traceback.format_exception_only(error)).strip()
+        why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
+        with contextlib.suppress(Error):  # the link is over too
+            self._say({"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}, Deadline(SETTLE_S))
+        with self._news:
+            self._met.pop(key, None)
 
     def check(self, group: str) -> None:
         """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
@@ -198,6 +215,7 @@ class Member:
         dialled(rank, address): that rank asks for a connection; it must return at once too.
         """
         with self._news:
+            self._told.discard(group)  # of an attempt to found it
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
