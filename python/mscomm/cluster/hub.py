@@ -95,6 +95,7 @@ class Hub:
         self._restarts = restarts
         self._log = log or (lambda text: None)
         self._listening = False
+        self._own: set[int] = set()  # ranks that were adopted: they are of this host's launcher
         self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
         self._starter_gone = False
         self._ended_well: set[int] = set()  # ranks whose process ended with status 0 after bye
@@ -137,9 +138,11 @@ class Hub:
         No hello: its first bytes are the key.
         """
         require_same_user(sock)
-        self._order(
-            lambda: self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key),
-        )
+        self._order(lambda: self._adopt(sock, rank))
+
+    def _adopt(self, sock: socket.socket, rank: int) -> None:
+        self._own.add(rank)
+        self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
         """The rank's process started this hub: when it has ended, nobody is waited for whose link is not here."""
@@ -635,7 +638,14 @@ class Hub:
         """What happens to the ranks of another host, as its launcher sees it."""
         kind = message["t"]
         if kind == "attend":
-            launcher.ranks = range(_field(message, "first", int), _field(message, "end", int))
+            ranks = range(_field(message, "first", int), _field(message, "end", int))
+            objection = None if self._over else self._objection(ranks)
+            if objection:
+                self._log(f"refused a launcher: {objection}")
+                self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
+                self._launchers.drop(launcher)
+                return
+            launcher.ranks = ranks
             self._tell_launcher(launcher)
         elif kind == "ended" and (rank := _field(message, "rank", int)) in launcher.ranks:
             how, badly, again = (
@@ -646,6 +656,16 @@ class Hub:
             self._process_ended(rank, how, badly, again)
         else:
             raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
+
+    def _objection(self, ranks: range) -> str | None:
+        """Why no launcher can start these ranks."""
+        if not 0 <= ranks.start < ranks.stop <= self._roster.size:
+            size = self._roster.size
+            return f"it has ranks {ranks.start} to {ranks.stop - 1} of {size}; give every node the same --nnodes and -n"
+        taken = self._own.union(*(other.ranks for other in self._launchers.lines)).intersection(ranks)
+        if taken:
+            return f"another node has rank {min(taken)} already; give each node a --node-rank of its own"
+        return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
         """Whether the job can go on."""
