@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from control import Job, eventually
+from control import Communicator, Job, eventually, undialled
 
 from mscomm import errors
 from mscomm.cluster.deadline import Deadline
@@ -261,3 +261,16 @@ def test_an_abort_ends_the_meetings_and_those_that_come():
             assert isinstance(meeting.ended().error, errors.Aborted)
             assert str(meeting.error) == "rank 0: KeyError: 'a'"
             assert (meeting.error.ranks, meeting.error.waiting_for) == ((0,), ())
+
+
+def test_a_rank_that_left_is_behind_in_a_group_by_the_number_of_that_group():
+    with Job(3) as job:
+        members = job.joined()
+        for meeting in [Meeting(members, rank, [0, 1, 2], key="0:g:1") for rank in range(3)]:
+            assert meeting.ended().result
+        for rank, place in enumerate([(3, True, ""), (3, True, ""), (2, False, "")]):
+            members[rank][0].attach("0:g:1", Communicator(place), undialled)
+        members[2][0].leave(90)  # calls of the world
+        error = members[0][0].settle("0:g:1", errors.CollectiveTimeout("barrier #3 took over 1 s"), 3)
+        assert error.waiting_for == (2,)
+        assert "ended well after call #2" in str(error)

@@ -433,7 +433,7 @@ class Hub:
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # one may have left well before
                 if other.left and other.number in group.ranks:
-                    group.judge.left(other.number, other.last_call, time.monotonic())
+                    group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
 
     def _meeting(self, link: Link, message: Message) -> tuple[str, str, list[int]]:
@@ -516,9 +516,14 @@ class Hub:
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
             self._board.end(link, "left after its failure")  # nobody will say how its process ended
             return
-        link.left, link.last_call, link.waits = True, number, False
-        for group in self._groups_of(link.number):
-            group.judge.left(link.number, number, time.monotonic())
+        link.left, link.waits = True, False
+        numbers = _field(message, "numbers", dict)
+        for name, group in self._groups.items():
+            if group is self._world:
+                group.judge.left(link.number, number, time.monotonic())
+            elif link.number in group.ranks:
+                last = numbers.get(name)
+                group.judge.left(link.number, last if isinstance(last, int) else 0, time.monotonic())
         self._broadcast({"t": "left", "rank": link.rank, "number": number}, self._world.ranks)
         self._answer(self._meetings.look())
         self._begin_epoch()

@@ -25,6 +25,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
+_NUMBERS = 500  # of groups in one bye; without a number the hub takes a rank for behind
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # of a host, or of the way to it
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that saw it (-1: no call)
@@ -298,9 +299,11 @@ class Member:
         deadline = Deadline(LEAVE_S)
         with self._news:
             self._leaving = True
+            groups = list(self._communicators.items())[-_NUMBERS:]
+        numbers = {group: communicator.where()[0] for group, communicator in groups}
         try:
             if self._ended is None:
-                self._frames.send({"t": "bye", "number": number}, deadline)
+                self._frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
                 self._frames.sock.shutdown(socket.SHUT_WR)
                 # The hub closes when it has read all of it; to close first, with news unread, could throw the bye away.
                 with self._news:
