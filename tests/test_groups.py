@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -328,3 +329,73 @@ def test_colors_and_keys_have_64_bits():
                 mscomm.split(color, key)
     finally:
         mscomm.release()
+
+
+@ranks(3)
+def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
+    own = mscomm.create_group("own", [rank])
+    pair = mscomm.create_group("pair", [1, 2])
+    if rank == 0:
+        mscomm.barrier()  # the others have made theirs
+        mscomm.abort("stop")
+    for one in (None, own, pair):
+        with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
+            while True:  # that of one rank hears of it soon
+                mscomm.barrier(group=one)
+    for members in ([rank], [0, 1, 2]):
+        with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:
+            mscomm.create_group(f"new {len(members)}", members)
+        assert caught.value.ranks == (0,)
+    with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
+        mscomm.split(0)
+
+
+@ranks(2, expect={0: 1})
+def test_an_uncaught_exception_ends_create_group_elsewhere_with_its_text(rank, group):
+    if rank == 0:
+        raise KeyError("no such key")
+    with pytest.raises(mscomm.Aborted, match=r"rank 0: KeyError: 'no such key' \(test_groups.py:\d+\)"):
+        mscomm.create_group("both", [0, 1])
+
+
+class Enough(Exception):
+    """Of a signal's handler."""
+
+
+@ranks(3)
+def test_a_rank_that_is_interrupted_in_create_group_ends_that_for_all_and_nothing_else(rank, group):
+    def handler(number, frame):
+        raise Enough("of waiting")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(Enough):
+            mscomm.create_group("all", [0, 1, 2])
+    else:
+        time.sleep(rank - 1)  # rank 2 comes when it is over
+        with pytest.raises(mscomm.Aborted, match=r"rank 0: create_group\('all'\): .*Enough: of waiting") as caught:
+            mscomm.create_group("all", [0, 1, 2])
+        assert caught.value.ranks == (0,)
+    assert total(None) == 3
+    assert total(mscomm.create_group("all", [0, 1, 2])) == 3
+
+
+@ranks(2)
+def test_a_rank_without_room_for_a_group_tells_the_others(rank, group):
+    if rank == 0:
+        heap = joined._here().job.heap
+
+        class Full:
+            def reserve_control(self, ranks):
+                raise MemoryError("no room for a group's control memory in the shared heap")
+
+        joined._here().job.heap = Full()
+        with pytest.raises(MemoryError):
+            mscomm.create_group("all", [0, 1])
+        joined._here().job.heap = heap
+    else:
+        with pytest.raises(mscomm.Aborted, match=r"rank 0: create_group\('all'\): MemoryError: no room"):
+            mscomm.create_group("all", [0, 1])
+    assert total(None) == 2
+    assert total(mscomm.create_group("all", [0, 1])) == 2

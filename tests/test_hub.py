@@ -13,8 +13,10 @@ import pytest
 from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted, raised, soon, undialled
 
 from mscomm import errors
+from mscomm.bootstrap import kvs, rendezvous
 from mscomm.cluster import hub as hub_module
 from mscomm.cluster import links
+from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
 from mscomm.cluster.links import CONTROL, Identity
 from mscomm.cluster.member import Member
@@ -208,9 +210,10 @@ def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
         assert "nonsense" in members[0][1].aborts[0][3]
 
 
-def test_a_spawned_hub_serves_and_ends_by_itself():
+@pytest.mark.parametrize("topo_timeout_s", [5.0, float("inf")])
+def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = hub_module.spawn(listener, 2, KEY, 5.0)
+        process = hub_module.spawn(listener, 2, KEY, topo_timeout_s)
         address = listener.getsockname()
     try:
         command = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
@@ -246,6 +249,27 @@ def test_who_never_joins_does_not_keep_the_hub():
             member.leave(0)
         assert job.settled().ok
         assert "the job is over" in Frames(lurker).receive(soon())["why"]
+
+
+class Spawned(Exception):
+    """Instead of a process."""
+
+
+@pytest.mark.parametrize("seconds", [7200.0, float("inf")])
+def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monkeypatch):
+    limits = []
+
+    def spawn(listener, size, key, topo_timeout_s):
+        limits.append(topo_timeout_s)
+        raise Spawned
+
+    monkeypatch.setattr(hub_module, "spawn", spawn)
+    place, deadline = rendezvous.Place(0, 2, 0, one_host=True), Deadline(seconds)
+    with pytest.raises(Spawned):
+        kvs._open("mpirun", place, {}, deadline, False)
+    with pytest.raises(Spawned):
+        rendezvous._host("srun", place, rendezvous.Spot("a job"), {}, deadline, False, "")
+    assert len(limits) == 2 and all(7000 < limit <= seconds for limit in limits)
 
 
 STARTER = """

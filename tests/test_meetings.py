@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from control import Job, eventually
+from control import Communicator, Job, eventually, undialled
 
 from mscomm import errors
 from mscomm.cluster.deadline import Deadline
@@ -113,6 +113,24 @@ def test_a_time_out_ends_the_meeting_for_all_that_have_come():
     why = "init: rank 2 waited 3 s for rank 1, rank 3"
     assert unmet(table.meetings.withdraw(2, "k", 3.0)) == [((0, 2), "CollectiveTimeout", why, [1, 3])]
     assert table.meetings.withdraw(0, "k", 3.0) == []  # it is over already
+
+
+def test_who_refuses_ends_the_meeting_also_for_those_that_come_later():
+    table = Table()
+    table.come(1, [0, 1, 2])
+    refused = [(rank, "Aborted", "rank 0: enough", [0]) for rank in ((1,), (2,))]
+    assert unmet(table.meetings.refuse(0, "k", "init", [0, 1, 2], "rank 0: enough")) == refused[:1]
+    assert unmet(table.come(2, [0, 1, 2])) == refused[1:]
+    for rank in (0, 1):  # the next attempt
+        assert table.come(rank, [0, 1, 2]) == []
+    assert table.come(2, [0, 1, 2])[0].message["t"] == "met"
+
+
+def test_who_knows_of_a_refusal_may_try_again_before_the_last_has_heard_of_it():
+    table = Table()
+    table.meetings.refuse(0, "k", "init", [0, 1], "rank 0: enough")
+    assert table.come(0, [0, 1]) == []
+    assert table.come(1, [0, 1])[0].message["t"] == "met"
 
 
 def test_all_meetings_end_with_their_epoch():
@@ -229,3 +247,30 @@ def test_a_rank_that_left_well_is_not_waited_for():
         meeting = Meeting(members, 0, [0, 1]).ended()
         assert isinstance(meeting.error, errors.PeerLost)
         assert "has left the job" in str(meeting.error)
+
+
+def test_an_abort_ends_the_meetings_and_those_that_come():
+    with Job(3) as job:
+        members = job.joined()
+        waiting = Meeting(members, 1, [0, 1, 2])
+        eventually(lambda: job.hub._meetings._open)
+        members[0][0].report("Aborted", "rank 0: KeyError: 'a'", [0])
+        members[0][0].leave(0)  # in one piece with the report
+        later = Meeting(members, 2, [0, 1, 2], key="0:shrink", survivors=True)
+        for meeting in (waiting, later):
+            assert isinstance(meeting.ended().error, errors.Aborted)
+            assert str(meeting.error) == "rank 0: KeyError: 'a'"
+            assert (meeting.error.ranks, meeting.error.waiting_for) == ((0,), ())
+
+
+def test_a_rank_that_left_is_behind_in_a_group_by_the_number_of_that_group():
+    with Job(3) as job:
+        members = job.joined()
+        for meeting in [Meeting(members, rank, [0, 1, 2], key="0:g:1") for rank in range(3)]:
+            assert meeting.ended().result
+        for rank, place in enumerate([(3, True, ""), (3, True, ""), (2, False, "")]):
+            members[rank][0].attach("0:g:1", Communicator(place), undialled)
+        members[2][0].leave(90)  # calls of the world
+        error = members[0][0].settle("0:g:1", errors.CollectiveTimeout("barrier #3 took over 1 s"), 3)
+        assert error.waiting_for == (2,)
+        assert "ended well after call #2" in str(error)

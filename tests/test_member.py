@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -106,3 +107,87 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
     with pytest.raises(BlockingIOError):
         os.read(reader, 8)
     os._exit(0)
+
+
+class Noticing(Communicator):
+    """It has something to tell the user."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = 0
+
+    def notices(self):
+        self.told += 1
+        return ["mscomm: rank 0 has waited 10 s"]
+
+
+@pytest.mark.parametrize("stderr", ["nobody reads it", "closed", "full"])
+def test_a_notice_that_cannot_be_written_neither_ends_nor_stops_the_member(stderr, monkeypatch):
+    reader, writer = os.pipe()
+    before = os.dup(2)
+    monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w", closefd=False))
+    with Job(2) as job:
+        (member, _), (other, _) = job.joined()
+        noticing = Noticing()
+        member.attach("0:g:1", noticing, undialled)
+        try:
+            if stderr == "closed":
+                os.close(2)
+            else:
+                os.dup2(writer, 2)
+            if stderr == "full":
+                os.set_blocking(writer, False)
+                with pytest.raises(BlockingIOError):
+                    while True:
+                        os.write(writer, bytes(4096))
+                os.set_blocking(writer, True)
+            else:
+                os.close(writer)
+            if stderr == "nobody reads it":
+                os.close(reader)
+            for turn in (1, 2):
+                os.eventfd_write(member.news_fd, 1)
+                eventually(lambda turn=turn: noticing.told == turn)
+            other.leave(1)
+            eventually(lambda: noticing.departed)  # it hears what the hub says
+            assert not noticing.aborts
+        finally:
+            os.dup2(before, 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_that_cannot_go_on_reading_says_so(monkeypatch):
+    with Job(2) as job:
+        (_, communicator), (other, _) = job.joined()
+
+        def refuse(rank):
+            raise RecursionError("too deep")
+
+        monkeypatch.setattr(communicator, "left", refuse)
+        other.leave(1)
+        eventually(lambda: communicator.aborts)
+        kind, _, _, text = communicator.aborts[0]
+        assert kind == "Aborted" and "RecursionError: too deep" in text
+
+
+@ranks(2)
+def test_a_link_that_no_thread_can_be_started_for_is_a_failure_of_its_group_only(rank, group):
+    pair = mscomm.create_group("pair", [0, 1])
+    if rank == 1:
+        start = threading.Thread.start
+
+        def refuse(thread):
+            if thread.name == "mscomm-dial":
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+            start(thread)
+
+        threading.Thread.start = refuse
+    mscomm.barrier()
+    why = "rank 1 .*: no link for messages from rank 0: can't create new thread"
+    with pytest.raises(mscomm.Error, match=why):
+        if rank == 0:
+            mscomm.send(np.ones(1), 1, group=pair)
+        else:
+            mscomm.recv(np.empty(1), 0, group=pair)
+    mscomm.barrier()
+    mscomm.barrier()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from control import KEY, VERSION, Communicator, Job, Waits, eventually, soon, undialled
 
@@ -231,6 +233,31 @@ def test_a_launcher_names_how_its_ranks_ended_and_hears_that_the_job_is_over():
         assert communicators[0].aborts[0][3] == over["text"]
         late = Launcher(job, range(2, 4))
         assert late.hears()["over"] == over
+
+
+@pytest.mark.parametrize("ranks", [range(1, 3), range(3, 5), range(2, 2), range(-1, 1), range(2, 4)], ids=str)
+def test_a_launcher_with_ranks_of_another_or_none_is_refused(ranks):
+    with Job(4, tcp=True, watched=True) as job:
+        there = Launcher(job, range(2, 4))
+        there.hears()
+        communicators = [communicator for _, communicator in job.joined()]
+        second = Launcher(job, ranks)
+        refused = second.hears()
+        assert refused["t"] == "refused"
+        overlaps = set(ranks) & {2, 3} and ranks.stop <= 4
+        assert ("another node has rank 2 already" if overlaps else "of 4; give every node") in refused["why"]
+        assert second.hears() is None
+        there.ended(3, "exit code 0", badly=False)
+        assert job.hub.over is None and not any(one.aborts for one in communicators[:3])
+
+
+def test_the_ranks_of_the_hubs_own_host_are_taken():
+    with socket.create_server(("127.0.0.1", 0)) as listener, Job(2, watched=True) as job:
+        job.joined()
+        job.hub._order(lambda: job.hub.listen(listener))
+        job.listener = listener
+        refused = Launcher(job, range(1, 2)).hears()
+        assert "another node has rank 1 already" in refused["why"]
 
 
 def test_ranks_that_never_joined_are_named_to_launchers_too():

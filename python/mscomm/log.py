@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import select
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from mscomm import environment
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
 _HELD = 1000  # lines that wait for the rank, where the file's name has %r
+_PIECE = select.PIPE_BUF  # what a pipe that is ready takes at once
 
 
 class Log:
@@ -115,6 +117,18 @@ def info(text: str) -> None:
     """What was found and chosen: once a job or a group, never once a call."""
     if enabled(INFO):
         _get().write(INFO, text)
+
+
+def notice(text: str) -> None:
+    """A line on stderr, by a thread that must neither end nor wait for it: what cannot be written now is lost."""
+    data = f"{text}\n".encode("utf-8", "backslashreplace")
+    stderr = select.poll()
+    stderr.register(2, select.POLLOUT)
+    while data and any(events & select.POLLOUT for _, events in stderr.poll(0)):
+        try:
+            data = data[os.write(2, data[:_PIECE]) :]
+        except OSError:  # nobody reads it any more, or the disk is full
+            return
 
 
 def trace(text: str) -> None:

@@ -117,7 +117,7 @@ def _open(
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        return hub.spawn(listener, at.size, key, deadline.left()), address, key, text
+        return hub.spawn(listener, at.size, key, deadline.rest()), address, key, text
 
 
 def _listen(launcher: str, at: Place, env: Mapping[str, str]) -> socket.socket:

@@ -205,7 +205,7 @@ def _host(
         time.sleep(_RETRY_S[1])
     with listener:
         address = _address(listener)
-        process = hub.spawn(listener, at.size, key, deadline.left())
+        process = hub.spawn(listener, at.size, key, deadline.rest())
         try:
             sock = links.connect(address, deadline)
         except BaseException:

@@ -213,6 +213,8 @@ class OtherNode:
         state = self._link.receive(deadline)
         if state is None:
             raise Error(f"the job at {self._where} has ended already")
+        if state["t"] == "refused":
+            raise Error(f"the job at {self._where} refuses this node: {state['why']}")
         self._hear(state)
         if self._over:
             raise Error(f"the job at {self._where} has failed already: {self._over.text}")

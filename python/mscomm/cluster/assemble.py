@@ -163,12 +163,13 @@ class Job:
         me = ranks.index(self.rank)
         carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
         by_arena, by_mesh = (carrier in carriers and len(ranks) > 1 for carrier in ("arena", "mesh"))
+        what = "init" if name == "world" else f"create_group({name!r})"
         control = None
-        if by_arena and self.rank == min(ranks):
-            assert self.heap
-            control = self.heap.reserve_control(len(ranks))
-        met = False
+        came = met = False
         try:
+            if by_arena and self.rank == min(ranks):
+                assert self.heap
+                control = self.heap.reserve_control(len(ranks))
             with contextlib.ExitStack() as closing:
                 listening = [
                     closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh
@@ -176,9 +177,11 @@ class Job:
                 told: dict[int, dict[str, Any]] = {}
                 if self.member and len(ranks) > 1:
                     offered = {"control": control, "data": [_address(listener) for listener in listening]}
-                    what = "init" if name == "world" else f"create_group({name!r})"
+                    came = True
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
+                elif self.member:
+                    self.member.check(group)  # of one rank: no meeting tells that the job was aborted
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours()])
                 core = _core.Group(
@@ -199,8 +202,11 @@ class Job:
                 self.heap.release_control(control, 0)  # nobody has looked at it
             if self.member and not isinstance(error, Error):
                 # The others must not wait for a rank that could not set itself up.
-                text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
-                self.member.report("Aborted", text, [self.rank], group if met else "")
+                if met:
+                    text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
+                    self.member.report("Aborted", text, [self.rank], group)
+                elif not came and len(ranks) > 1:
+                    self.member.refuse(group, what, ranks, error)
             raise
         if log.enabled(log.INFO):
             carrier = "arena" if by_arena else "mesh" if by_mesh else "copying"

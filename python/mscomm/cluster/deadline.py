@@ -29,6 +29,10 @@ class Deadline:
         """Seconds to wait now: never negative, and at most an hour, because some waits refuse `inf`."""
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
+    def rest(self) -> float:
+        """Seconds until it passes, `inf` for one that never does: to hand on, where left() is to wait."""
+        return max(0.0, self.at - time.monotonic())
+
     def within(self, seconds: float) -> Deadline:
         """The earlier of this deadline and `seconds` from now."""
         sooner = Deadline(seconds)

@@ -24,7 +24,7 @@ from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
 from mscomm.cluster.links import Door, require_same_user
-from mscomm.cluster.meetings import Answer, Meetings
+from mscomm.cluster.meetings import Answer, Meetings, unmet
 from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Line, Switchboard
@@ -95,12 +95,15 @@ class Hub:
         self._restarts = restarts
         self._log = log or (lambda text: None)
         self._listening = False
+        self._own: set[int] = set()  # ranks that were adopted: they are of this host's launcher
         self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
         self._starter_gone = False
         self._ended_well: set[int] = set()  # ranks whose process ended with status 0 after bye
         self._ended_badly: dict[int, str] = {}  # ... otherwise, and nobody starts it again
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are started again
         self._over: Verdict | None = None
+        self._aborted: Verdict | None = None  # in this epoch: for all groups, those of one rank and later ones too
+        self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
@@ -135,9 +138,11 @@ class Hub:
         No hello: its first bytes are the key.
         """
         require_same_user(sock)
-        self._order(
-            lambda: self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key),
-        )
+        self._order(lambda: self._adopt(sock, rank))
+
+    def _adopt(self, sock: socket.socket, rank: int) -> None:
+        self._own.add(rank)
+        self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
         """The rank's process started this hub: when it has ended, nobody is waited for whose link is not here."""
@@ -245,6 +250,9 @@ class Hub:
                 group.announcement = verdict.text
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
                 self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
+        if self._aborted and not self._abort_announced:  # after the verdicts of groups that had failed before
+            self._abort_announced = True
+            self._broadcast({"t": "verdict", "group": "", **self._aborted._asdict()}, self._world.ranks)
         if self._over is None:
             self._over = self._end()
             if self._over:
@@ -404,6 +412,9 @@ class Hub:
         groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
         for group in groups:
             group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
+        if not name and self._aborted is None:
+            self._aborted = Verdict(kind, tuple(ranks), (), text)
+            self._answer(self._meetings.clear(kind, text, ranks))  # now: what is read next may be the end of its link
 
     def _handle_here(self, link: Link, message: Message) -> None:
         group = self._groups.get(_field(message, "group", str))
@@ -412,22 +423,40 @@ class Hub:
             group.judge.here(link.number, place, time.monotonic())
 
     def _handle_meet(self, link: Link, message: Message) -> None:
-        key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
-        known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
-        if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
-            raise Error("'meet' needs a key and the ranks that meet, this one among them")
+        key, name, ranks = self._meeting(link, message)
+        if self._aborted:
+            self._answer([unmet((link.number,), key, self._aborted.kind, self._aborted.text, self._aborted.ranks)])
+            return
         survivors = bool(message.get("survivors"))
         answers = self._meetings.come(link.number, key, name, ranks, _field(message, "facts", dict), survivors)
         if message.get("founds") and any(answer.message["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # one may have left well before
                 if other.left and other.number in group.ranks:
-                    group.judge.left(other.number, other.last_call, time.monotonic())
+                    group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
+
+    def _meeting(self, link: Link, message: Message) -> tuple[str, str, list[int]]:
+        """Its key, its name, its ranks."""
+        key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
+        known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
+        if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
+            raise Error(f"{message['t']!r} needs a key and the ranks that meet, this one among them")
+        return key, name, ranks
 
     def _handle_unmeet(self, link: Link, message: Message) -> None:
         seconds = _field(message, "seconds", float)
         self._answer(self._meetings.withdraw(link.number, _field(message, "key", str), seconds))
+
+    def _handle_refuse(self, link: Link, message: Message) -> None:
+        key, name, ranks = self._meeting(link, message)
+        why = _field(message, "why", str)
+        group = self._groups.get(key)
+        if group:  # all had come meanwhile
+            now = time.monotonic()
+            group.judge.failed(link.number, "Aborted", [link.number], why, -1, self._members(group), now)
+        else:
+            self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
     def _handle_dial(self, link: Link, message: Message) -> None:
         """One rank of a group asks another to connect to it."""
@@ -487,9 +516,14 @@ class Hub:
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
             self._board.end(link, "left after its failure")  # nobody will say how its process ended
             return
-        link.left, link.last_call, link.waits = True, number, False
-        for group in self._groups_of(link.number):
-            group.judge.left(link.number, number, time.monotonic())
+        link.left, link.waits = True, False
+        numbers = _field(message, "numbers", dict)
+        for name, group in self._groups.items():
+            if group is self._world:
+                group.judge.left(link.number, number, time.monotonic())
+            elif link.number in group.ranks:
+                last = numbers.get(name)
+                group.judge.left(link.number, last if isinstance(last, int) else 0, time.monotonic())
         self._broadcast({"t": "left", "rank": link.rank, "number": number}, self._world.ranks)
         self._answer(self._meetings.look())
         self._begin_epoch()
@@ -551,6 +585,7 @@ class Hub:
         self._log(f"epoch {self._epoch} begins")
         self._ready.clear()
         self._started_again.clear()
+        self._aborted, self._abort_announced = None, False
         self._answer(self._meetings.clear("PeerLost", "another epoch of the job has begun"))
         self._groups.clear()
         self._world = self._open_group(world_id(self._epoch), range(self._roster.size))
@@ -608,7 +643,14 @@ class Hub:
         """What happens to the ranks of another host, as its launcher sees it."""
         kind = message["t"]
         if kind == "attend":
-            launcher.ranks = range(_field(message, "first", int), _field(message, "end", int))
+            ranks = range(_field(message, "first", int), _field(message, "end", int))
+            objection = None if self._over else self._objection(ranks)
+            if objection:
+                self._log(f"refused a launcher: {objection}")
+                self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
+                self._launchers.drop(launcher)
+                return
+            launcher.ranks = ranks
             self._tell_launcher(launcher)
         elif kind == "ended" and (rank := _field(message, "rank", int)) in launcher.ranks:
             how, badly, again = (
@@ -619,6 +661,16 @@ class Hub:
             self._process_ended(rank, how, badly, again)
         else:
             raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
+
+    def _objection(self, ranks: range) -> str | None:
+        """Why no launcher can start these ranks."""
+        if not 0 <= ranks.start < ranks.stop <= self._roster.size:
+            size = self._roster.size
+            return f"it has ranks {ranks.start} to {ranks.stop - 1} of {size}; give every node the same --nnodes and -n"
+        taken = self._own.union(*(other.ranks for other in self._launchers.lines)).intersection(ranks)
+        if taken:
+            return f"another node has rank {min(taken)} already; give each node a --node-rank of its own"
+        return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
         """Whether the job can go on."""
@@ -679,6 +731,7 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
     "here": Hub._handle_here,
     "meet": Hub._handle_meet,
     "unmeet": Hub._handle_unmeet,
+    "refuse": Hub._handle_refuse,
     "dial": Hub._handle_dial,
     "close": Hub._handle_close,
     "rejoin": Hub._handle_rejoin,

@@ -59,7 +59,12 @@ class Letters:
         peer = self._ranks.index(rank)
         # Before the member's thread hears anything more: the rank may say bye as soon as its message is out.
         self._core.expect_incoming(peer)
-        threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
+        try:
+            threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
+        except RuntimeError as error:  # no room for it; or this process ends, and Python starts no threads any more
+            symptom = self._no_link(rank, error)
+            assert self._job.member is not None
+            self._job.member.report(type(symptom).__name__, str(symptom), symptom.ranks, self._group)
 
     def _answer(self, peer: int, addresses: Any) -> None:
         rank = self._ranks[peer]
@@ -67,11 +72,15 @@ class Letters:
             fd = self._job.call(rank, addresses, LETTERS, Deadline(_ANSWER_S))
             self._core.add_incoming(peer, fd)
         except RuntimeError as error:  # Error is one
-            text = f"{self._me}: no link for messages from rank {rank}: {error}"
-            symptom = make(type(error).__name__, text, getattr(error, "ranks", ()))
-            self._break(symptom)
+            symptom = self._no_link(rank, error)
             if self._core.failure() is not None and self._job.member is not None:  # else this rank has left the group
                 self._job.member.settle(self._group, symptom, -1)
+
+    def _no_link(self, rank: int, error: RuntimeError) -> Error:
+        text = f"{self._me}: no link for messages from rank {rank}: {error}"
+        symptom = make(type(error).__name__, text, getattr(error, "ranks", ()))
+        self._break(symptom)
+        return symptom
 
     def _break(self, symptom: Error) -> None:
         kind, ranks, waiting_for = type(symptom).__name__, list(symptom.ranks), list(symptom.waiting_for)

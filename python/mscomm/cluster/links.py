@@ -89,7 +89,9 @@ _PEERS = {
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
     """The connector's side of the hello; raises what is wrong, naming the address, and leaves closing to the caller."""
-    if purpose in OF_THE_HUB:  # a hub accepts at once; a rank may be busy until it comes to accept
+    # A hub accepts at once, but for one that rank 0 has just started, at a unix socket whose name nobody else has: on a
+    # busy host that takes a while. A rank may be busy until it comes to accept.
+    if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
     where = f"what listens at {_name(sock)}"
     hello = Hello.connector(key, purpose, mine)

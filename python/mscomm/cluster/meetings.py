@@ -19,12 +19,19 @@ class Answer(NamedTuple):
     message: Message
 
 
+def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
+    """The meeting cannot take place. ranks: because of whom."""
+    return Answer(to, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": list(ranks)})
+
+
 class _Meeting:
     def __init__(self, name: str, ranks: list[int], survivors: bool) -> None:
         self.name = name
         self.ranks = ranks
         self.survivors = survivors  # those that are lost are not waited for
         self.facts: dict[int, Message] = {}
+        self.refused: tuple[str, int] | None = None  # why it cannot take place, and because of whom
+        self.told: set[int] = set()  # who knows that; the others hear it when they come
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -47,7 +54,13 @@ class Meetings:
         self, rank: int, key: str, name: str, ranks: list[int], facts: Message, survivors: bool
     ) -> Iterable[Answer]:
         """A rank has come."""
-        meeting = self._open.setdefault(key, _Meeting(name, ranks, survivors))
+        meeting = self._open.get(key)
+        if meeting is not None and meeting.refused is not None and rank not in meeting.told:
+            why, culprit = meeting.refused
+            self._tell(key, {rank})
+            return [unmet((rank,), key, "Aborted", why, [culprit])]
+        if meeting is None or meeting.refused is not None:
+            meeting = self._open[key] = _Meeting(name, ranks, survivors)
         meeting.facts[rank] = facts
         if ranks != meeting.ranks:
             why = (
@@ -77,13 +90,23 @@ class Meetings:
         why = f"{meeting.name}: {self._name(rank)} waited {seconds:g} s for {names}"
         return self._cancel(key, "CollectiveTimeout", why, missing)
 
+    def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
+        """A rank gives up, perhaps before it came: the others hear why, each when it comes."""
+        meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
+        meeting.facts.pop(rank, None)
+        answer = unmet(meeting.here, key, "Aborted", why, [rank])
+        meeting.refused = why, rank
+        self._tell(key, {rank, *meeting.facts})
+        meeting.facts.clear()
+        return [answer]
+
     def look(self) -> Iterable[Answer]:
         """After a rank was lost."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
-    def clear(self, kind: str, why: str) -> Iterable[Answer]:
+    def clear(self, kind: str, why: str, ranks: Iterable[int] = ()) -> Iterable[Answer]:
         """End all of them."""
-        return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, [])]
+        return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, ranks)]
 
     @staticmethod
     def _wait_for_each_other(one: _Meeting, other: _Meeting) -> bool:
@@ -103,6 +126,12 @@ class Meetings:
         message = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
         return [Answer(meeting.here, message)]
 
-    def _cancel(self, key: str, kind: str, why: str, ranks: list[int]) -> list[Answer]:
+    def _tell(self, key: str, ranks: Iterable[int]) -> None:
+        meeting = self._open[key]
+        meeting.told.update(ranks)
+        if meeting.told.issuperset(meeting.ranks):
+            del self._open[key]
+
+    def _cancel(self, key: str, kind: str, why: str, ranks: Iterable[int]) -> list[Answer]:
         meeting = self._open.pop(key)
-        return [Answer(meeting.here, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": ranks})]
+        return [unmet(meeting.here, key, kind, why, ranks)]

@@ -10,12 +10,13 @@ import errno
 import os
 import select
 import socket
-import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mscomm import log
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
 from mscomm.cluster.interfaces import listen_address
@@ -24,6 +25,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
+_NUMBERS = 500  # of groups in one bye; without a number the hub takes a rank for behind
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # of a host, or of the way to it
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that saw it (-1: no call)
@@ -91,7 +93,7 @@ class Member:
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._failure: Error | None = None  # of the whole link: why we were refused, or that the hub is gone
-        self._verdicts: dict[str, Error] = {}  # by group
+        self._verdicts: dict[str, Error] = {}  # by group; "": for all of this epoch, also those that come
         self._ended: str | None = None  # why the link is over
         self._departed: list[int] = []
         self._leaving = False
@@ -127,15 +129,18 @@ class Member:
         def answered() -> bool:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
 
-        self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
         try:
+            self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
             # The hub knows who is not there, unless the last one comes at this moment.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
-        except KeyboardInterrupt:
-            self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+        except Error:
+            raise  # the link is over
+        except BaseException:  # of a signal's handler: this rank does not wait any more
+            with contextlib.suppress(Error):  # the link is over too
+                self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
             refused = self._met.pop(key, None)
@@ -166,18 +171,21 @@ class Member:
         """Wait until all these ranks have said the same key, and exchange facts. name: what messages call it.
 
         founds: a group, of which key is the id. survivors: those that are lost are not waited for.
-        Mismatch if the ranks name each other in different lists; PeerLost if one is lost; CollectiveTimeout.
+        Mismatch if the ranks name each other in different lists; PeerLost if one is lost; Aborted if one gives up;
+        CollectiveTimeout.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
-        self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
         try:
+            self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name)
         except CollectiveTimeout:
             # The hub knows who did not come, unless the last one comes at this moment.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
-        except KeyboardInterrupt:
-            self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
+        except Error:
+            raise  # the link is over
+        except BaseException as error:  # of a signal's handler
+            self.refuse(key, name, ranks, error)
             raise
         with self._news:
             met = self._met.pop(key)
@@ -185,10 +193,20 @@ class Member:
             raise met
         return met
 
+    def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
+        """Tell the others that this rank gives the meeting up, or does not come to it, and why."""
+        assert self._welcome
+        words = "".join(traceback.format_exception_only(error)).strip()
+        why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
+        with contextlib.suppress(Error):  # the link is over too
+            self._say({"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}, Deadline(SETTLE_S))
+        with self._news:
+            self._met.pop(key, None)
+
     def check(self, group: str) -> None:
         """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
         with self._news:
-            failure = self._verdicts.get(group) or self._failure
+            failure = self._verdict(group) or self._failure
         if failure:
             raise _again(failure)
 
@@ -198,10 +216,11 @@ class Member:
         dialled(rank, address): that rank asks for a connection; it must return at once too.
         """
         with self._news:
+            self._told.discard(group)  # of an attempt to found it
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
-            failure, departed = self._failure or self._verdicts.get(group), list(self._departed)
+            failure, departed = self._failure or self._verdict(group), list(self._departed)
         for rank in departed:
             communicator.left(rank)
         if failure:
@@ -237,12 +256,12 @@ class Member:
         if self._forked:
             return symptom
         deadline = Deadline(SETTLE_S)
-        if group not in self._verdicts:
+        if self._verdict(group) is None:
             ranks = symptom.ranks or (symptom.waiting_for if number < 0 else ())
             self._tell(group, type(symptom).__name__, str(symptom), ranks, number, deadline)
         with self._news:
-            self._news.wait_for(lambda: group in self._verdicts or self._ended is not None, deadline.left())
-            verdict = self._verdicts.get(group)
+            self._news.wait_for(lambda: self._verdict(group) or self._ended is not None, deadline.left())
+            verdict = self._verdict(group)
         if verdict is None:
             return symptom
         error = _again(verdict)
@@ -255,6 +274,9 @@ class Member:
 
         group: "" for all groups of this rank's job.
         """
+        if not group:  # it counts here before the hub has said so
+            with self._news:
+                self._verdicts.setdefault("", make(kind, text, ranks))
         self._tell(group, kind, text, ranks, -1, Deadline(SETTLE_S))
 
     def _tell(self, group: str, kind: str, text: str, ranks: Sequence[int], number: int, deadline: Deadline) -> None:
@@ -277,9 +299,11 @@ class Member:
         deadline = Deadline(LEAVE_S)
         with self._news:
             self._leaving = True
+            groups = list(self._communicators.items())[-_NUMBERS:]
+        numbers = {group: communicator.where()[0] for group, communicator in groups}
         try:
             if self._ended is None:
-                self._frames.send({"t": "bye", "number": number}, deadline)
+                self._frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
                 self._frames.sock.shutdown(socket.SHUT_WR)
                 # The hub closes when it has read all of it; to close first, with news unread, could throw the bye away.
                 with self._news:
@@ -321,6 +345,9 @@ class Member:
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
+        except BaseException as error:  # none that we know of; without this thread nobody would watch the job
+            self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
+            raise
 
     def _look_at_news(self) -> None:
         """Of the groups: notices for the user, and failures of calls that perhaps nobody waits for yet."""
@@ -332,7 +359,7 @@ class Member:
             communicators = list(self._communicators.values())
         for communicator in communicators:
             for notice in communicator.notices():
-                print(notice, file=sys.stderr, flush=True)
+                log.notice(notice)
         with self._news:
             groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
         for group, communicator in groups:
@@ -349,6 +376,7 @@ class Member:
             with self._news:
                 self._welcome = Welcome(key=self._key, **{name: message[name] for name in names})
                 self._departed.clear()
+                self._verdicts.pop("", None)
                 self._news.notify_all()
         elif kind == "go":
             with self._news:
@@ -360,16 +388,19 @@ class Member:
                 self._news.notify_all()
         elif kind == "unmet":
             with self._news:
-                self._met[message["key"]] = make(message["kind"], message["text"], message["ranks"], message["ranks"])
+                late = message["ranks"] if message["kind"] == CollectiveTimeout.__name__ else ()
+                self._met[message["key"]] = make(message["kind"], message["text"], message["ranks"], late)
                 self._news.notify_all()
         elif kind == "verdict":
             verdict = make(message["kind"], message["text"], message["ranks"], message["waiting_for"])
             with self._news:
-                self._verdicts.setdefault(message["group"], verdict)
-                communicator = self._communicators.get(message["group"])
+                group = message["group"]
+                self._verdicts.setdefault(group, verdict)
+                everyone = self._communicators.items()
+                named = [one for name, one in everyone if group == name or not (group or name in self._verdicts)]
                 self._news.notify_all()
-            if communicator:
-                _abort(communicator, verdict)
+            for one in named:
+                _abort(one, verdict)
         elif kind == "refused":
             self._fail(Error(message["why"]))
         elif kind == "where":
@@ -437,14 +468,21 @@ class Member:
                 self._reader.join(deadline.within(SETTLE_S).left())  # it reads what the hub said last
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
-    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str = "") -> None:
+    def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:
         """Until met; the failure of the link, or of the group, ends the wait."""
+
+        def verdict() -> Error | None:
+            return None if group is None else self._verdict(group)
+
         with self._news:
-            while not (met() or self._failure or group in self._verdicts) and not deadline.passed:
+            while not (met() or self._failure or verdict()) and not deadline.passed:
                 self._news.wait(deadline.left())
-            failure = self._verdicts.get(group) or self._failure  # what the hub said, before that it is gone
+            failure = verdict() or self._failure  # what the hub said, before that it is gone
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
+
+    def _verdict(self, group: str) -> Error | None:
+        return self._verdicts.get(group) or self._verdicts.get("")
 
     def _disown(self) -> None:
         """In a forked child: the rank is the parent. No locks here, another thread may have held them."""

@@ -20,7 +20,6 @@ class Link(Line):
         self.rank = rank  # None: the hub will give it one
         self.seat = -1  # its place in the order of joining
         self.left = False
-        self.last_call = 0  # its number, when it left
         self.welcomed = False  # it takes part in an epoch, or did
         self.waits = False  # for the next epoch, and takes part in nothing of this one
         self.rejoin_key = ""  # what it calls the answer
