@@ -6,6 +6,8 @@ import gc
 import importlib
 import inspect
 import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -579,6 +581,38 @@ def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
         sys.exit(0)  # with exit handlers, mscomm's among them
     os.waitpid(child, 0)
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
+
+
+@ranks(2)
+def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
+    """Its copies of what they wait at must not be waited for: of the group's worker, and of a thread in Work.wait."""
+    x = np.float32([rank])
+    assert mscomm.all_reduce(x, async_op=True).wait()[0] == 1
+    if rank == 1:
+        time.sleep(1)
+    work = mscomm.all_reduce(x, async_op=True)
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    for _ in range(5):
+        time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            del work, waiter
+            gc.collect()
+            sys.exit(0)
+        assert ends_within(10, child)
+    waiter.join()
+    assert work.wait()[0] == 1
+
+
+def ends_within(seconds: float, child: int) -> bool:
+    """Whether the process has ended by itself with 0."""
+    life = os.pidfd_open(child)
+    ended = select.select([life], [], [], seconds)[0]
+    os.close(life)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == 0 and bool(ended)
 
 
 # --- threads --------------------------------------------------------------------------------------------------------

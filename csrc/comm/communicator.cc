@@ -31,12 +31,17 @@ void Communicator::leave_caller() {
     const std::lock_guard lock(turn_mutex_);
     callers_--;
   }
-  turn_.notify_all();
+  turn_->notify_all();
+}
+
+Work::~Work() {
+  // The parent's threads may wait on it, and the destructor of the child's copy would wait for them.
+  if (getpid() != owner_) (void)ended_.release();
 }
 
 bool Work::wait(double timeout_s) {
   std::unique_lock lock(mutex_);
-  return ended_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
+  return ended_->wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
 }
 
 std::optional<Error> Work::error() const {
@@ -50,7 +55,7 @@ void Work::end(std::optional<Error> error) {
     error_ = std::move(error);
     done_ = true;
   }
-  ended_.notify_all();
+  ended_->notify_all();
 }
 
 Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
@@ -87,7 +92,7 @@ void Communicator::stop_worker() {
     const std::lock_guard lock(turn_mutex_);
     stopping_ = true;
   }
-  turn_.notify_all();
+  turn_->notify_all();
   worker_->join();
   worker_.reset();
 }
@@ -105,11 +110,13 @@ uint64_t Communicator::take_numbers(int count) {
 }
 
 uint64_t Communicator::reserve(int count) {
+  check_usable();
   const std::lock_guard lock(turn_mutex_);
   return take_numbers(count);
 }
 
 void Communicator::run(Call call, double timeout_s) {
+  check_usable();
   mscomm::check(call, rank_, size());  // a wrong call uses no number
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
@@ -122,6 +129,7 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
+  check_usable();
   mscomm::check(call, rank_, size());
   const auto work = std::make_shared<Work>();
   {
@@ -131,7 +139,7 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     callers_++;
   }
-  turn_.notify_all();
+  turn_->notify_all();
   return work;
 }
 
@@ -142,7 +150,7 @@ void Communicator::work() {
     std::optional<Job> job;
     {
       std::unique_lock lock(turn_mutex_);
-      turn_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+      turn_->wait(lock, [this] { return stopping_ || !jobs_.empty(); });
       if (jobs_.empty()) return;
       job.emplace(std::move(jobs_.front()));
       jobs_.pop_front();
@@ -190,13 +198,13 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
     const std::lock_guard lock(turn_mutex_);
     running_ = number + 1;
   }
-  turn_.notify_all();
+  turn_->notify_all();
 }
 
 void Communicator::queue_for(uint64_t number, const Deadline& deadline) {
   std::unique_lock lock(turn_mutex_);
   while (running_ != number) {
-    turn_.wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
+    turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();
     look(deadline, [] { return std::vector<int>{}; });
@@ -270,7 +278,7 @@ void Communicator::close() {
            false});
     turn.lock();
     // They leave at their next bounded wake; one that does not is this thread itself, in a signal handler.
-    if (!turn_.wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
+    if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
   const bool whole = !broken();
@@ -393,8 +401,10 @@ void Communicator::in_child() {
     communicator->backend_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    communicator->worker_.release();        // the thread is the parent's
-    communicator->hooks_.failed = nullptr;  // and so is who reads of its failures
+    // The parent's: a thread that is not here, waiters that the destructor would wait for, and who reads of failures.
+    (void)communicator->worker_.release();
+    (void)communicator->turn_.release();
+    communicator->hooks_.failed = nullptr;
   }
   all_mutex.unlock();
 }
