@@ -638,6 +638,28 @@ def test_two_threads_of_each_rank_may_call_at_once(rank, group):
     assert groups.resolve(None).core.where()[0] == 2 * calls
 
 
+EXITS = """
+import sys, threading, time
+import numpy as np
+import mscomm
+mscomm.init()
+beside = {
+    "recv": lambda: mscomm.recv(np.ones(3), 0),
+    "wait": lambda: mscomm.recv(np.ones(3), 0, timeout=0.5, async_op=True).wait(),
+    "many": lambda: [mscomm.barrier() for _ in iter(int, 1)],
+}[sys.argv[1]]
+threading.Thread(target=beside, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("what", ["recv", "wait", "many"])
+@pytest.mark.parametrize("run", range(3))
+def test_the_process_ends_well_while_a_daemon_thread_is_in_a_call(what, run):
+    done = subprocess.run([sys.executable, "-c", EXITS, what], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 # --- the package ----------------------------------------------------------------------------------------------------
 
 
