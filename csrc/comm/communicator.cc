@@ -15,6 +15,13 @@ thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // of what was sent, at the end
 
+// "all_reduce #7 (4 MiB)"
+std::string brief(const Signature& call) {
+  const std::string text = std::string(name(call.function)) + " #" + std::to_string(call.number);
+  if (call.what == Collective::barrier) return text;
+  return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
+}
+
 // Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
@@ -171,7 +178,7 @@ void Communicator::work() {
 void Communicator::execute(const Call& call, const Deadline& deadline) {
   const uint64_t number = call.signature.number;
   try {
-    queue_for(number, deadline);
+    queue_for(call.signature, deadline);
     recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
     backend_->run(call, {*this, deadline});
@@ -201,12 +208,17 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
   turn_->notify_all();
 }
 
-void Communicator::queue_for(uint64_t number, const Deadline& deadline) {
+void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
+  const uint64_t number = call.number;
   std::unique_lock lock(turn_mutex_);
   while (running_ != number) {
     turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();
+    // The ranks that are missing are those of the call whose turn it is, and not known here.
+    if (deadline.passed() && !broken())
+      throw Error("CollectiveTimeout", brief(call) + " on " + name_of(rank_) + " did not end within " +
+                                           seconds_text(deadline.timeout_s()) + ": waiting for its turn, after " + current());
     look(deadline, [] { return std::vector<int>{}; });
     lock.lock();
   }
@@ -259,11 +271,17 @@ std::optional<Failure> Communicator::failure() const {
 }
 
 void Communicator::last_look() {
-  if (forked_ || broken()) return;
+  if (forked_) return;
+  const std::lock_guard turn(turn_mutex_);  // no call begins meanwhile
+  // A thread that is in a call has the links, and sees for itself what comes.
+  if (broken() || callers_ > 0) return;
   try {
     backend_->last_look();
   } catch (const Differs& differs) {
     abort({differing(differs), false, static_cast<int64_t>(where().number)});
+    throw_failure();
+  } catch (const Error& error) {
+    abort({error, false, static_cast<int64_t>(where().number)});
     throw_failure();
   }
 }
@@ -373,11 +391,7 @@ Error Communicator::differing(const Differs& differs) const {
 
 std::string Communicator::current() const {
   const auto last = recorder_.last();
-  if (!last) return "the first call";
-  std::string text(name(last->signature.function));
-  text += " #" + std::to_string(last->signature.number);
-  if (last->signature.what == Collective::barrier) return text;
-  return text + " (" + in_units(last->signature.count * size_of(last->signature.dtype)) + ")";
+  return last ? brief(last->signature) : "the first call";
 }
 
 std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
@@ -386,7 +400,7 @@ std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
 }
 
 std::string Communicator::named(const std::vector<int>& ranks) const {
-  if (ranks.empty()) return "an earlier call of this rank";
+  if (ranks.empty()) return "a rank that stopped as it came";
   std::string text;
   for (size_t i = 0; i < ranks.size() && i < 16; i++) text += (i ? ", " : "") + name_of(ranks[i]);
   return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;

@@ -160,7 +160,7 @@ class Communicator final : public Watch {
   void work();
   void stop_worker();
   void execute(const Call& call, const Deadline& deadline);
-  void queue_for(uint64_t number, const Deadline& deadline);
+  void queue_for(const Signature& call, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
   // messages.cc
