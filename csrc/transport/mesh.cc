@@ -1,8 +1,6 @@
 #include "transport/mesh.h"
 
-#include <linux/sockios.h>
 #include <poll.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -201,19 +199,7 @@ void Mesh::close(double timeout_s) {
     if (link.stream) ::shutdown(link.stream->fd(), SHUT_WR);
   for (Link& link : links_) {
     if (!link.stream) continue;
-    // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
-    char scrap[4096];
-    try {
-      for (int unsent = 1; unsent > 0 && !deadline.passed();) {
-        while (link.stream->receive(scrap, sizeof scrap) > 0) {
-        }
-        if (ioctl(link.stream->fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
-        pollfd one{link.stream->fd(), POLLIN, 0};
-        poll(&one, 1, 1);
-      }
-    } catch (const Stream::Broken&) {
-      // The other side has ended too: nothing more to deliver.
-    }
+    link.stream->deliver(deadline);
     link.stream.reset();
   }
 }

@@ -1,4 +1,5 @@
 // The mesh and its algorithms with ranks as threads over socket pairs, and what a peer may send that it should not.
+#include <cstring>
 #include <random>
 
 #include "check.h"
@@ -163,6 +164,28 @@ void deadline_ends_a_call_while_bytes_flow() {
   close(ends[1]);
 }
 
+// What was sent to a rank that has not read it yet is safe on a unix socket: who goes does not wait for it to read.
+void leaving_waits_for_no_reader() {
+  int ends[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+  std::vector<std::optional<Stream>> links(2);
+  links[1].emplace(ends[0], "rank 1");
+  Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+  Signature call;
+  call.number = 1;
+  mesh.begin(call);
+  char data[64] = {1, 2, 3}, got[sizeof(Header) + sizeof data];
+  const Piece piece{1, data, sizeof data};
+  NeverBroken watch;
+  mesh.exchange({&piece, 1}, {}, {watch, Deadline(60)});
+  const auto began = Clock::now();
+  mesh.close(60);
+  CHECK(seconds_since(began) < 30);
+  CHECK(recv(ends[1], got, sizeof got, MSG_WAITALL) == static_cast<ssize_t>(sizeof got));
+  CHECK(std::memcmp(got + sizeof(Header), data, sizeof data) == 0);
+  close(ends[1]);
+}
+
 }  // namespace
 
 int main() {
@@ -180,5 +203,6 @@ int main() {
   on_threads(2, "tree", false, crossed_roots);
   garbage_is_refused();
   deadline_ends_a_call_while_bytes_flow();
+  leaving_waits_for_no_reader();
   return test::failed();
 }
