@@ -5,11 +5,18 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <thread>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 #include "algo/algorithm.h"
 #include "backend/host.h"
@@ -30,7 +37,37 @@ void raise(const Error& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
+bool python_is_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// The function's result, without the GIL meanwhile. Not by a guard's destructor: where a daemon thread asks for the GIL when the
+// process ends, Python before 3.14 ends it by an unwinding that no destructor may let through. Who asks later stays here for
+// ever, as in 3.14.
+template <typename Function>
+auto unlocked(const Function& function) {
+  using Result = std::invoke_result_t<Function>;
+  std::conditional_t<std::is_void_v<Result>, std::monostate, std::optional<Result>> result;
+  std::exception_ptr thrown;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    if constexpr (std::is_void_v<Result>) function();
+    else result.emplace(function());
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  while (python_is_ending()) pause();
+  PyEval_RestoreThread(state);
+  if (thrown) std::rethrow_exception(thrown);
+  if constexpr (!std::is_void_v<Result>) return *std::move(result);
+}
+
 void run_pending_signal_handlers() {
+  if (python_is_ending()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
@@ -78,6 +115,7 @@ struct Group {
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
+  std::atomic<int> away{0};  // threads in `called` without the GIL
   std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
   // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
@@ -128,6 +166,26 @@ struct Group {
         std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
   }
 
+  // unlocked(function), and counted until the GIL is this thread's again.
+  template <typename Function>
+  auto called(const Function& function) {
+    struct Counted {
+      explicit Counted(std::atomic<int>& count) : count(count) { count++; }
+      ~Counted() { count--; }
+      std::atomic<int>& count;
+    };
+    const Counted counted(away);
+    return unlocked(function);
+  }
+
+  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which may
+  // be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
+  void close() {
+    communicator->close();
+    const Deadline deadline(5);
+    while (away > 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
   Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
             const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head) const {
     Call call;
@@ -164,16 +222,14 @@ Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) 
 template <bool sends>
 void run_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s, double spent_s) {
   const Message one = message(sends, peer, tag, dtype, array);
-  const py::gil_scoped_release unlocked;
-  group.communicator->run(one, Deadline(timeout_s, spent_s));
+  group.called([&] { group.communicator->run(one, Deadline(timeout_s, spent_s)); });
 }
 
 template <bool sends>
 std::shared_ptr<Work> start_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s,
                                     double spent_s) {
   const Message one = message(sends, peer, tag, dtype, array);
-  const py::gil_scoped_release unlocked;
-  return group.communicator->start(one, Deadline(timeout_s, spent_s));
+  return group.called([&] { return group.communicator->start(one, Deadline(timeout_s, spent_s)); });
 }
 
 py::object failure(const Group& group) {
@@ -271,8 +327,7 @@ PYBIND11_MODULE(_core, module) {
       .def("done", &Work::done)
       .def("wait",
            [](Work& work, double timeout_s) {
-             const py::gil_scoped_release unlocked;
-             return work.wait(timeout_s);
+             return unlocked([&] { return work.wait(timeout_s); });
            })
       .def("check", [](const Work& work) {
         if (const auto error = work.error()) throw *error;
@@ -289,16 +344,14 @@ PYBIND11_MODULE(_core, module) {
               std::vector<uint64_t> counts, uint64_t digest, bool head, uint64_t number) {
              Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
              call.signature.number = number;
-             const py::gil_scoped_release unlocked;
-             group.communicator->run(std::move(call), timeout_s);
+             group.called([&] { group.communicator->run(std::move(call), timeout_s); });
            })
       .def("start",
            [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
               std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
               std::vector<uint64_t> counts, uint64_t digest, bool head) {
              Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
-             const py::gil_scoped_release unlocked;
-             return group.communicator->start(std::move(call), timeout_s);
+             return group.called([&] { return group.communicator->start(std::move(call), timeout_s); });
            })
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)
@@ -312,14 +365,12 @@ PYBIND11_MODULE(_core, module) {
       .def("abort",
            [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
               const std::string& text) {
-             const py::gil_scoped_release unlocked;
-             group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), true});
+             unlocked([&] { group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), true}); });
            })
       .def("fail",
            [](Group& group, const std::string& kind, std::vector<int> ranks, std::vector<int> waiting_for,
               const std::string& text) {
-             const py::gil_scoped_release unlocked;
-             group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), false});
+             unlocked([&] { group.communicator->abort({Error(kind, text, std::move(ranks), std::move(waiting_for)), false}); });
            })
       .def("left", [](Group& group, int rank) { group.communicator->left(rank); })
       .def("where",
@@ -335,11 +386,7 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
-      .def("close",
-           [](Group& group) {
-             const py::gil_scoped_release unlocked;
-             group.communicator->close();
-           })
+      .def("close", [](Group& group) { unlocked([&] { group.close(); }); })
       .def("chosen",
            [](const Group& group) {
              py::dict names;

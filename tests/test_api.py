@@ -7,6 +7,8 @@ import importlib
 import inspect
 import json
 import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -584,6 +586,38 @@ def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 
+@ranks(2)
+def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
+    """Its copies of what they wait at must not be waited for: of the group's worker, and of a thread in Work.wait."""
+    x = np.float32([rank])
+    assert mscomm.all_reduce(x, async_op=True).wait()[0] == 1
+    if rank == 1:
+        time.sleep(1)
+    work = mscomm.all_reduce(x, async_op=True)
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    for _ in range(5):
+        time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            del work, waiter
+            gc.collect()
+            sys.exit(0)
+        assert ends_within(10, child)
+    waiter.join()
+    assert work.wait()[0] == 1
+
+
+def ends_within(seconds: float, child: int) -> bool:
+    """Whether the process has ended by itself with 0."""
+    life = os.pidfd_open(child)
+    ended = select.select([life], [], [], seconds)[0]
+    os.close(life)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == 0 and bool(ended)
+
+
 # --- threads --------------------------------------------------------------------------------------------------------
 
 
@@ -605,6 +639,28 @@ def test_two_threads_of_each_rank_may_call_at_once(rank, group):
         thread.join()
     assert not wrong
     assert groups.resolve(None).core.where()[0] == 2 * calls
+
+
+EXITS = """
+import sys, threading, time
+import numpy as np
+import mscomm
+mscomm.init()
+beside = {
+    "recv": lambda: mscomm.recv(np.ones(3), 0),
+    "wait": lambda: mscomm.recv(np.ones(3), 0, timeout=0.5, async_op=True).wait(),
+    "many": lambda: [mscomm.barrier() for _ in iter(int, 1)],
+}[sys.argv[1]]
+threading.Thread(target=beside, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("what", ["recv", "wait", "many"])
+@pytest.mark.parametrize("run", range(3))
+def test_the_process_ends_well_while_a_daemon_thread_is_in_a_call(what, run):
+    done = subprocess.run([sys.executable, "-c", EXITS, what], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 # --- the package ----------------------------------------------------------------------------------------------------

@@ -61,3 +61,12 @@ def test_seven_ranks_wait_for_a_call_that_runs_beside_them(rank, group, algo):
 @ranks(8)
 def test_seven_ranks_wait_for_the_eighth_to_create_a_group(rank, group):
     waits_idle(rank, lambda: mscomm.create_group("all", list(range(8))))
+
+
+@pytest.mark.parametrize("host", [["a", "b"]], ids=["two hosts"])
+@ranks(2, env={"MSCOMM_HOST_ID": "{host}", "MS_NODE_TIMEOUT": "1"})
+def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, host):
+    x = np.full(8 << 20, rank, np.float32)  # more than the sockets hold, so that the window of the link is closed
+    if rank == 1:
+        time.sleep(4)
+    assert (mscomm.broadcast(x) == 0).all()

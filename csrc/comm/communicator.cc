@@ -15,6 +15,13 @@ thread_local bool worker_thread = false;
 
 constexpr double delivery_s = 5;  // of what was sent, at the end
 
+// "all_reduce #7 (4 MiB)"
+std::string brief(const Signature& call) {
+  const std::string text = std::string(name(call.function)) + " #" + std::to_string(call.number);
+  if (call.what == Collective::barrier) return text;
+  return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
+}
+
 // Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
@@ -31,12 +38,17 @@ void Communicator::leave_caller() {
     const std::lock_guard lock(turn_mutex_);
     callers_--;
   }
-  turn_.notify_all();
+  turn_->notify_all();
+}
+
+Work::~Work() {
+  // The parent's threads may wait on it, and the destructor of the child's copy would wait for them.
+  if (getpid() != owner_) (void)ended_.release();
 }
 
 bool Work::wait(double timeout_s) {
   std::unique_lock lock(mutex_);
-  return ended_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
+  return ended_->wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
 }
 
 std::optional<Error> Work::error() const {
@@ -50,7 +62,7 @@ void Work::end(std::optional<Error> error) {
     error_ = std::move(error);
     done_ = true;
   }
-  ended_.notify_all();
+  ended_->notify_all();
 }
 
 Communicator::Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
@@ -87,7 +99,7 @@ void Communicator::stop_worker() {
     const std::lock_guard lock(turn_mutex_);
     stopping_ = true;
   }
-  turn_.notify_all();
+  turn_->notify_all();
   worker_->join();
   worker_.reset();
 }
@@ -105,11 +117,13 @@ uint64_t Communicator::take_numbers(int count) {
 }
 
 uint64_t Communicator::reserve(int count) {
+  check_usable();
   const std::lock_guard lock(turn_mutex_);
   return take_numbers(count);
 }
 
 void Communicator::run(Call call, double timeout_s) {
+  check_usable();
   mscomm::check(call, rank_, size());  // a wrong call uses no number
   const Deadline deadline(timeout_s);
   const Caller inside(*this);
@@ -122,6 +136,7 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
+  check_usable();
   mscomm::check(call, rank_, size());
   std::shared_ptr<Work> work;
   {
@@ -133,7 +148,7 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
     callers_++;
   }
-  turn_.notify_all();
+  turn_->notify_all();
   return work;
 }
 
@@ -144,7 +159,7 @@ void Communicator::work() {
     std::optional<Job> job;
     {
       std::unique_lock lock(turn_mutex_);
-      turn_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+      turn_->wait(lock, [this] { return stopping_ || !jobs_.empty(); });
       if (jobs_.empty()) return;
       job.emplace(std::move(jobs_.front()));
       jobs_.pop_front();
@@ -165,7 +180,7 @@ void Communicator::work() {
 void Communicator::execute(const Call& call, const Deadline& deadline) {
   const uint64_t number = call.signature.number;
   try {
-    queue_for(number, deadline);
+    queue_for(call.signature, deadline);
     recorder_.begin(call.signature);
     next_notice_s_ = first_notice_s;
     backend_->run(call, {*this, deadline});
@@ -192,15 +207,20 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
     const std::lock_guard lock(turn_mutex_);
     running_ = number + 1;
   }
-  turn_.notify_all();
+  turn_->notify_all();
 }
 
-void Communicator::queue_for(uint64_t number, const Deadline& deadline) {
+void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
+  const uint64_t number = call.number;
   std::unique_lock lock(turn_mutex_);
   while (running_ != number) {
-    turn_.wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
+    turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();
+    // The ranks that are missing are those of the call whose turn it is, and not known here.
+    if (deadline.passed() && !broken())
+      throw Error("CollectiveTimeout", brief(call) + " on " + name_of(rank_) + " did not end within " +
+                                           seconds_text(deadline.timeout_s()) + ": waiting for its turn, after " + current());
     look(deadline, [] { return std::vector<int>{}; });
     lock.lock();
   }
@@ -253,11 +273,17 @@ std::optional<Failure> Communicator::failure() const {
 }
 
 void Communicator::last_look() {
-  if (forked_ || broken()) return;
+  if (forked_) return;
+  const std::lock_guard turn(turn_mutex_);  // no call begins meanwhile
+  // A thread that is in a call has the links, and sees for itself what comes.
+  if (broken() || callers_ > 0) return;
   try {
     backend_->last_look();
   } catch (const Differs& differs) {
     abort({differing(differs), false, static_cast<int64_t>(where().number)});
+    throw_failure();
+  } catch (const Error& error) {
+    abort({error, false, static_cast<int64_t>(where().number)});
     throw_failure();
   }
 }
@@ -272,7 +298,7 @@ void Communicator::close() {
            false});
     turn.lock();
     // They leave at their next bounded wake; one that does not is this thread itself, in a signal handler.
-    if (!turn_.wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
+    if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
   const bool whole = !broken();
@@ -367,11 +393,7 @@ Error Communicator::differing(const Differs& differs) const {
 
 std::string Communicator::current() const {
   const auto last = recorder_.last();
-  if (!last) return "the first call";
-  std::string text(name(last->signature.function));
-  text += " #" + std::to_string(last->signature.number);
-  if (last->signature.what == Collective::barrier) return text;
-  return text + " (" + in_units(last->signature.count * size_of(last->signature.dtype)) + ")";
+  return last ? brief(last->signature) : "the first call";
 }
 
 std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
@@ -380,7 +402,7 @@ std::vector<int> Communicator::in_job(std::vector<int> ranks) const {
 }
 
 std::string Communicator::named(const std::vector<int>& ranks) const {
-  if (ranks.empty()) return "an earlier call of this rank";
+  if (ranks.empty()) return "a rank that stopped as it came";
   std::string text;
   for (size_t i = 0; i < ranks.size() && i < 16; i++) text += (i ? ", " : "") + name_of(ranks[i]);
   return ranks.size() > 16 ? text + " and " + std::to_string(ranks.size() - 16) + " more" : text;
@@ -395,8 +417,10 @@ void Communicator::in_child() {
     communicator->backend_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    communicator->worker_.release();        // the thread is the parent's
-    communicator->hooks_.failed = nullptr;  // and so is who reads of its failures
+    // The parent's: a thread that is not here, waiters that the destructor would wait for, and who reads of failures.
+    (void)communicator->worker_.release();
+    (void)communicator->turn_.release();
+    communicator->hooks_.failed = nullptr;
   }
   all_mutex.unlock();
 }

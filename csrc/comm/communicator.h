@@ -2,6 +2,8 @@
 // and is the one place where a failure is caught.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -53,8 +55,8 @@ struct Where {
 class Work {
  public:
   explicit Work(uint64_t number) : number(number) {}
+  ~Work();
   const uint64_t number;  // of the call; 0: a message
-
   // Whether it has ended, well or not.
   bool done() const { return done_.load(); }
   // Waits at most that long; false if it has not ended then.
@@ -67,7 +69,8 @@ class Work {
   void end(std::optional<Error> error);
 
   mutable std::mutex mutex_;  // protects error_, and done_ for waiters
-  std::condition_variable ended_;
+  std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
+  const int owner_ = getpid();  // a forked child has a copy
   std::optional<Error> error_;
   std::atomic<bool> done_{false};
 };
@@ -153,12 +156,13 @@ class Communicator final : public Watch {
 
   void enter_caller();
   void leave_caller();
+  // Before any lock is taken: in a forked child one may be locked for ever. Again under the lock.
   void check_usable() const;
   uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
   void work();
   void stop_worker();
   void execute(const Call& call, const Deadline& deadline);
-  void queue_for(uint64_t number, const Deadline& deadline);
+  void queue_for(const Signature& call, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
   // messages.cc
@@ -189,7 +193,7 @@ class Communicator final : public Watch {
   Hooks hooks_;
 
   std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, and the making of worker_
-  std::condition_variable turn_;
+  std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
   uint64_t running_ = 1;  // the number whose turn it is
   int callers_ = 0;       // threads inside run(), and jobs and messages that have not ended

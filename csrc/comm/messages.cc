@@ -76,6 +76,7 @@ class Communicator::Delivery final : public Watch {
 };
 
 void Communicator::run(const Message& message, const Deadline& deadline) {
+  check_usable();
   const Caller inside(*this);
   check_usable();
   Delivery delivery(*this, message, true);
@@ -98,6 +99,7 @@ void Communicator::run(const Message& message, const Deadline& deadline) {
 }
 
 std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline& deadline) {
+  check_usable();
   {
     const std::lock_guard lock(turn_mutex_);
     check_usable();

@@ -1,6 +1,9 @@
 #include "net/stream.h"
 
 #include <fcntl.h>
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -17,7 +20,11 @@ bool later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error 
 
 Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
   const int flags = fcntl(fd, F_GETFL);
-  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw system_error("fcntl of the link to " + peer_, errno);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) {
+    const int cause = errno;
+    close(fd_);
+    throw system_error("fcntl of the link to " + peer_, cause);
+  }
 }
 
 Stream::~Stream() {
@@ -37,6 +44,26 @@ size_t Stream::receive(void* data, size_t bytes) {
   if (moved == 0) throw Broken{"closed by the other side"};
   if (later(errno)) return 0;
   throw Broken{std::strerror(errno)};
+}
+
+void Stream::deliver(const Deadline& deadline) {
+  // On a unix socket it lies in the other side's queue already, and counts as unsent until the other side has read it.
+  int domain = 0;
+  socklen_t length = sizeof domain;
+  if (getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain == AF_UNIX) return;
+  // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
+  char scrap[4096];
+  try {
+    for (int unsent = 1; unsent > 0 && !deadline.passed();) {
+      while (receive(scrap, sizeof scrap) > 0) {
+      }
+      if (ioctl(fd_, SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
+      pollfd one{fd_, POLLIN, 0};
+      poll(&one, 1, 1);
+    }
+  } catch (const Broken&) {
+    // The other side has ended too: nothing more to deliver.
+  }
 }
 
 void Stream::shut_down() const { ::shutdown(fd_, SHUT_RDWR); }

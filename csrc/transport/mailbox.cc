@@ -1,9 +1,7 @@
 #include "transport/mailbox.h"
 
-#include <linux/sockios.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -29,12 +27,6 @@ size_t payload_bytes(const Envelope& envelope) {
 
 // What a whole message takes of the window.
 size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
-
-bool over_network(const Stream& stream) {
-  int domain = 0;
-  socklen_t length = sizeof domain;
-  return getsockopt(stream.fd(), SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain != AF_UNIX;
-}
 
 void end_stream(const std::optional<Stream>& stream) {
   if (stream) stream->shut_down();
@@ -269,8 +261,7 @@ void Mailbox::close(double timeout_s) {
     changed_->notify_all();
     changed_->wait(lock, [this] { return !driving_; });
     for (Outgoing& link : outgoing_) {
-      // On a unix socket what was sent lies in the other side's queue already.
-      if (link.stream && over_network(*link.stream)) delivering.push_back(std::move(*link.stream));
+      if (link.stream) delivering.push_back(std::move(*link.stream));
       link.stream.reset();
     }
     for (Incoming& link : incoming_) link.stream.reset();
@@ -278,21 +269,7 @@ void Mailbox::close(double timeout_s) {
     if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
   for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
-  for (Stream& stream : delivering) {
-    // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
-    char scrap[4096];
-    try {
-      for (int unsent = 1; unsent > 0 && !deadline.passed();) {
-        while (stream.receive(scrap, sizeof scrap) > 0) {
-        }
-        if (ioctl(stream.fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
-        pollfd one{stream.fd(), POLLIN, 0};
-        poll(&one, 1, 1);
-      }
-    } catch (const Stream::Broken&) {
-      // The other side has ended too: nothing more to deliver.
-    }
-  }
+  for (Stream& stream : delivering) stream.deliver(deadline);
 }
 
 void Mailbox::stop_thread() {

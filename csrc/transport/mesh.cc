@@ -1,8 +1,6 @@
 #include "transport/mesh.h"
 
-#include <linux/sockios.h>
 #include <poll.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,6 +17,7 @@ Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::op
 
 void Mesh::begin(const Signature& mine) {
   mine_ = mine;
+  looked_ = Clock::now();
   for (Link& link : links_) link.greeted = link.announced = link.due = link.receiving = false;
   last_look();
 }
@@ -46,9 +45,11 @@ void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
   }
-  auto looked = Clock::now();
-  while (!done())
-    if (!move_some()) poll_links(wait, looked);
+  while (!done()) {
+    // Also while bytes flow: before they move, so that a call that is complete does not fail.
+    if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
+    if (!move_some()) poll_links(wait);
+  }
   for (Link& link : links_) link.receiving = false;
 }
 
@@ -147,7 +148,12 @@ bool Mesh::compare_inbox(int peer) {
   return true;
 }
 
-void Mesh::poll_links(const Wait& wait, Clock::time_point& looked) {
+void Mesh::look(const Wait& wait) {
+  wait.look([this] { return missing(); });
+  looked_ = Clock::now();
+}
+
+void Mesh::poll_links(const Wait& wait) {
   std::vector<pollfd> polled;
   std::vector<int> peers;
   for (int peer = 0; peer < size(); peer++) {
@@ -163,10 +169,7 @@ void Mesh::poll_links(const Wait& wait, Clock::time_point& looked) {
   // is sent to it then makes its kernel throw away what we have not read.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
-  if (ready <= 0 || seconds_since(looked) > longest_sleep_ms * 1e-3 || wait.watch.broken()) {
-    wait.look([this] { return missing(); });
-    looked = Clock::now();
-  }
+  if (ready <= 0) look(wait);
   for (size_t i = 0; ready > 0 && i < polled.size(); i++)
     if (polled[i].revents & (POLLIN | POLLHUP | POLLERR)) receive_some(peers[i]);
 }
@@ -196,19 +199,7 @@ void Mesh::close(double timeout_s) {
     if (link.stream) ::shutdown(link.stream->fd(), SHUT_WR);
   for (Link& link : links_) {
     if (!link.stream) continue;
-    // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
-    char scrap[4096];
-    try {
-      for (int unsent = 1; unsent > 0 && !deadline.passed();) {
-        while (link.stream->receive(scrap, sizeof scrap) > 0) {
-        }
-        if (ioctl(link.stream->fd(), SIOCOUTQ, &unsent) < 0 || unsent == 0) break;
-        pollfd one{link.stream->fd(), POLLIN, 0};
-        poll(&one, 1, 1);
-      }
-    } catch (const Stream::Broken&) {
-      // The other side has ended too: nothing more to deliver.
-    }
+    link.stream->deliver(deadline);
     link.stream.reset();
   }
 }

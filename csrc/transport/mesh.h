@@ -81,7 +81,8 @@ class Mesh {
   // Compares a complete inbox with our own calls. False: the peer is ahead, keep it for later.
   bool compare_inbox(int peer);
   bool move_some();
-  void poll_links(const Wait& wait, Clock::time_point& looked);
+  void poll_links(const Wait& wait);
+  void look(const Wait& wait);
   bool done() const;
   Error lost(int peer, const Stream::Broken& broken) const;
 
@@ -91,6 +92,7 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
+  Clock::time_point looked_;  // when this call looked around last: many short exchanges may make a long call
 };
 
 }  // namespace mscomm

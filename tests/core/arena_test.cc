@@ -150,6 +150,21 @@ void deadline_names_the_missing(const ThreadRank& me) {
   CHECK(waiting_for == std::vector<int>{2});
 }
 
+void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
+  if (me.rank == 1) return;
+  float x[3] = {}, out[3];
+  const auto work = me.group->start(make_call(Collective::broadcast, Dtype::float32, 0, x, 3, out, 3, 3), 60);
+  std::string text;
+  try {
+    me.barrier(0.2);
+  } catch (const Error& error) {
+    CHECK(error.kind == "CollectiveTimeout");
+    text = error.what();
+  }
+  CHECK(text == "barrier #2 on rank 0 did not end within 0.2 s: waiting for its turn, after broadcast #1 (12 B)");
+  CHECK(work->wait(60) && work->error());
+}
+
 // A failed call takes its own arrays out of the heap, and no other group's.
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
@@ -326,5 +341,6 @@ int main() {
   failed_group_leaves_the_others_whole();
   on_threads(4, "arena", false, abort_wakes_the_waiters);
   on_threads(4, "arena", false, deadline_names_the_missing);
+  on_threads(2, "arena", false, deadline_in_the_queue_names_its_own_call);
   return test::failed();
 }

@@ -1,4 +1,5 @@
 // The mesh and its algorithms with ranks as threads over socket pairs, and what a peer may send that it should not.
+#include <cstring>
 #include <random>
 
 #include "check.h"
@@ -66,6 +67,20 @@ void crossed_roots(const ThreadRank& me) {
   CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second one sees only that the link ended
 }
 
+// What was said by peers is looked at only while no call may be at the links.
+void last_look_leaves_running_calls_alone(const ThreadRank& me) {
+  constexpr size_t count = 3000;
+  std::vector<float> x(count, 1.0f), out(count);
+  std::atomic<bool> over{false};
+  std::thread looks([&] {
+    while (!over) me.group->last_look();
+  });
+  for (int i = 0; i < 200; i++) me.all_reduce(x.data(), out.data(), count);
+  over = true;
+  looks.join();
+  CHECK(std::count(out.begin(), out.end(), 3.0f) == static_cast<long>(count));
+}
+
 struct NeverBroken final : Watch {
   void look(const Deadline& deadline, const Missing&) override {
     if (deadline.passed()) throw Error("CollectiveTimeout", "deadline");
@@ -115,6 +130,62 @@ void garbage_is_refused() {
   CHECK(refused == tries);
 }
 
+// A call in many short steps, for each of which something comes at once, sees its deadline all the same.
+void deadline_ends_a_call_while_bytes_flow() {
+  int ends[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+  Header header;
+  header.source = 1;
+  header.payload = 1;
+  header.signature.number = 1;
+  std::thread peer([&] {
+    const std::vector<char> data(1 << 16);
+    bool listens = send(ends[1], &header, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header);
+    while (listens) listens = send(ends[1], data.data(), data.size(), MSG_NOSIGNAL) > 0;
+  });
+  std::string kind;
+  {
+    std::vector<std::optional<Stream>> links(2);
+    links[1].emplace(ends[0], "rank 1");
+    Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+    mesh.begin(header.signature);
+    char data[64];
+    const Piece piece{1, data, sizeof data};
+    NeverBroken watch;
+    const Deadline deadline(0.2), far(30);
+    try {
+      while (!far.passed()) mesh.exchange({}, {&piece, 1}, {watch, deadline});
+    } catch (const Error& error) {
+      kind = error.kind;
+    }
+  }
+  CHECK(kind == "CollectiveTimeout");
+  peer.join();
+  close(ends[1]);
+}
+
+// What was sent to a rank that has not read it yet is safe on a unix socket: who goes does not wait for it to read.
+void leaving_waits_for_no_reader() {
+  int ends[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+  std::vector<std::optional<Stream>> links(2);
+  links[1].emplace(ends[0], "rank 1");
+  Mesh mesh({0, 1}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+  Signature call;
+  call.number = 1;
+  mesh.begin(call);
+  char data[64] = {1, 2, 3}, got[sizeof(Header) + sizeof data];
+  const Piece piece{1, data, sizeof data};
+  NeverBroken watch;
+  mesh.exchange({&piece, 1}, {}, {watch, Deadline(60)});
+  const auto began = Clock::now();
+  mesh.close(60);
+  CHECK(seconds_since(began) < 30);
+  CHECK(recv(ends[1], got, sizeof got, MSG_WAITALL) == static_cast<ssize_t>(sizeof got));
+  CHECK(std::memcmp(got + sizeof(Header), data, sizeof data) == 0);
+  close(ends[1]);
+}
+
 }  // namespace
 
 int main() {
@@ -128,7 +199,10 @@ int main() {
     on_threads(3, algorithm, false, started_calls_keep_their_order);
   }
   on_threads(5, "ring", false, ring_is_close);
+  on_threads(3, "direct", false, last_look_leaves_running_calls_alone);
   on_threads(2, "tree", false, crossed_roots);
   garbage_is_refused();
+  deadline_ends_a_call_while_bytes_flow();
+  leaving_waits_for_no_reader();
   return test::failed();
 }

@@ -65,8 +65,9 @@ def node_timeout_s() -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """On TCP: send small messages at once, and notice within MS_NODE_TIMEOUT that the other host went silent."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    """On TCP: send small messages at once, and notice within MS_NODE_TIMEOUT that the other host of an idle link went
+    silent."""
+    if not _is_tcp(sock):
         return
     silence_s = node_timeout_s()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -75,7 +76,20 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence_s * 1000)))
+
+
+def _limit_silence(sock: socket.socket) -> None:
+    """For links of the hub, on TCP: notice silence also while bytes are on their way. The hub's verdict ends all others.
+
+    Those must not have it: it also ends a connection whose other side is well and has not read for that long, as a rank
+    that computes does with the data of the next call.
+    """
+    if _is_tcp(sock):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6)
 
 
 _PEERS = {
@@ -93,6 +107,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
     # busy host that takes a while. A rank may be busy until it comes to accept.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
+        _limit_silence(sock)
     where = f"what listens at {_name(sock)}"
     hello = Hello.connector(key, purpose, mine)
     sock.settimeout(None)
@@ -225,6 +240,8 @@ class Door:
         if hello.refusal:
             self._drop(sock, str(hello.refusal))
         elif hello.done:
+            if hello.purpose in OF_THE_HUB:
+                _limit_silence(sock)
             self._enter(self._forget(sock), hello.peer, hello.purpose)
 
     def _forget(self, sock: socket.socket) -> socket.socket:
