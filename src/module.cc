@@ -115,7 +115,7 @@ struct Group {
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
-  std::atomic<int> away{0};  // threads in `called` without the GIL
+  std::atomic<int> away{0};                    // threads in `called` without the GIL
   std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
   // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
@@ -178,8 +178,8 @@ struct Group {
     return unlocked(function);
   }
 
-  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which may
-  // be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
+  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which
+  // may be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
   void close() {
     communicator->close();
     const Deadline deadline(5);
@@ -325,10 +325,7 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def_readonly("number", &Work::number)
       .def("done", &Work::done)
-      .def("wait",
-           [](Work& work, double timeout_s) {
-             return unlocked([&] { return work.wait(timeout_s); });
-           })
+      .def("wait", [](Work& work, double timeout_s) { return unlocked([&] { return work.wait(timeout_s); }); })
       .def("check", [](const Work& work) {
         if (const auto error = work.error()) throw *error;
       });

@@ -34,7 +34,8 @@ def functions() -> dict[str, ast.FunctionDef]:
     tree = ast.parse(STUB.read_text())
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        found |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, ast.FunctionDef)}
+        methods = (node for node in kind.body if isinstance(node, ast.FunctionDef) and not node.decorator_list)
+        found |= {f"{kind.name}.{node.name}": node for node in methods}
     return found
 
 
