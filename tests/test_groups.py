@@ -399,3 +399,19 @@ def test_a_rank_without_room_for_a_group_tells_the_others(rank, group):
             mscomm.create_group("all", [0, 1])
     assert total(None) == 2
     assert total(mscomm.create_group("all", [0, 1])) == 2
+
+
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(2, env={"MSCOMM_ALGO": "{algo}"})
+def test_a_call_on_a_group_that_a_peer_destroyed_ends_and_says_so(rank, group, algo):
+    for turn in range(2):
+        pair = mscomm.create_group("pair", [0, 1])
+        assert total(pair) == 2
+        if rank == turn:
+            mscomm.destroy_group(pair)
+        else:
+            with pytest.raises(mscomm.PeerLost, match=rf"rank {turn} .*has destroyed the group") as caught:
+                mscomm.barrier(group=pair, timeout=600)
+            assert caught.value.ranks == (turn,)
+            mscomm.destroy_group(pair)
+        mscomm.barrier()

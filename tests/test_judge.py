@@ -99,3 +99,21 @@ def test_the_launcher_has_100_ms_to_say_how_a_process_ended():
     court.gone(1, "ended without release", now=0)
     court.look(0.1)
     assert court.verdict.text == "rank 1 ended without release"
+
+
+def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
+    court = judge(watched=True)
+    court.left(2, 3, now=0, destroyed=True)
+    court.failed(0, "PeerLost", [2], "rank 2 has left the job, but barrier #4 waits for it", 4, range(2), now=0)
+    assert court.verdict.text == "rank 2 has destroyed the group, but barrier #4 waits for it"
+    court = judge()
+    court.failed(0, "PeerLost", [2], "link to rank 2 ended", 4, range(2), now=0)
+    court.left(2, 3, now=0, destroyed=True)
+    assert court.verdict.text == "rank 2 has destroyed the group; link to rank 2 ended"
+    court = judge()
+    court.left(2, 3, now=0, destroyed=True)
+    court.failed(0, "CollectiveTimeout", [], "late", 4, [0], now=0)
+    assert (court.verdict.waiting_for, court.verdict.text) == (
+        (2,),
+        "late. Waiting for: rank 2: destroyed the group after call #3",
+    )

@@ -89,6 +89,27 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
             sock.close()
 
 
+def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
+    wanted = range(1, 101)
+    with listening() as listener, contextlib.ExitStack() as stack:
+        early = [
+            stack.enter_context(links.connect(listener.getsockname(), soon())) for _ in wanted
+        ]  # and say nothing yet
+        results = {}
+        mine = Identity(JOB, VERSION, 0, 1)
+        acceptor = threading.Thread(
+            target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, Deadline(20)))
+        )
+        acceptor.start()
+        time.sleep(0.3)  # all are accepted
+        for rank, sock in zip(wanted, early, strict=True):
+            links.greet(sock, KEY, DATA, Identity(JOB, VERSION, rank, 1), soon())
+        acceptor.join()
+        assert results.keys() == set(wanted)
+        for sock in results.values():
+            sock.close()
+
+
 def test_a_silent_connection_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(links, "HELLO_S", 0.1)
     with listening() as listener, socket.create_connection(listener.getsockname()) as silent:

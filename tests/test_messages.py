@@ -424,7 +424,7 @@ def test_a_send_into_a_group_that_the_peer_has_destroyed_says_so(rank, group):
         mscomm.destroy_group(pair)
     mscomm.barrier()
     if rank == 0:
-        with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*has destroyed the group, but rank 0 .*sends to it"):
+        with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*has destroyed the group"):
             mscomm.send(np.zeros(3), 1, group=pair)
     mscomm.barrier()  # the world goes on
 

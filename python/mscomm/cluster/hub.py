@@ -359,17 +359,24 @@ class Hub:
         return [
             link.number
             for link in self._roster
-            if link.open and not link.left and (group is self._world or link.number in group.ranks)
+            if link.open
+            and not link.left
+            and link.number not in group.closed
+            and (group is self._world or link.number in group.ranks)
         ]
 
-    def _close_group(self, link: Link, name: str) -> None:
-        """A rank has no more to do with the group."""
+    def _close_group(self, link: Link, name: str, number: int) -> None:
+        """A rank has no more to do with the group: no failure until another one waits for it there."""
         group = self._groups.get(name)
-        if group is None or group is self._world:
+        if group is None or group is self._world or link.number not in group.ranks:
             return
         group.closed.add(link.number)
-        if group.closed.issuperset(self._members(group)):
+        staying = self._members(group)
+        if not staying:
             del self._groups[name]
+            return
+        group.judge.left(link.number, number, time.monotonic(), destroyed=True)
+        self._broadcast({"t": "left", "group": name, "rank": link.number, "number": number}, staying)
 
     # -- what members say
 
@@ -474,7 +481,7 @@ class Hub:
                 self._send(other, {"t": "dial", "from": link.number, **words})
 
     def _handle_close(self, link: Link, message: Message) -> None:
-        self._close_group(link, _field(message, "group", str))
+        self._close_group(link, _field(message, "group", str), _field(message, "number", int))
 
     def _handle_rejoin(self, link: Link, message: Message) -> None:
         """A survivor waits for the next epoch: it takes part in nothing of this one any more."""
@@ -521,10 +528,10 @@ class Hub:
         for name, group in self._groups.items():
             if group is self._world:
                 group.judge.left(link.number, number, time.monotonic())
-            elif link.number in group.ranks:
+            elif link.number in group.ranks and link.number not in group.closed:
                 last = numbers.get(name)
                 group.judge.left(link.number, last if isinstance(last, int) else 0, time.monotonic())
-        self._broadcast({"t": "left", "rank": link.rank, "number": number}, self._world.ranks)
+        self._broadcast({"t": "left", "group": "", "rank": link.rank, "number": number}, self._world.ranks)
         self._answer(self._meetings.look())
         self._begin_epoch()
 

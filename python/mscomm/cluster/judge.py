@@ -51,6 +51,7 @@ class Judge:
         self._watched = watched
         self._spoke: set[int] = set()
         self._left: dict[int, int] = {}  # rank: number of its last call
+        self._destroyed: set[int] = set()  # of these, who left the group and not the job
         self._ends: dict[int, str] = {}  # how the process ended, as the launcher saw it
         self._gone: dict[int, tuple[str, float]] = {}  # lost, and since when; waiting for the launcher's reason
         self._symptoms: list[_Symptom] = []
@@ -78,11 +79,13 @@ class Judge:
         elif kind == "PeerLost" and ranks and not self._left.keys() & set(ranks):
             self._symptoms.append(_Symptom(rank, ranks, text, now + BELIEVED_AFTER_S))
         else:
-            if kind == "PeerLost" and "has left" not in text:
-                text = "; ".join(
-                    [*(f"{self._name(lost)} has left the job" for lost in ranks if lost in self._left), text]
-                )
-            if kind == "PeerLost" and self._watched and set(ranks) & self._left.keys() - self._ends.keys():
+            if kind == "PeerLost":
+                text = self._how_they_left(ranks, text)
+            if (
+                kind == "PeerLost"
+                and self._watched
+                and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
+            ):
                 self._symptoms.append(_Symptom(rank, ranks, text, now + REASON_WITHIN_S))  # how did it end?
             else:
                 waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
@@ -96,9 +99,15 @@ class Judge:
             self._places[rank] = place
         self.look(now)
 
-    def left(self, rank: int, number: int, now: float) -> None:
-        """A rank said bye."""
+    def left(self, rank: int, number: int, now: float, destroyed: bool = False) -> None:
+        """A rank said bye, or destroyed the group alone."""
         self._left[rank] = number
+        if destroyed:
+            self._destroyed.add(rank)
+            for symptom in self._symptoms:  # the end of its link came before its word
+                if rank in symptom.lost and not self.verdict:
+                    text = self._how_they_left(symptom.lost, symptom.text)
+                    self.verdict = Verdict("PeerLost", symptom.lost, (), text)
         if self._question:
             self._question[3].discard(rank)
         self.look(now)
@@ -160,7 +169,9 @@ class Judge:
         for rank in sorted(unanswered | self._places.keys() | self._left.keys() | self._gone.keys()):
             place = self._places.get(rank)
             if rank in self._left:
-                behind, what = self._left[rank] < number, f"ended well after call #{self._left[rank]}"
+                behind = self._left[rank] < number
+                how = "destroyed the group" if rank in self._destroyed else "ended well"
+                what = f"{how} after call #{self._left[rank]}"
             elif rank in self._gone:
                 behind, what = True, "ended without release"
             elif place is None:
@@ -175,6 +186,17 @@ class Judge:
         self.verdict = verdict._replace(
             waiting_for=tuple(sorted(waiting_for)), text=f"{verdict.text}. Waiting for: {found}"
         )
+
+    def _how_they_left(self, ranks: Iterable[int], text: str) -> str:
+        for lost in ranks:
+            if lost not in self._left:
+                continue
+            seen = f"{self._name(lost)} has left the job"  # by a rank, which is told no more
+            words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
+            text = text.replace(seen, words)
+            if words not in text:
+                text = f"{words}; {text}"
+        return text
 
     def _root(self) -> _Symptom:
         """Follow "q lost r, r lost s" from the first symptom to a silent rank; in a circle the first counts."""

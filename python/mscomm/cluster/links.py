@@ -12,7 +12,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import TypeAlias
 
 from mscomm import environment
@@ -32,7 +32,7 @@ from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
 
-_HALF_OPEN = 64  # connections that may be in the middle of a hello at one time
+_HALF_OPEN = 64  # connections that may be in the middle of a hello at one time, or twice as many as ranks are expected
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
@@ -79,7 +79,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """For links of the hub, on TCP: notice silence also while bytes are on their way. The hub's verdict ends all others.
+    """For links of the hub, on TCP: notice silence also while bytes are on their way. Its verdict ends all others.
 
     Those must not have it: it also ends a connection whose other side is well and has not read for that long, as a rank
     that computes does with the data of the next call.
@@ -152,8 +152,8 @@ class Door:
     """The listeners of one selector loop, and the connections to them that are still in their hello.
 
     `enter(sock, peer, purpose)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are
-    dropped; at most 64 are half-open, and the oldest makes room for the next. The selector's data are callables, to be
-    called when the socket is ready.
+    dropped; at most 64, or twice as many as `ranks`, are half-open, and the oldest makes room for the next. The
+    selector's data are callables, to be called when the socket is ready.
     """
 
     def __init__(
@@ -162,12 +162,13 @@ class Door:
         key: bytes,
         purposes: Container[int],
         mine: Identity,
-        ranks: Container[int],
+        ranks: Collection[int],
         enter: Callable[[socket.socket, Identity, int], None],
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._selector = selector
         self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purposes, mine, ranks)
+        self._room = max(_HALF_OPEN, 2 * len(ranks))
         self._enter = enter
         self._log = log or (lambda text: None)
         self._complaints: set[str] = set()  # each kind of nuisance is logged once
@@ -214,8 +215,8 @@ class Door:
             self._complain(f"dropped a connection: {error}")
             sock.close()
             return
-        if len(self._half_open) >= _HALF_OPEN:
-            self._drop(next(iter(self._half_open)), f"more than {_HALF_OPEN} connections are in their hello")
+        if len(self._half_open) >= self._room:
+            self._drop(next(iter(self._half_open)), f"more than {self._room} connections are in their hello")
         self._half_open[sock] = (self._new_hello(), time.monotonic() + HELLO_S)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
 

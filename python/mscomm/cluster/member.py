@@ -96,6 +96,7 @@ class Member:
         self._verdicts: dict[str, Error] = {}  # by group; "": for all of this epoch, also those that come
         self._ended: str | None = None  # why the link is over
         self._departed: list[int] = []
+        self._closed: dict[str, list[int]] = {}  # by group that is being founded: who has destroyed it already
         self._leaving = False
         self._forked = False
         # Written by the core when a call that nobody waits for has failed.
@@ -175,6 +176,9 @@ class Member:
         CollectiveTimeout.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
+        if founds:
+            with self._news:
+                self._closed[key] = []
         try:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name)
@@ -220,7 +224,8 @@ class Member:
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
-            failure, departed = self._failure or self._verdict(group), list(self._departed)
+            failure = self._failure or self._verdict(group)
+            departed = [*self._departed, *self._closed.pop(group, [])]
         for rank in departed:
             communicator.left(rank)
         if failure:
@@ -231,12 +236,14 @@ class Member:
     def detach(self, group: str) -> None:
         """The group is no more, on this rank."""
         with self._news:
-            for table in (self._communicators, self._dialled, self._early, self._verdicts):
+            communicator = self._communicators.pop(group, None)
+            for table in (self._dialled, self._early, self._verdicts):
                 table.pop(group, None)
             self._told.discard(group)
-        if not self._forked and self._ended is None and not self._leaving:
+        if communicator is not None and not self._forked and self._ended is None and not self._leaving:
+            words = {"group": group, "number": communicator.where()[0]}
             with contextlib.suppress(OSError):  # the reading thread sees the end of the link too
-                self._frames.send({"t": "close", "group": group}, Deadline(SETTLE_S))
+                self._frames.send({"t": "close", **words}, Deadline(SETTLE_S))
 
     def dial(self, group: str, rank: int, address: Any, deadline: Deadline) -> None:
         """Ask that rank of the group to connect to the address."""
@@ -376,6 +383,7 @@ class Member:
             with self._news:
                 self._welcome = Welcome(key=self._key, **{name: message[name] for name in names})
                 self._departed.clear()
+                self._closed.clear()
                 self._verdicts.pop("", None)
                 self._news.notify_all()
         elif kind == "go":
@@ -406,17 +414,18 @@ class Member:
         elif kind == "where":
             with self._news:
                 communicator = self._communicators.get(message["group"])
-            number, inside, text = communicator.where() if communicator else (0, False, "has not finished its set-up")
+            number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
             self._frames.send(
                 {"t": "here", "group": message["group"], "number": number, "inside": inside, "text": text[:1000]},
                 Deadline(SETTLE_S),
             )
         elif kind == "left":
+            group, rank = message["group"], message["rank"]  # "": it has left the job
             with self._news:
-                self._departed.append(message["rank"])
-                communicators = list(self._communicators.values())
-            for communicator in communicators:
-                communicator.left(message["rank"])
+                (self._closed.get(group, []) if group else self._departed).append(rank)
+                communicators = [one for name, one in self._communicators.items() if group in ("", name)]
+            for one in communicators:
+                one.left(rank)
         elif kind == "dial":
             with self._news:
                 dialled = self._dialled.get(message["group"])
