@@ -232,7 +232,15 @@ void Communicator::fail(const Call& call, const Error& error) {
     return running_ == number;
   }();
   abort({error, false, static_cast<int64_t>(number)});
-  if (was_running) backend_->withdraw(call);
+  try {
+    if (was_running) backend_->withdraw(call);
+  } catch (const std::exception& cause) {
+    // The call's own error is the one to raise.
+    if (hooks_.notice)
+      hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": the arrays of " + brief(call.signature) +
+                    ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " +
+                    cause.what() + ". Use new ones.");
+  }
   throw_failure();
 }
 
