@@ -95,7 +95,7 @@ std::shared_ptr<const int> copy_of(int fd) {
 }
 
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
-  void* memory = heap->allocate(bytes);
+  void* memory = unlocked([&] { return heap->allocate(bytes); });  // the kernel clears the pages
   if (!memory) return py::none();
   // The array keeps the heap alive, and the heap keeps the memory until the last view is gone.
   auto* owner = new std::pair(heap, memory);
@@ -107,6 +107,15 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
 
+// Taken over from Python: closed, but for those that were handed on.
+struct Descriptors {
+  ~Descriptors() {
+    for (const int fd : fds)
+      if (fd >= 0) close(fd);
+  }
+  std::vector<int> fds;
+};
+
 // A group, as Python builds it from the facts that its ranks exchanged.
 struct Group {
   Recorder recorder;
@@ -115,20 +124,23 @@ struct Group {
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
-  std::atomic<int> away{0};  // threads in `called` without the GIL
+  std::atomic<int> away{0};                    // threads in `called` without the GIL
   std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
   // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
   // news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the user; it
   // stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
-        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links,
-        int news_fd)
+        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {
     // First, so that the descriptors are closed whatever comes.
+    Descriptors owned{links};
     std::vector<std::optional<Stream>> streams(ranks.size());
-    for (size_t peer = 0; peer < links.size(); peer++)
-      if (links[peer] >= 0) streams[peer].emplace(links[peer], peers->names.at(static_cast<size_t>(ranks[peer])));
+    for (size_t peer = 0; peer < links.size(); peer++) {
+      if (links[peer] < 0) continue;
+      const std::string& name = peers->names.at(static_cast<size_t>(ranks.at(peer)));
+      streams[peer].emplace(std::exchange(owned.fds[peer], -1), name);
+    }
 
     Layout layout{rank, static_cast<int>(ranks.size()), {}};
     std::map<int, int> numbers;  // hosts of the group, numbered by their lowest rank
@@ -179,8 +191,8 @@ struct Group {
     return unlocked(function);
   }
 
-  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which may
-  // be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
+  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which
+  // may be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
   void close() {
     communicator->close();
     const Deadline deadline(5);
@@ -309,9 +321,11 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers")
       .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds,
                        std::shared_ptr<Heap> heap, const std::vector<int>& heap_fds) {
+             Descriptors owned{std::move(pidfds)};
              std::shared_ptr<Heaps> heaps;
              auto peers = [&] {
-               return std::make_shared<Peers>(rank, std::move(names), std::move(hosts), std::move(pidfds), std::move(heaps));
+               return std::make_shared<Peers>(rank, std::move(names), std::move(hosts), std::exchange(owned.fds, {}),
+                                              std::move(heaps));
              };
              if (!heap) return peers();
              std::vector<Mapping> others(heap_fds.size());
@@ -325,10 +339,7 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def("done", &Work::done)
-      .def("wait",
-           [](Work& work, double timeout_s) {
-             return unlocked([&] { return work.wait(timeout_s); });
-           })
+      .def("wait", [](Work& work, double timeout_s) { return unlocked([&] { return work.wait(timeout_s); }); })
       .def("check", [](const Work& work) {
         if (const auto error = work.error()) throw *error;
       });

@@ -49,8 +49,13 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
       heaps_(std::move(heaps)),
       control_(heaps_->at(*std::min_element(ranks_.begin(), ranks_.end()), control, control_bytes(size_))),
       spin_(spin) {
-  populate(&slot(rank), sizeof(Slot));
-  populate(staging(rank), 2 * tiny_bytes);
+  try {
+    populate(&slot(rank), sizeof(Slot));
+    populate(staging(rank), 2 * tiny_bytes);
+  } catch (...) {
+    gate().closed.fetch_add(1);  // there will be no destructor to say it
+    throw;
+  }
 }
 
 Arena::~Arena() {
