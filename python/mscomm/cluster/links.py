@@ -79,7 +79,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """For links of the hub, on TCP: notice silence also while bytes are on their way. The hub's verdict ends all others.
+    """For links of the hub, on TCP: notice silence also while bytes are on their way. Its verdict ends all others.
 
     Those must not have it: it also ends a connection whose other side is well and has not read for that long, as a rank
     that computes does with the data of the next call.
