@@ -365,6 +365,29 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         mscomm.barrier()
 
 
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(2, env=forced)
+def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, group, algo):
+    other = mscomm.create_group("other", [0, 1])
+    refused = []
+
+    def handle(*_):
+        with pytest.raises(RuntimeError, match=r"signal handler that interrupted barrier #1 of the same group"):
+            mscomm.barrier(group=other)
+        with pytest.raises(RuntimeError, match="signal handler"):
+            mscomm.all_gather_v(np.ones(3), group=other)
+        refused.append(True)
+
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, handle)
+        later(0.3, signal.SIGUSR1)
+    else:
+        time.sleep(1)
+    mscomm.barrier(group=other)  # no number was used
+    mscomm.barrier(group=other)
+    assert refused == [True] * (rank == 0)
+
+
 @ranks(3, timeout_s=40)
 def _waits_long(rank, group):
     mscomm.barrier()
