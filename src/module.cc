@@ -95,7 +95,7 @@ std::shared_ptr<const int> copy_of(int fd) {
 }
 
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
-  void* memory = heap->allocate(bytes);
+  void* memory = unlocked([&] { return heap->allocate(bytes); });  // the kernel clears the pages
   if (!memory) return py::none();
   // The array keeps the heap alive, and the heap keeps the memory until the last view is gone.
   auto* owner = new std::pair(heap, memory);
@@ -106,6 +106,15 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
+
+// Taken over from Python: closed, but for those that were handed on.
+struct Descriptors {
+  ~Descriptors() {
+    for (const int fd : fds)
+      if (fd >= 0) close(fd);
+  }
+  std::vector<int> fds;
+};
 
 // A group, as Python builds it from the facts that its ranks exchanged.
 struct Group {
@@ -125,9 +134,13 @@ struct Group {
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {
     // First, so that the descriptors are closed whatever comes.
+    Descriptors owned{links};
     std::vector<std::optional<Stream>> streams(ranks.size());
-    for (size_t peer = 0; peer < links.size(); peer++)
-      if (links[peer] >= 0) streams[peer].emplace(links[peer], peers->names.at(static_cast<size_t>(ranks[peer])));
+    for (size_t peer = 0; peer < links.size(); peer++) {
+      if (links[peer] < 0) continue;
+      const std::string& name = peers->names.at(static_cast<size_t>(ranks.at(peer)));
+      streams[peer].emplace(std::exchange(owned.fds[peer], -1), name);
+    }
 
     Layout layout{rank, static_cast<int>(ranks.size()), {}};
     std::map<int, int> numbers;  // hosts of the group, numbered by their lowest rank
@@ -308,9 +321,11 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers")
       .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds,
                        std::shared_ptr<Heap> heap, const std::vector<int>& heap_fds) {
+             Descriptors owned{std::move(pidfds)};
              std::shared_ptr<Heaps> heaps;
              auto peers = [&] {
-               return std::make_shared<Peers>(rank, std::move(names), std::move(hosts), std::move(pidfds), std::move(heaps));
+               return std::make_shared<Peers>(rank, std::move(names), std::move(hosts), std::exchange(owned.fds, {}),
+                                              std::move(heaps));
              };
              if (!heap) return peers();
              std::vector<Mapping> others(heap_fds.size());

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -364,6 +365,29 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         mscomm.barrier()
 
 
+@pytest.mark.parametrize("algo", ["", "direct"])
+@ranks(2, env=forced)
+def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, group, algo):
+    other = mscomm.create_group("other", [0, 1])
+    refused = []
+
+    def handle(*_):
+        with pytest.raises(RuntimeError, match=r"signal handler that interrupted barrier #1 of the same group"):
+            mscomm.barrier(group=other)
+        with pytest.raises(RuntimeError, match="signal handler"):
+            mscomm.all_gather_v(np.ones(3), group=other)
+        refused.append(True)
+
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, handle)
+        later(0.3, signal.SIGUSR1)
+    else:
+        time.sleep(1)
+    mscomm.barrier(group=other)  # no number was used
+    mscomm.barrier(group=other)
+    assert refused == [True] * (rank == 0)
+
+
 @ranks(3, timeout_s=40)
 def _waits_long(rank, group):
     mscomm.barrier()
@@ -400,6 +424,28 @@ def test_a_rank_that_wakes_late_writes_into_nothing_that_lives(rank, group):
     with open_pidfd(int(pids[1])) as late:  # it runs on to its own error, and ends
         assert select.select([late], [], [], 20)[0], "the stopped rank did not end"
     assert hashlib.sha256(x).digest() == before
+
+
+@ranks(2)
+def _cannot_withdraw(rank, group):
+    x, out = mscomm.zeros(16 << 20, np.float32), mscomm.empty(16 << 20, np.float32)
+    mscomm.barrier()
+    if rank == 1:
+        time.sleep(1.5)
+        return
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # no room for private pages of either
+    with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #2 .*rank 1"):
+        mscomm.all_reduce(x, out=out, timeout=0.5)
+    heap = mscomm.groups.resolve(None).job.heap
+    assert heap.allocate(8) is None  # nothing more is shared
+    time.sleep(0.5)  # for the notice
+
+
+def test_arrays_that_cannot_be_withdrawn_do_not_hide_the_cause(tmp_path: Path) -> None:
+    _cannot_withdraw(tmp_path)
+    notice = r"the arrays of all_reduce #2 \(64 MiB\), which failed, are still within reach .*: Cannot allocate memory"
+    assert len(re.findall(notice, (tmp_path / "rank_0.log").read_text())) == 1
 
 
 @contextlib.contextmanager

@@ -116,8 +116,16 @@ uint64_t Communicator::take_numbers(int count) {
   return std::exchange(next_, next_ + static_cast<uint64_t>(count));
 }
 
+void Communicator::check_no_handler() const {
+  if (Caller::calls(*this))
+    throw Error("RuntimeError", "mscomm: a call in a signal handler that interrupted " + current() +
+                                    " of the same group, group " + group_ +
+                                    ": it would wait for that call, and that call for it. Call after it has ended");
+}
+
 uint64_t Communicator::reserve(int count) {
   check_usable();
+  check_no_handler();
   const std::lock_guard lock(turn_mutex_);
   return take_numbers(count);
 }
@@ -125,8 +133,9 @@ uint64_t Communicator::reserve(int count) {
 void Communicator::run(Call call, double timeout_s) {
   check_usable();
   mscomm::check(call, rank_, size());  // a wrong call uses no number
+  check_no_handler();
   const Deadline deadline(timeout_s);
-  const Caller inside(*this);
+  const Caller inside(*this, true);
   {
     const std::lock_guard lock(turn_mutex_);
     const uint64_t first = take_numbers(call.signature.number == 0 ? 1 : 0);
@@ -152,6 +161,23 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   return work;
 }
 
+// For threads that have no caller: an exception that leaves one ends the process.
+std::optional<Error> Communicator::outcome(const std::function<void()>& part) {
+  try {
+    try {
+      part();
+    } catch (const Error& error) {
+      return error;
+    }
+    return std::nullopt;
+  } catch (...) {
+    // There was no memory to say what is wrong.
+    const Error error("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
+    abort({error, false});
+    return error;
+  }
+}
+
 // The worker's thread. It never calls Python: at the end of the process that could not return.
 void Communicator::work() {
   worker_thread = true;
@@ -164,15 +190,11 @@ void Communicator::work() {
       job.emplace(std::move(jobs_.front()));
       jobs_.pop_front();
     }
-    std::optional<Error> failure;
-    try {
-      execute(job->call, job->deadline);
-    } catch (const Error& error) {
-      failure = error;
-    }
+    std::optional<Error> failure = outcome([&] { execute(job->call, job->deadline); });
+    const bool failed = failure.has_value();
     leave_caller();
-    job->work->end(failure);  // last: whoever sees it may close the group
-    if (failure && hooks_.failed) hooks_.failed();
+    job->work->end(std::move(failure));  // last: whoever sees it may close the group
+    if (failed && hooks_.failed) hooks_.failed();
   }
 }
 
@@ -234,7 +256,15 @@ void Communicator::fail(const Call& call, const Error& error) {
     return running_ == number;
   }();
   abort({error, false, static_cast<int64_t>(number)});
-  if (was_running) backend_->withdraw(call);
+  try {
+    if (was_running) backend_->withdraw(call);
+  } catch (const std::exception& cause) {
+    // The call's own error is the one to raise.
+    if (hooks_.notice)
+      hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": the arrays of " + brief(call.signature) +
+                    ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " +
+                    cause.what() + ". Use new ones.");
+  }
   throw_failure();
 }
 

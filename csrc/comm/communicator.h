@@ -135,13 +135,29 @@ class Communicator final : public Watch {
   // Counts a thread in and out of run(), for close().
   class Caller {
    public:
-    explicit Caller(Communicator& group) : group_(group) { group_.enter_caller(); }
-    ~Caller() { group_.leave_caller(); }
+    // in_call: its turn must end before a later call's begins; a message is beside the calls.
+    Caller(Communicator& group, bool in_call) : group_(group), in_call_(in_call), outer_(innermost_) {
+      group_.enter_caller();
+      innermost_ = this;
+    }
+    ~Caller() {
+      innermost_ = outer_;
+      group_.leave_caller();
+    }
+    // Whether this thread is in a call of the group.
+    static bool calls(const Communicator& group) {
+      for (const Caller* one = innermost_; one; one = one->outer_)
+        if (one->in_call_ && &one->group_ == &group) return true;
+      return false;
+    }
     Caller(const Caller&) = delete;
     Caller& operator=(const Caller&) = delete;
 
    private:
     Communicator& group_;
+    const bool in_call_;
+    const Caller* const outer_;  // of the same thread: a signal handler may call, too
+    static inline thread_local const Caller* innermost_ = nullptr;
   };
   class Delivery;
   // What the interrupt hook threw.
@@ -158,7 +174,9 @@ class Communicator final : public Watch {
   void leave_caller();
   // Before any lock is taken: in a forked child one may be locked for ever. Again under the lock.
   void check_usable() const;
+  void check_no_handler() const;
   uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
+  std::optional<Error> outcome(const std::function<void()>& part);
   void work();
   void stop_worker();
   void execute(const Call& call, const Deadline& deadline);

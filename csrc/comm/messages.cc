@@ -77,7 +77,7 @@ class Communicator::Delivery final : public Watch {
 
 void Communicator::run(const Message& message, const Deadline& deadline) {
   check_usable();
-  const Caller inside(*this);
+  const Caller inside(*this, false);
   check_usable();
   Delivery delivery(*this, message, true);
   try {
@@ -109,15 +109,13 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
     const auto work = std::make_shared<Work>(0);
     const auto delivery = std::make_shared<Delivery>(*this, message, false);
     mailbox_.detach(delivery->begin(), {*delivery, deadline}, [this, work, delivery](const std::optional<Error>& error) {
-      std::optional<Error> cause;
-      try {
+      std::optional<Error> cause = outcome([&] {
         if (error) fail(*error);
-      } catch (const Error& first) {
-        cause = first;
-      }
+      });
+      const bool failed = cause.has_value();
       leave_caller();
-      work->end(cause);  // last: whoever sees it may close the group
-      if (cause && hooks_.failed) hooks_.failed();
+      work->end(std::move(cause));  // last: whoever sees it may close the group
+      if (failed && hooks_.failed) hooks_.failed();
     });
     return work;
   } catch (const std::exception& error) {

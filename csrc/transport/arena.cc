@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
+#include <exception>
 #include <string>
 
 #include "base/error.h"
@@ -48,8 +49,13 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
       heaps_(std::move(heaps)),
       control_(heaps_->at(*std::min_element(ranks_.begin(), ranks_.end()), control, control_bytes(size_))),
       spin_(spin) {
-  populate(&slot(rank), sizeof(Slot));
-  populate(staging(rank), 2 * tiny_bytes);
+  try {
+    populate(&slot(rank), sizeof(Slot));
+    populate(staging(rank), 2 * tiny_bytes);
+  } catch (...) {
+    gate().closed.fetch_add(1);  // there will be no destructor to say it
+    throw;
+  }
 }
 
 Arena::~Arena() {
@@ -81,8 +87,19 @@ uint64_t Arena::offered(const void* memory, size_t bytes) const {
 }
 
 void Arena::withdraw(const Call& call) {
-  if (call.out_bytes > tiny_bytes) heaps_->mine().withdraw(call.out, call.out_bytes, false);
-  if (call.x_bytes > tiny_bytes && call.x != call.out) heaps_->mine().withdraw(call.x, call.x_bytes, true);
+  std::exception_ptr failed;
+  const auto take_back = [&](const void* memory, size_t bytes, bool keep) {
+    if (bytes <= tiny_bytes) return;
+    try {
+      heaps_->mine().withdraw(memory, bytes, keep);
+    } catch (...) {
+      failed = std::current_exception();
+      heaps_->mine().retire();
+    }
+  };
+  take_back(call.out, call.out_bytes, false);
+  if (call.x != call.out) take_back(call.x, call.x_bytes, true);
+  if (failed) std::rethrow_exception(failed);
 }
 
 void Arena::round(const Wait& wait) {

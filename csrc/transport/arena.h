@@ -52,7 +52,8 @@ class Arena {
   // ENTERED: tells the others about this call, and offers them x and out where they lie in the heap and are larger than tiny:
   // smaller ones may share a page with other arrays. Followed by the first round.
   void post(const Call& call);
-  // The group is broken: takes what was offered for the call out of the others' reach.
+  // The group is broken: takes what was offered for the call out of the others' reach. Throws if some of it stays there; then no
+  // later call offers anything.
   void withdraw(const Call& call);
   // What rank said about the current call. Valid after the first round, until this rank's next call.
   const Post& posted(int rank) const { return slot(rank).post[parity_]; }

@@ -26,18 +26,22 @@ void* Heap::allocate(size_t bytes) {
   // Who is as large as a page shares none: withdraw() may then exchange its pages while other threads write beside it.
   const uint64_t unit = bytes >= page ? page : line;
   const uint64_t need = round_up(bytes ? bytes : 1, unit);
-  const std::lock_guard lock(mutex_);
-  if (!shared_ || bytes > mapping_.bytes()) return nullptr;
-  const auto start = take(need, need >= huge_page ? huge_page : unit);
-  if (!start) return nullptr;
+  std::optional<uint64_t> start;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!shared_ || bytes > mapping_.bytes()) return nullptr;
+    start = take(need, need >= huge_page ? huge_page : unit);
+    if (!start) return nullptr;
+    used_[*start] = need;
+  }
+  void* const memory = mapping_.begin() + *start;
   try {
-    populate(mapping_.begin() + *start, need);
+    populate(memory, need);  // without the mutex: it takes long, and calls need that to look up their arrays
   } catch (...) {
-    give(*start, need);
+    release(memory);
     throw;
   }
-  used_[*start] = need;
-  return mapping_.begin() + *start;
+  return memory;
 }
 
 void Heap::release(void* memory) {

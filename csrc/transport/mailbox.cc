@@ -181,8 +181,18 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   changed_->notify_all();
 }
 
-// The own thread: waits for the transfers that nobody else waits for.
+// The own thread. An exception that leaves it ends the process.
 void Mailbox::serve() {
+  while (true) try {
+      return serve_detached();
+    } catch (...) {
+      // There was no memory to say what is wrong. All transfers end now, and those who wait for them are told.
+      shut_down(Error("Error", "the thread for messages failed: out of memory?"));
+    }
+}
+
+// Waits for the transfers that nobody else waits for.
+void Mailbox::serve_detached() {
   std::unique_lock lock(mutex_);
   auto looked = Clock::now();
   while (true) {
@@ -233,9 +243,11 @@ void Mailbox::serve() {
 
 // --- the end ---
 
-void Mailbox::shut_down() {
+void Mailbox::shut_down() { shut_down(Error("Aborted", "the group's links for messages were shut down")); }
+
+void Mailbox::shut_down(const Error& why) {
   const auto lock = enter();
-  if (!shut_) shut_.emplace("Aborted", "the group's links for messages were shut down");
+  if (!shut_) shut_.emplace(why);
   for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
     end_stream(outgoing_[static_cast<size_t>(peer)].stream);
     end_stream(incoming_[static_cast<size_t>(peer)].stream);

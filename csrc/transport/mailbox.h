@@ -181,6 +181,8 @@ class Mailbox {
   bool await_change(std::unique_lock<std::mutex>& lock);
   static std::vector<int> missing(const Transfer& transfer);
   void serve();
+  void serve_detached();
+  void shut_down(const Error& why);
   void stop_thread();
 
   bool move_some();

@@ -261,6 +261,25 @@ void a_detached_transfer_keeps_its_deadline() {
   CHECK(kind == "CollectiveTimeout");
 }
 
+// What nothing foresees ends the transfers of the own thread, and not the process.
+void a_detached_watch_may_throw_anything() {
+  struct Wrong final : Watch {
+    void look(const Deadline&, const Missing&) override { throw 7; }
+    bool broken() const override { return false; }
+  } wrong;
+  std::atomic<bool> ended{false};
+  std::string kind;
+  Ints out(3);
+  Group group(2);  // last: its end joins the thread that uses the others
+  group[0].detach(start_recv(group[0], 1, out), {wrong, Deadline(120)}, [&](const std::optional<Error>& error) {
+    kind = error ? error->kind : "none";
+    ended = true;
+    ended.notify_all();
+  });
+  ended.wait(false);
+  CHECK(kind == "Aborted");
+}
+
 void a_link_may_come_late() {
   Group group(2, false);
   std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
@@ -533,6 +552,7 @@ int main(int argc, char** argv) {
   threads_share_a_mailbox();
   detached_transfers_end_by_themselves();
   a_detached_transfer_keeps_its_deadline();
+  a_detached_watch_may_throw_anything();
   a_link_may_come_late();
   what_was_sent_before_a_close_arrives();
   a_peer_that_is_gone_fails_an_announced_message();

@@ -13,7 +13,7 @@ using namespace mscomm;
 namespace {
 
 // Calls are not tested here.
-struct NoBackend final : Backend {
+struct NoBackend : Backend {
   void run(const Call&, const Wait&) override {}
   void shut_down() override {}
   void withdraw(const Call&) override {}
@@ -112,6 +112,22 @@ void a_deadline_breaks_the_group_for_all_waits() {
   me.group->close();
 }
 
+// What nothing foresees fails the group too, on threads where nobody could catch it.
+void a_started_call_may_throw_anything() {
+  struct Wrong final : NoBackend {
+    void run(const Call&, const Wait&) override { throw 7; }
+  };
+  Recorder recorder;
+  auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
+  Communicator group("world", {0}, 0, peers, std::make_unique<Wrong>(), 7, recorder, {});
+  Call barrier;
+  barrier.signature.what = Collective::barrier;
+  barrier.signature.function = static_cast<Function>(Collective::barrier);
+  const auto work = group.start(barrier, 60);
+  CHECK(work->wait(60) && work->error() && work->error()->kind == "Error" && group.failure());
+  group.close();
+}
+
 void an_abort_ends_started_and_awaited_messages() {
   Pair pair;
   Rank& me = pair.ranks[0];
@@ -196,6 +212,7 @@ void destroyed_without_close_with_a_message_under_way() {
 }  // namespace
 
 int main() {
+  a_started_call_may_throw_anything();
   messages_go_both_ways_at_once();
   a_deadline_breaks_the_group_for_all_waits();
   an_abort_ends_started_and_awaited_messages();
