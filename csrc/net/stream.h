@@ -24,8 +24,8 @@ class Stream {
   // As much as goes now: the bytes moved, 0 if none. Throw Broken when the link has ended.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
-  // After shutdown of the sending side: returns when what was sent lies with the other side's kernel, so that closing loses none of
-  // it, or the link or the time ends. Drops what comes.
+  // After shutdown of the sending side: returns when what was sent lies with the other side's kernel, so that closing loses none
+  // of it, or the link or the time ends. Drops what comes.
   void deliver(const Deadline& deadline);
   // Ends the link in both directions, for this and the other side; wakes whoever polls it.
   void shut_down() const;

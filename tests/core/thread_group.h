@@ -135,8 +135,8 @@ class ThreadGroup {
       }
       arenas_.push_back(own.get());
       auto backend = std::make_unique<HostBackend>(Layout{rank, size, hosts()}, forced, std::move(own), std::move(mesh));
-      groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), 0,
-                                                       *recorders_.back(), Communicator::Hooks{}));
+      groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), 0, *recorders_.back(),
+                                                       Communicator::Hooks{}));
     }
   }
   ~ThreadGroup() {
