@@ -383,10 +383,17 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             yield f"rank {rank}: the next call raised something else: {saw['again']} after {saw['text']}"
 
 
+def shared_files() -> set[str]:
+    """In /dev/shm, but for those of MPIs that run beside us."""
+    return {
+        name for name in os.listdir("/dev/shm") if not re.match(r"mpich_shm|sm_segment|vader_segment|Intel_MPI", name)
+    }
+
+
 def soak(faults: int, seed: int, only: int | None = None, minutes: float = float("inf")) -> Counter[str]:
     """How often which fault went well; "failed" counts the others, which are printed."""
     done: Counter[str] = Counter()
-    shared_before, until = set(os.listdir("/dev/shm")), time.monotonic() + 60 * minutes
+    shared_before, until = shared_files(), time.monotonic() + 60 * minutes
     forks = Forks()
     opened: list[int] = []
     try:
@@ -400,7 +407,7 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
                 if opened[-1] > opened[0]:
                     wrong.append(f"{opened[-1] - opened[0]} descriptors more are open than after the first job")
                     opened[0] = opened[-1]
-                if left := set(os.listdir("/dev/shm")) - shared_before:
+                if left := shared_files() - shared_before:
                     wrong.append(f"left in /dev/shm: {', '.join(sorted(left))}")
                     shared_before |= left
                 done[job["fault"] if not wrong else "failed"] += 1
