@@ -275,6 +275,8 @@ class Hub:
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
         """With the failure of another group, if that may be why a rank of this one left."""
+        if verdict.kind != "PeerLost":
+            return verdict
         left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
         for other in self._groups.values():
             if other is not group and other.announcement and left.intersection(other.ranks):

@@ -12,7 +12,7 @@ from mscomm.errors import KINDS
 
 BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it names stays silent
 ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
-REASON_WITHIN_S = 0.1  # how long the launcher may take to say how a process ended
+REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 
 
 class Verdict(NamedTuple):
