@@ -85,13 +85,13 @@ def be_a_rank(job: dict[str, Any]) -> None:
     rank, seen = mscomm.get_rank(), Path(job["folder"], f"saw.{mscomm.get_rank()}")
     victim, fault = job["victim"], job["fault"]
     groups = [None, mscomm.split(rank % 2)] if job["pairs"] else [None]
-    mscomm.barrier()
-    if rank == victim and fault in ("kill", "interrupt"):
-        number = signal.SIGKILL if fault == "kill" else signal.SIGINT
-        threading.Timer(job["after_s"], os.kill, (os.getpid(), number)).start()
     last = ITERATIONS if fault in ("stop", "slow") else 1 << 30
     group = None
     try:
+        mscomm.barrier()  # the fault may meet another rank that is still in here
+        if rank == victim and fault in ("kill", "interrupt"):
+            number = signal.SIGKILL if fault == "kill" else signal.SIGINT
+            threading.Timer(job["after_s"], os.kill, (os.getpid(), number)).start()
         for i in range(last):
             draw = random.Random(f"{job['seed']}:{i}")
             group = groups[draw.randrange(len(groups))]
