@@ -350,7 +350,7 @@ class Hub:
     # -- groups
 
     def _open_group(self, name: str, ranks: Collection[int]) -> _Group:
-        group = self._groups[name] = _Group(ranks, Judge(self._roster.name, self._watched))
+        group = self._groups[name] = _Group(ranks, Judge(self._roster.name, self._watched, self._restarts))
         return group
 
     def _groups_of(self, rank: int) -> list[_Group]:

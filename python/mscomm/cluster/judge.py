@@ -13,6 +13,7 @@ from mscomm.errors import KINDS
 BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it names stays silent
 ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
+RESTARTED_WITHIN_S = 0.1  # the same of a launcher that starts ranks again, and waits for the verdict itself
 
 
 class Verdict(NamedTuple):
@@ -44,11 +45,12 @@ class _Symptom(NamedTuple):
 class Judge:
     """Takes events, gives at most one verdict. `name(rank)`: for messages. `watched`: a launcher reports ends."""
 
-    def __init__(self, name: Callable[[int], str], watched: bool = False) -> None:
+    def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
         self.verdict: Verdict | None = None
         self.asking = False  # the hub owes all ranks the question "where are you"
         self._name = name
         self._watched = watched
+        self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
         self._spoke: set[int] = set()
         self._left: dict[int, int] = {}  # rank: number of its last call
         self._destroyed: set[int] = set()  # of these, who left the group and not the job
@@ -86,7 +88,7 @@ class Judge:
                 and self._watched
                 and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
             ):
-                self._symptoms.append(_Symptom(rank, ranks, text, now + REASON_WITHIN_S))  # how did it end?
+                self._symptoms.append(_Symptom(rank, ranks, text, now + self._reason_s))  # how did it end?
             else:
                 waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
@@ -115,7 +117,7 @@ class Judge:
     def gone(self, rank: int, how: str, now: float) -> None:
         """A rank's control link ended without bye. What it reported before it ended says more than its end."""
         if not any(symptom.reporter == rank for symptom in self._symptoms):
-            self._gone.setdefault(rank, (how, now + (REASON_WITHIN_S if self._watched else 0.0)))
+            self._gone.setdefault(rank, (how, now + (self._reason_s if self._watched else 0.0)))
         if self._question:
             self._question[3].discard(rank)
         self.look(now)
