@@ -142,7 +142,7 @@ def test_a_new_rank_that_dies_on_its_way_back_is_started_once_more(tmp_path, sec
 
 @pytest.mark.parametrize("seconds", [0, 0.2])
 def test_a_survivor_that_dies_in_rejoin_comes_back_too(tmp_path, seconds):
-    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}")
+    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}", STEPS="3000")
     assert_went_on(done, {1, 2})
 
 

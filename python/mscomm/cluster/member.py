@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import select
 import socket
+import termios
 import threading
 import traceback
 import weakref
@@ -20,6 +22,7 @@ from mscomm import log
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, Message
 from mscomm.cluster.interfaces import listen_address
+from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
@@ -267,8 +270,13 @@ class Member:
             ranks = symptom.ranks or (symptom.waiting_for if number < 0 else ())
             self._tell(group, type(symptom).__name__, str(symptom), ranks, number, deadline)
         with self._news:
-            self._news.wait_for(lambda: self._verdict(group) or self._ended is not None, deadline.left())
+            self._news.wait_for(lambda: self._settled(group), deadline.left())
+            if not self._settled(group) and self._hub_is_silent():
+                # Its host is away, as the link finds out soon: that says more than what a neighbour's end looks like.
+                self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
+            if verdict is None and isinstance(self._failure, PeerLost):
+                verdict = self._failure
         if verdict is None:
             return symptom
         error = _again(verdict)
@@ -489,6 +497,20 @@ class Member:
             failure = verdict() or self._failure  # what the hub said, before that it is gone
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
+
+    def _settled(self, group: str) -> bool:
+        """Whether nothing more can be learnt of the group's first cause."""
+        over = self._ended is not None and (self._leaving or self._reader is threading.current_thread())
+        return over or self._verdict(group) is not None or self._failure is not None
+
+    def _hub_is_silent(self) -> bool:
+        """Whether the hub's host has not even acknowledged what was sent."""
+        if self._frames.sock.family == socket.AF_UNIX:
+            return False
+        try:
+            return any(fcntl.ioctl(self._frames.sock, termios.TIOCOUTQ, bytes(4)))
+        except OSError:
+            return False  # the link has ended
 
     def _verdict(self, group: str) -> Error | None:
         return self._verdicts.get(group) or self._verdicts.get("")
