@@ -341,7 +341,8 @@ def create_group(group: str, rank_ids: list[int]) -> Group | None:
 
     rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
     need not call; if it does, nothing happens and it gets None. The same name and ranks again: the group that is
-    there. Groups may overlap, and two threads may use two groups at once.
+    there. Groups may overlap, and two threads may use two groups at once. It returns when all of the list have called
+    it: ranks that are in several groups make them in one order.
 
     TypeError if group is no str or rank_ids no list of ints; ValueError for an empty list, a rank that is none, a rank
     that is named twice, or a name that has other ranks. Mismatch if the ranks do not agree on the list; PeerLost;
