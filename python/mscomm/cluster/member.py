@@ -344,10 +344,10 @@ class Member:
     # -- the reading thread
 
     def _read(self) -> None:
-        poller = select.poll()
-        poller.register(self._frames.sock, select.POLLIN)
-        poller.register(self.news_fd, select.POLLIN)
         try:
+            poller = select.poll()
+            poller.register(self._frames.sock, select.POLLIN)
+            poller.register(self.news_fd, select.POLLIN)
             while True:
                 poller.poll()
                 self._look_at_news()
