@@ -587,6 +587,9 @@ def all_reduce_many(
             digest=digest,
         )
 
+    def start(fused: _FusedCall, i: int) -> _core.Work:
+        return group.start(call(fused, i), seconds)
+
     def result() -> list[Any]:
         for fused in calls:
             fused.spread(group)
@@ -598,10 +601,7 @@ def all_reduce_many(
         return group.call(empty_list, timeout, async_op, list)
     with group.committed("all_reduce_many"):
         if async_op:
-            starts = [
-                functools.partial(lambda fused, i: group.start(call(fused, i), seconds), fused, part[0])
-                for fused, part in zip(calls, parts, strict=True)
-            ]
+            starts = [functools.partial(start, fused, part[0]) for fused, part in zip(calls, parts, strict=True)]
             return group.watch((given, targets, calls), result, starts)
         number = group.reserve(len(parts))
         for fused, part in zip(calls, parts, strict=True):
@@ -654,7 +654,6 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[int, list[li
 
     Lists that differ may still fill buckets of one size: the digest is compared with the rest of the call.
     """
-    digest = int.from_bytes(hashlib.blake2b(repr(kinds).encode(), digest_size=8).digest(), "little") | 1
     parts: list[list[int]] = []
     filling: dict[int, tuple[list[int], int]] = {}  # by dtype: the bucket, and its bytes
     for i, (code, shape) in enumerate(kinds):
@@ -668,7 +667,7 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[int, list[li
             parts.append(bucket)
         bucket.append(i)
         filling[code] = bucket, filled + size
-    return digest, parts
+    return _digest(kinds), parts
 
 
 # -- memory
@@ -859,8 +858,9 @@ def _checked_counts(
     return rows
 
 
-def _digest(counts: list[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(counts).encode(), digest_size=8).digest(), "little") | 1
+def _digest(agreed: object) -> int:
+    """Of what all ranks must have given alike, by its repr; never 0, which stands for nothing."""
+    return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1
 
 
 def _op_code(function: str, op: str, dtype: np.dtype[Any]) -> int:

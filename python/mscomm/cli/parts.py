@@ -62,7 +62,25 @@ class Part(Protocol):
         """Whether ranks of other hosts still need this launcher, now that its own have ended (all of them well)."""
 
 
-class WholeJob:
+class _WithHub:
+    """What both say to the hub that they serve themselves."""
+
+    _hub: Hub
+
+    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
+        self._hub.process_ended(rank, how, badly=badly, again=again)
+
+    def can_restart(self) -> bool:
+        return self._hub.can_restart
+
+    def verdict(self) -> Verdict | None:
+        return self._hub.verdict
+
+    def over(self) -> Verdict | None:
+        return self._hub.over
+
+
+class WholeJob(_WithHub):
     """All ranks are on this host: nothing listens, nobody else can join."""
 
     first = 0
@@ -84,23 +102,11 @@ class WholeJob:
     def serve(self, stack: ExitStack) -> None:
         _serve(self._hub, stack)
 
-    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
-        self._hub.process_ended(rank, how, badly=badly, again=again)
-
-    def can_restart(self) -> bool:
-        return self._hub.can_restart
-
-    def verdict(self) -> Verdict | None:
-        return self._hub.verdict
-
-    def over(self) -> Verdict | None:
-        return self._hub.over
-
     def needed(self, well: bool) -> bool:
         return False
 
 
-class Node0:
+class Node0(_WithHub):
     """Serves the hub at host:port, for its own ranks as for those of the other nodes; says so when it listens."""
 
     first = 0
@@ -152,18 +158,6 @@ class Node0:
 
     def serve(self, stack: ExitStack) -> None:
         self._thread = _serve(self._hub, stack)
-
-    def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
-        self._hub.process_ended(rank, how, badly=badly, again=again)
-
-    def can_restart(self) -> bool:
-        return self._hub.can_restart
-
-    def verdict(self) -> Verdict | None:
-        return self._hub.verdict
-
-    def over(self) -> Verdict | None:
-        return self._hub.over
 
     def needed(self, well: bool) -> bool:
         """Until the other nodes' ranks have left too; after a failure only until they have had time to hear of it."""
