@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 # A loop of collective calls that outlives its ranks. After each rejoin they go on at the first step that one of them
-# has not done; new ones have no say. VICTIMS: "step:rank", who dies in its first life soon after that step. IN_INIT:
+# has not done; new ones have no say. VICTIMS: "step:rank", who dies in its first life, soon after that step. IN_INIT:
 # "rank:seconds", who dies in its second life so long after calling init. IN_REJOIN: the same of a survivor's rejoin.
 LOOP = """
 import json, os, random, signal, sys, threading, time
@@ -32,6 +32,7 @@ def die_in(seconds):
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
+    return timer
 
 def say(**words):
     print(json.dumps({"rank": rank, "life": life, "pid": os.getpid(), **words}))
@@ -43,7 +44,7 @@ for victim, seconds in planned("IN_INIT"):
 mscomm.init()
 pair = mscomm.create_group("pair", [1, 3])  # None on the others
 halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither
-step, agreed = 0, life == 0
+step, agreed, death = 0, life == 0, None
 while True:
     try:
         if not agreed:
@@ -56,7 +57,7 @@ while True:
         shared = mscomm.empty(50_000, np.float32)
         while step < steps:
             if life == 0 and (step, rank) in planned("VICTIMS"):
-                die_in(random.random() * 0.02)
+                death = die_in(random.random() * 0.02)
             shared[:] = rank + step
             assert (mscomm.all_reduce(shared) == 6 + 4 * step).all()
             if pair is not None:
@@ -64,6 +65,8 @@ while True:
             if halves is not None:
                 assert (mscomm.all_reduce(np.full(3, rank), group=halves) == (4 if rank % 2 else 2)).all()
             step += 1
+        if death is not None:
+            death.join()
         mscomm.barrier()  # nobody leaves before all are through
         break
     except mscomm.PeerLost as lost:
