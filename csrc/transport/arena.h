@@ -19,7 +19,6 @@
 namespace mscomm {
 
 inline constexpr uint64_t not_in_heap = ~uint64_t{0};
-inline constexpr size_t tiny_bytes = 16 << 10;  // up to here a message lies whole in the slot: one round a call
 // Larger ones from foreign memory pass through staging in chunks. Each costs a round: a chunk fits the cache where a round is two
 // cache-line transfers, and is large where a round is a turn of the scheduler.
 inline constexpr size_t chunk_in_cache_bytes = 256 << 10;
@@ -49,8 +48,8 @@ class Arena {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // ENTERED: tells the others about this call, and offers them x and out where they lie in the heap and are larger than tiny:
-  // smaller ones may share a page with other arrays. Followed by the first round.
+  // ENTERED: tells the others about this call, and offers them x and out where the heap lets them have it and they are not tiny.
+  // Followed by the first round.
   void post(const Call& call);
   // The group is broken: takes what was offered for the call out of the others' reach. Throws if some of it stays there; then no
   // later call offers anything.

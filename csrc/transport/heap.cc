@@ -23,8 +23,7 @@ constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + uni
 Heap::Heap(Mapping mapping) : owner_(getpid()), mapping_(std::move(mapping)) { free_[0] = mapping_.bytes(); }
 
 void* Heap::allocate(size_t bytes) {
-  // Who is as large as a page shares none: withdraw() may then exchange its pages while other threads write beside it.
-  const uint64_t unit = bytes >= page ? page : line;
+  const uint64_t unit = bytes > tiny_bytes ? page : line;
   const uint64_t need = round_up(bytes ? bytes : 1, unit);
   std::optional<uint64_t> start;
   {
@@ -32,7 +31,7 @@ void* Heap::allocate(size_t bytes) {
     if (!shared_ || bytes > mapping_.bytes()) return nullptr;
     start = take(need, need >= huge_page ? huge_page : unit);
     if (!start) return nullptr;
-    used_[*start] = need;
+    used_[*start] = {need, bytes};
   }
   void* const memory = mapping_.begin() + *start;
   try {
@@ -50,7 +49,7 @@ void Heap::release(void* memory) {
   const auto offset = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin());
   const auto found = used_.find(offset);
   if (found == used_.end()) return;
-  const uint64_t bytes = found->second;
+  const uint64_t bytes = found->second.bytes;
   used_.erase(found);
   give(offset, bytes);
 }
@@ -93,15 +92,23 @@ std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
 }
 
 void Heap::give(uint64_t offset, uint64_t bytes) {
-  const bool lost = withdrawn(offset, offset + bytes);
+  if (bytes == 0) return;
+  const uint64_t end = offset + bytes;
+  for (const auto& [first, last] : withdrawn_) {
+    if (end <= first || last <= offset) continue;
+    // The peers do not see these addresses any more: only what lies beside them can be used again.
+    madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
+    give(offset, std::max(first, offset) - offset);
+    give(std::min(last, end), end - std::min(last, end));
+    return;
+  }
   if (bytes >= give_back_from) {
-    const uint64_t first = round_up(offset, page), last = (offset + bytes) / page * page;
-    if (lost || madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)
+    const uint64_t first = round_up(offset, page), last = end / page * page;
+    if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)
       madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
   }
-  if (lost) return;  // the peers do not see these addresses any more
   auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == offset + bytes) bytes += next->second, next = free_.erase(next);
+  if (next != free_.end() && next->first == end) bytes += next->second, next = free_.erase(next);
   if (next != free_.begin()) {
     const auto before = std::prev(next);
     if (before->first + before->second == offset) offset = before->first, bytes += before->second;
@@ -115,47 +122,38 @@ void Heap::retire() {
 }
 
 std::optional<uint64_t> Heap::find(const void* memory, size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  const std::optional<uint64_t> offset = exclusive(memory, bytes);
+  return offset && shared_ && !withdrawn(*offset, *offset + bytes) ? offset : std::nullopt;
+}
+
+std::optional<uint64_t> Heap::exclusive(const void* memory, size_t bytes) const {
   const auto* at = static_cast<const char*>(memory);
   if (at < mapping_.begin() || at >= mapping_.begin() + mapping_.bytes()) return std::nullopt;
   const auto offset = static_cast<uint64_t>(at - mapping_.begin());
-  const std::lock_guard lock(mutex_);
-  if (!shared_ || withdrawn(offset, offset + bytes)) return std::nullopt;
   auto after = used_.upper_bound(offset);
   if (after == used_.begin()) return std::nullopt;
-  const auto [start, room] = *std::prev(after);
-  if (offset + bytes > start + room) return std::nullopt;
-  return offset;
+  const auto& [start, room] = *std::prev(after);
+  const uint64_t end = offset + bytes, last = start + room.asked;
+  const bool to_the_end = end == last && room.bytes % page == 0;  // then the rest of the last page is nobody's
+  return offset % page == 0 && end <= last && (end % page == 0 || to_the_end) ? std::optional(offset) : std::nullopt;
 }
 
 void Heap::withdraw(const void* memory, size_t bytes, bool keep) {
   const std::lock_guard lock(mutex_);
-  const auto* const at = static_cast<const char*>(memory);
-  const bool given = bytes > 0 && at >= mapping_.begin() && at + bytes <= mapping_.begin() + mapping_.bytes();
-  if (!given) return;
-  const auto begin = static_cast<uint64_t>(at - mapping_.begin()), end = begin + bytes;
-  const uint64_t first = begin / page * page, last = round_up(end, page);
-  void* fresh = mmap(nullptr, last - first, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const std::optional<uint64_t> first = exclusive(memory, bytes);
+  if (!first || bytes == 0) return;
+  const uint64_t length = round_up(bytes, page);
+  char* const pages = mapping_.begin() + *first;
+  void* fresh = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) throw system_error("mmap of private memory for the heap", errno);
-  char* const to = static_cast<char*>(fresh);
-  if (keep) {
-    std::memcpy(to, mapping_.begin() + first, last - first);
-  } else {  // only what the same array has beside it
-    std::memcpy(to, mapping_.begin() + first, begin - first);
-    std::memcpy(to + (end - first), mapping_.begin() + end, last - end);
+  if (keep) std::memcpy(fresh, pages, bytes);
+  if (mremap(fresh, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, pages) == MAP_FAILED) {
+    const int error = errno;
+    munmap(fresh, length);
+    throw system_error("mremap of the heap", error);
   }
-  if (mremap(fresh, last - first, last - first, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.begin() + first) == MAP_FAILED)
-    throw system_error("mremap of the heap", errno);
-  withdrawn_.emplace_back(first, last);
-  for (auto one = free_.begin(); one != free_.end();) {  // what is free in these pages stays out of use
-    const auto [offset, room] = *one;
-    if (offset >= last || offset + room <= first) {
-      ++one;
-      continue;
-    }
-    one = free_.erase(one);
-    if (offset < first) free_[offset] = first - offset;
-    if (offset + room > last) free_[last] = offset + room - last;
-  }
+  withdrawn_.emplace_back(*first, *first + length);
 }
 
 bool Heap::withdrawn(uint64_t begin, uint64_t end) const {
@@ -166,7 +164,7 @@ bool Heap::withdrawn(uint64_t begin, uint64_t end) const {
 size_t Heap::in_use() const {
   const std::lock_guard lock(mutex_);
   size_t total = 0;
-  for (auto [offset, bytes] : used_) total += bytes;
+  for (const auto& [offset, room] : used_) total += room.bytes;
   return total;
 }
 

@@ -14,13 +14,16 @@
 
 namespace mscomm {
 
+// A message of at most so many bytes lies whole in the slot of its call, so that nothing is gained where its array is shared.
+inline constexpr size_t tiny_bytes = 16 << 10;
+
 class Heap {
  public:
   // Takes the mapping, not the descriptor.
   explicit Heap(Mapping mapping);
 
-  // At least bytes of memory, its pages present: aligned to 64 bytes, from a page on in pages of its own, from 2 MiB on aligned
-  // to that. nullptr when the heap is full or no longer shared.
+  // At least bytes of memory, its pages present: aligned to 64 bytes; if not tiny, in pages of its own; from 2 MiB on aligned to
+  // that. nullptr when the heap is full or no longer shared.
   void* allocate(size_t bytes);
   // In a forked child it does nothing: the memory is the parent's, who may still use it.
   void release(void* memory);
@@ -29,12 +32,13 @@ class Heap {
   // Gives reserved memory back once `unused` says that no rank looks at it any more; until then it stays.
   void release_when(uint64_t offset, std::function<bool()> unused);
 
-  // The offset of [memory, memory + bytes) in the heap, if it lies in one allocation of it.
+  // The offset of [memory, memory + bytes) in the heap, if peers may have it: it lies in one allocation, and no byte beside it
+  // in its pages is anybody's. Others may write there, and withdraw() exchanges whole pages.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // A call failed that had given [memory, memory + bytes) to the peers: from now on they do not see these pages, whatever this
-  // process writes there, nor what they write, and no later call takes them for shared memory. keep: the contents stay;
-  // otherwise they are lost. See "late writers" in docs/design/0001-call.md.
+  // A call failed: if it had [memory, memory + bytes) from find(), from now on peers do not see what this process writes there,
+  // nor it what they write, and no later call takes it for shared memory. keep: the contents stay; otherwise they are lost.
+  // See "late writers" in docs/design/0001-call.md.
   void withdraw(const void* memory, size_t bytes, bool keep);
 
   // No array that is made from now on is shared; those that are there live on.
@@ -50,7 +54,13 @@ class Heap {
     std::function<bool()> unused;
   };
 
+  struct Room {
+    uint64_t bytes;
+    uint64_t asked;  // of these, from the start
+  };
+
   // With mutex_:
+  std::optional<uint64_t> exclusive(const void* memory, size_t bytes) const;
   std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
   void give(uint64_t offset, uint64_t bytes);
   bool withdrawn(uint64_t begin, uint64_t end) const;
@@ -60,7 +70,7 @@ class Heap {
   Mapping mapping_;
   bool shared_ = true;
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes, never two that touch
-  std::map<uint64_t, uint64_t> used_;
+  std::map<uint64_t, Room> used_;
   std::map<uint64_t, uint64_t> reserved_;
   std::vector<std::pair<uint64_t, uint64_t>> withdrawn_;  // [begin, end) of pages that are private now
   std::vector<Leaving> leaving_;

@@ -46,6 +46,9 @@ _INT64 = dtype_code(np.dtype(np.int64))
 # all_reduce_many: an array of at least ALONE_BYTES goes as it is; smaller ones share buckets of BUCKET_BYTES.
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
+# The largest page of any kernel: of a bucket that is not full whole pages take part, whatever is in the rest, because
+# only these can be shared.
+PAGE_BYTES = 64 << 10
 
 
 def all_reduce(
@@ -627,7 +630,11 @@ class _FusedCall:
             memory = group.buckets.pop()
         except IndexError:
             memory = shared_empty((BUCKET_BYTES,), np.dtype(np.uint8))
-        bucket = memory.view(self._sources[0].dtype)[: sum(source.size for source in self._sources)]
+        dtype = self._sources[0].dtype
+        filled = sum(source.nbytes for source in self._sources)
+        if filled > PAGE_BYTES:
+            filled = -(-filled // PAGE_BYTES) * PAGE_BYTES
+        bucket = memory[:filled].view(dtype)
         at = 0
         for source in self._sources:
             bucket[at : at + source.size] = source.reshape(-1)
@@ -678,8 +685,9 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
     Where every rank's x and out lie in such memory, a collective of more than 16 KiB works on them in place and copies
     nothing through buffers of its own.
-    Any array whose memory lies in it counts (slices, views, torch.from_numpy); the memory lives as long as an array
-    refers to it. Before init(), in a job of one, or when ranks do not share a host, it is private memory. In a
+    Any array whose memory lies in it counts (slices, views, torch.from_numpy) if it has its memory pages for itself: it
+    begins on a page, and ends on one or where the whole array ends. Others give the same result by a copy.
+    The memory lives as long as an array refers to it. Before init(), in a job of one, or when ranks do not share a host, it is private memory. In a
     forked child it stays shared with the parent. MemoryError if the host has not that much memory.
     """
     kind = np.dtype(dtype)

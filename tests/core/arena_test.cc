@@ -169,14 +169,14 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = tiny_bytes;
+  constexpr size_t count = 32 << 10;  // half of them are whole pages, too
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
     std::fill(lost, lost + count, 1.0f);
     std::string kind;
     try {
-      me.all_reduce(lost, lost, count - static_cast<size_t>(me.rank));
+      me.all_reduce(lost, lost, count / static_cast<size_t>(1 + me.rank));
     } catch (const Error& error) {
       kind = error.kind;
     }
@@ -197,53 +197,87 @@ void failed_group_leaves_the_others_whole() {
 // A call fails while rank 1 is stopped in the middle of it: what rank 1 writes later must not reach rank 0's array.
 void late_writer_is_harmless() {
   constexpr size_t heap_bytes = 4u << 20;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t bytes = 4 * page + 3616;
   const int fd = make_memory("test-heap", heap_bytes);
   const Mapping theirs(fd, heap_bytes);  // rank 1's view of rank 0's heap
   Heap heap(Mapping(fd, heap_bytes));
   close(fd);
-  auto* before = static_cast<char*>(heap.allocate(100));
-  auto* out = static_cast<char*>(heap.allocate(20000));
-  auto* x = static_cast<char*>(heap.allocate(20000));
-  auto* after = static_cast<char*>(heap.allocate(100));
-  std::fill(before, before + 100, 'b');
-  std::fill(out, out + 20000, 'o');
-  std::fill(x, x + 20000, 'x');
-  std::fill(after, after + 100, 'a');
-  const uint64_t out_offset = *heap.find(out, 20000), x_offset = *heap.find(x, 20000);
+  auto* out = static_cast<char*>(heap.allocate(bytes));
+  auto* x = static_cast<char*>(heap.allocate(bytes));
+  auto* after = static_cast<char*>(heap.allocate(bytes));
+  std::fill(out, out + bytes, 'o');
+  std::fill(x, x + bytes, 'x');
+  std::fill(after, after + bytes, 'a');
+  const uint64_t out_offset = *heap.find(out, bytes), x_offset = *heap.find(x, bytes);
   CHECK(theirs.begin()[out_offset] == 'o');
-  heap.withdraw(out, 20000, false);
-  std::fill(theirs.begin() + out_offset, theirs.begin() + out_offset + 20000, 'X');
-  CHECK(std::count(out, out + 20000, 'X') == 0);
-  heap.withdraw(x, 20000, true);  // read by others in the same call: they must not see what its owner writes afterwards
-  CHECK(std::count(x, x + 20000, 'x') == 20000);
-  std::fill(x, x + 20000, 'n');
+  heap.withdraw(out, bytes, false);
+  std::fill(theirs.begin() + out_offset, theirs.begin() + out_offset + bytes, 'X');
+  CHECK(std::count(out, out + bytes, 'X') == 0);
+  heap.withdraw(x, bytes, true);  // read by others in the same call: they must not see what its owner writes afterwards
+  CHECK(std::count(x, x + bytes, 'x') == static_cast<long>(bytes));
+  std::fill(x, x + bytes, 'n');
   CHECK(theirs.begin()[x_offset] == 'x');
 
   // The pages of these two are private now, the rest of the heap is shared as before.
-  CHECK(std::count(before, before + 100, 'b') == 100);
-  CHECK(std::count(after, after + 100, 'a') == 100);
-  CHECK(!heap.find(out, 20000) && !heap.find(x, 20000) && !heap.find(out + 8192, 1));
-  CHECK(heap.find(before, 100) && heap.find(after, 100));
+  CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
+  CHECK(!heap.find(out, bytes) && !heap.find(x, bytes) && !heap.find(out + page, page));
+  CHECK(heap.find(after, bytes));
+
+  // A part of an array can be withdrawn: the rest of it goes on, and its memory is used again.
+  heap.withdraw(after + page, page, true);
+  CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
+  CHECK(!heap.find(after, bytes) && heap.find(after, page) && heap.find(after + 2 * page, bytes - 2 * page));
+  const size_t used = heap.in_use();
   heap.release(out);
   heap.release(x);
+  heap.release(after);
+  CHECK(heap.in_use() == 0 && used == 3 * 5 * page);
+  const auto lost = [&](const char* one) {
+    const auto in = [one](const char* begin, size_t length) { return one >= begin && one < begin + length; };
+    return in(out, 5 * page) || in(x, 5 * page) || in(after + page, page);
+  };
   std::vector<char*> fresh;
-  while (auto* one = static_cast<char*>(heap.allocate(4096))) {
-    CHECK((one + 4096 <= out || one >= out + 20000) && (one + 4096 <= x || one >= x + 20000));
+  while (auto* one = static_cast<char*>(heap.allocate(64))) {
+    CHECK(!lost(one));
     fresh.push_back(one);
   }
-  CHECK(fresh.size() > 900);
-  const auto seen = heap.find(fresh.back(), 4096);
-  CHECK(seen.has_value());
-  *fresh.back() = 's';
-  CHECK(seen && theirs.begin()[*seen] == 's');
+  CHECK(fresh.size() == (heap_bytes - 11 * page) / 64);
+  for (char* one : fresh) heap.release(one);
+  auto* shared = static_cast<char*>(heap.allocate(bytes));
+  *shared = 's';
+  CHECK(theirs.begin()[heap.find(shared, bytes).value()] == 's');
 
   heap.retire();
-  for (char* one : fresh) heap.release(one);
   CHECK(heap.allocate(8) == nullptr);
-  CHECK(!heap.find(before, 100));
-  heap.release(before);
-  heap.release(after);
+  CHECK(!heap.find(shared, bytes));
+  heap.release(shared);
   CHECK(heap.in_use() == 0);
+}
+
+// Peers get whole pages that are one array's alone: else what is written beside a withdrawn range would be lost.
+void views_that_share_a_page_are_not_offered() {
+  constexpr size_t heap_bytes = 4u << 20;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const int fd = make_memory("test-heap", heap_bytes);
+  Heap heap(Mapping(fd, heap_bytes));
+  close(fd);
+  auto* small = static_cast<char*>(heap.allocate(100));
+  const size_t bytes = 20 * page + 100;
+  auto* array = static_cast<char*>(heap.allocate(bytes));
+  CHECK(!heap.find(small, 100));
+  CHECK(heap.find(array, bytes));
+  CHECK(heap.find(array + page, bytes - page));
+  CHECK(heap.find(array + page, 2 * page));
+  CHECK(!heap.find(array + 64, bytes - 64));
+  CHECK(!heap.find(array, bytes - 4));
+  CHECK(!heap.find(array, bytes + 4));
+  std::fill(array, array + bytes, 'a');
+  heap.withdraw(array, 10 * page + 64, false);  // was not offered, so stays
+  CHECK(std::count(array, array + bytes, 'a') == static_cast<long>(bytes));
+  CHECK(heap.find(array, bytes));
+  heap.release(array);
+  heap.release(small);
 }
 
 void heap_gives_each_byte_once() {
@@ -260,7 +294,7 @@ void heap_gives_each_byte_once() {
       CHECK(reinterpret_cast<uintptr_t>(memory) % 64 == 0);
       if (bytes) memory[0] = memory[bytes - 1] = static_cast<unsigned char>(live.size());
       for (auto [other, size] : live) CHECK(memory + bytes <= other || other + size <= memory);
-      CHECK(heap.find(memory, bytes).has_value());
+      CHECK(bytes <= tiny_bytes || heap.find(memory, bytes));
       live.emplace_back(memory, bytes);
     } else if (!live.empty()) {
       const size_t pick = random() % live.size();
@@ -329,6 +363,7 @@ void control_memory_waits_for_the_last() {
 int main() {
   heap_gives_each_byte_once();
   late_writer_is_harmless();
+  views_that_share_a_page_are_not_offered();
   control_memory_is_zero();
   control_memory_waits_for_the_last();
   thousand_groups();
