@@ -287,7 +287,8 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 
     Also after Aborted, if the rank that failed is started again. All ranks that are left call it; the new ones call
     init(). The groups come back in the order of their creation: a new rank makes the same create_group and split calls
-    as at the start, but for groups that were destroyed. Groups of shrink() end. Arrays stay as they are; those of
+    as at the start, but for groups that were destroyed. A split comes back where its parent and all its parts are still
+    there. Groups of shrink() end. Arrays stay as they are; those of
     mscomm.empty that were made before are private memory from now on. What the ranks computed, they must bring to one
     state themselves. Returns the epoch's number, 1 for the first; that of two ranks can differ if another rank was lost
     meanwhile: the one that is behind meets PeerLost in its next call.
