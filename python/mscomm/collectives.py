@@ -687,8 +687,9 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     nothing through buffers of its own.
     Any array whose memory lies in it counts (slices, views, torch.from_numpy) if it has its memory pages for itself: it
     begins on a page, and ends on one or where the whole array ends. Others give the same result by a copy.
-    The memory lives as long as an array refers to it. Before init(), in a job of one, or when ranks do not share a host, it is private memory. In a
-    forked child it stays shared with the parent. MemoryError if the host has not that much memory.
+    The memory lives as long as an array refers to it. Before init(), in a job of one, or when ranks do not share a
+    host, it is private memory. In a forked child it stays shared with the parent. MemoryError if the host has not that
+    much memory.
     """
     kind = np.dtype(dtype)
     dtype_code(kind)
