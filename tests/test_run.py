@@ -180,7 +180,9 @@ def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
         f"def stop(*_):\n    print('stopping', rank)\n    sys.exit(0)\nsignal.signal({int(number)}, stop)\n"
         f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
     )
-    process = subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stdout=subprocess.PIPE, text=True)
+    # These tests may themselves run under nohup, or in a shell's background.
+    command = ["env", f"--default-signal={number.name.removeprefix('SIG')}", *MSCOMM, "run", "-n", "2", script(body)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for rank in range(2):
         appears(tmp_path / f"up{rank}")
     process.send_signal(number)
