@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -236,12 +237,13 @@ def test_files_are_read_through_once_a_process_unless_they_change(tmp_path, monk
     assert len(seen) == 7
 
 
-def test_descriptors_are_closed_with_the_dataset(folder):
+def test_descriptors_are_closed_with_the_dataset(folder, no_thread_before):
     before = len(os.listdir("/proc/self/fd"))
     data = ds.Cifar10Dataset(folder)
     assert len(list(data)) == 96
     assert len(os.listdir("/proc/self/fd")) == before + 6
     del data
+    assert none_is_left()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -362,7 +364,7 @@ def test_the_shards_of_a_pass_are_a_permutation_of_all_rows():
         for shard in range(4):
             data = ds.GeneratorDataset(numbers(40), "x", num_shards=4, shard_id=shard)
             shards.append([given_by(data) for _ in range(2)][epoch])
-        assert sorted(sum(shards, [])) == list(range(40))
+        assert sorted(itertools.chain(*shards)) == list(range(40))
 
 
 def test_draws_are_the_same_for_ever():
@@ -372,8 +374,8 @@ def test_draws_are_the_same_for_ever():
     assert draws.permutation(8, 5489, 0, 0).tolist() == PERMUTED
 
 
-DRAWN: list[int] = []
-PERMUTED: list[int] = []
+DRAWN = [6516484407851637237, 17460658747563208815]
+PERMUTED = [2, 4, 3, 0, 6, 1, 5, 7]
 
 
 def test_draws_are_even():
@@ -434,7 +436,7 @@ def test_only_this_ranks_rows_are_read():
 @pytest.mark.parametrize(
     "options",
     [{"num_shards": 2, "shard_id": 0}, {"sampler": [0]}, {"shuffle": True}],
-    ids=lambda options: [*options][0],
+    ids=lambda options: next(iter(options)),
 )
 def test_what_needs_random_access_is_refused_without(options):
     with pytest.raises(ValueError, match=r"needs a source with __getitem__ and __len__"):
@@ -537,7 +539,7 @@ def test_the_rounds_of_repeat_are_passes_of_their_own():
     data = ds.GeneratorDataset(numbers(20), "x")
     passes = [given_by(data) for _ in range(6)]
     again = ds.GeneratorDataset(numbers(20), "x").repeat(3)
-    assert [given_by(again) for _ in range(2)] == [sum(passes[:3], []), sum(passes[3:], [])]
+    assert [given_by(again) for _ in range(2)] == [[*itertools.chain(*passes[at : at + 3])] for at in (0, 3)]
 
 
 @pytest.mark.parametrize("count", [None, -1])
@@ -1129,7 +1131,7 @@ def test_the_tutorials_run_with_their_import_lines_changed(rank, name, data):
     ((image, label),) = list(data_set)
     assert (image.shape, image.dtype) == ((32, 3, 224, 224), np.float32)
     assert (label.shape, label.dtype) == ((32,), np.int32)
-    hashes = mscomm.all_gather_object([one.tobytes()[:2000] for one in image])
+    hashes = mscomm.all_gather_object([zlib.crc32(one) for one in image])
     assert not set(hashes[0]) & set(hashes[1])
 
 
@@ -1247,8 +1249,9 @@ def run(program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("kept", ["rows", "None"])
 def test_a_process_ends_well_in_the_middle_of_a_pass(kept):
     program = f"""
+import itertools
 import mscomm.dataset as ds
-rows = iter(ds.GeneratorDataset(lambda: iter([(1,)] * 10**9), "x").map(lambda x: x).batch(7))
+rows = iter(ds.GeneratorDataset(lambda: itertools.repeat((1,)), "x").map(lambda x: x).batch(7))
 next(rows)
 kept = {kept}
 print("end")
@@ -1340,7 +1343,7 @@ def test_ranks_with_the_same_files_in_different_places_agree(rank, tmp):
     mine = one_folder_each(Path(tmp), rank)
     data = ds.Cifar10Dataset(mine, num_shards=3, shard_id=rank).batch(4)
     shards = mscomm.all_gather_object([image.tobytes() for batch in data for image in batch[0]])
-    assert len(set(sum(shards, []))) == 96
+    assert len(set(itertools.chain(*shards))) == 96
     assert len(list(data)) == 8  # the second pass compares nothing
 
 

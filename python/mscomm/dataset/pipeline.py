@@ -152,8 +152,9 @@ class Dataset(ABC):
 
         The batches that were taken count, not those that were made ahead.
 
-        >>> data.batch(32).state_dict()
-        {'version': 1, 'seed': 5489, 'epoch': 0, 'batch': 0, 'pipeline': ['Cifar10Dataset(96 rows, shuffle)', 'batch(32)']}
+        >>> state = data.batch(32).state_dict()
+        >>> state["epoch"], state["batch"], state["pipeline"]
+        (0, 0, ['Cifar10Dataset(96 rows, shuffle)', 'batch(32)'])
         """
         epoch, batch = self.position
         if batch and batch == self._known_size():
