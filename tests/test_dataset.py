@@ -602,7 +602,8 @@ def test_map_changes_the_columns_that_it_is_told_to():
         ("repeat", (0,), ValueError, "count=0; expected 1 or more"),
         ("repeat", ("2",), TypeError, "count is a str"),
         ("create_dict_iterator", (0,), ValueError, "num_epochs=0"),
-        ("create_tuple_iterator", ("1",), TypeError, "num_epochs is a str"),
+        ("create_tuple_iterator", (["y"],), ValueError, "there is no column 'y'; there are x"),
+        ("create_tuple_iterator", (None, "1"), TypeError, "num_epochs is a str"),
     ],
 )
 def test_a_step_refuses_what_makes_no_sense(step, arguments, kind, said):
@@ -644,6 +645,11 @@ def test_what_is_no_exception_comes_as_it_is(kind):
 
     with pytest.raises(kind):
         list(ordered(3).map(leave))
+
+
+def test_a_tuple_iterator_gives_the_columns_that_it_is_asked_for():
+    data = ds.GeneratorDataset([(1, 2, 3)], ["a", "b", "c"])
+    assert next(data.create_tuple_iterator(["c", "a"])) == (3, 1)
 
 
 def test_an_iterator_gives_as_many_passes_as_it_was_made_for():

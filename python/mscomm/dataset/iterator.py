@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mscomm.dataset import config
@@ -20,12 +20,17 @@ class DatasetIterator:
     dropping the iterator.
     """
 
-    def __init__(self, dataset: Dataset, as_dict: bool, num_epochs: int) -> None:
+    def __init__(self, dataset: Dataset, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
         if isinstance(num_epochs, bool) or not isinstance(num_epochs, int):
             raise TypeError(f"num_epochs is a {type(num_epochs).__name__}; expected an int")
         if num_epochs != -1 and num_epochs < 1:
             raise ValueError(f"num_epochs={num_epochs}; expected 1 or more, or -1 for no end")
+        for name in columns:
+            if name not in dataset.columns:
+                raise ValueError(f"there is no column {name!r}; there are {', '.join(dataset.columns)}")
         self._dataset = dataset
+        self._columns = tuple(columns)
+        self._places = [dataset.columns.index(name) for name in columns]
         self._as_dict = as_dict
         self._left = num_epochs
         self._rows: Prefetch | Generator[Any, None, None] | None = None
@@ -52,7 +57,8 @@ class DatasetIterator:
             raise
         self._batch += 1
         self._dataset.position = (self._epoch, self._batch)
-        return dict(zip(self._dataset.columns, row, strict=True)) if self._as_dict else row
+        chosen = tuple(row[place] for place in self._places)
+        return dict(zip(self._columns, chosen, strict=True)) if self._as_dict else chosen
 
     def _begin(self) -> None:
         seed, self._epoch, self._batch = self._dataset.begin_pass()

@@ -104,27 +104,40 @@ class Dataset(ABC):
 
     # -- iterating -----------------------------------------------------------------------------------------------------
 
-    def create_dict_iterator(self, num_epochs: int = -1, output_numpy: bool = False) -> DatasetIterator:
-        """Rows as {column: array}; see DatasetIterator. Arrays are NumPy's, whatever output_numpy says.
+    def create_dict_iterator(
+        self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
+    ) -> DatasetIterator:
+        """Rows as {column: array}; see DatasetIterator.
+
+        Arrays are NumPy's and nobody else's, whatever output_numpy and do_copy say. TypeError, ValueError for a
+        num_epochs that is no int, or 0, or below -1.
 
         >>> batch = next(data.batch(32).create_dict_iterator())
         >>> batch["image"].shape, batch["label"].shape
         ((32, 32, 32, 3), (32,))
         """
-        del output_numpy
-        return DatasetIterator(self, True, num_epochs)
+        del output_numpy, do_copy
+        return DatasetIterator(self, self.columns, True, num_epochs)
 
-    def create_tuple_iterator(self, num_epochs: int = -1, output_numpy: bool = False) -> DatasetIterator:
-        """Rows as tuples of arrays in the order of get_col_names(); see DatasetIterator.
+    def create_tuple_iterator(
+        self,
+        columns: Sequence[str] | None = None,
+        num_epochs: int = -1,
+        output_numpy: bool = False,
+        do_copy: bool = False,
+    ) -> DatasetIterator:
+        """Rows as tuples of the columns' arrays, all of them in the order of get_col_names() by default.
+
+        As create_dict_iterator otherwise; ValueError for a column that there is not.
 
         >>> image, label = next(data.batch(32).create_tuple_iterator())
         """
-        del output_numpy
-        return DatasetIterator(self, False, num_epochs)
+        del output_numpy, do_copy
+        return DatasetIterator(self, self.columns if columns is None else columns, False, num_epochs)
 
     def __iter__(self) -> DatasetIterator:
         """One pass, as tuples: for image, label in data."""
-        return DatasetIterator(self, False, 1)
+        return DatasetIterator(self, self.columns, False, 1)
 
     def get_dataset_size(self) -> int:
         """How many rows, or batches, a pass has on this rank; with an endless repeat, one round of it.
