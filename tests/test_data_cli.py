@@ -7,7 +7,6 @@ import gzip
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,13 +124,13 @@ def test_what_is_interrupted_leaves_nothing(digits, tmp_path, monkeypatch, error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_at_once_make_one(digits, tmp_path):
-    command = [sys.executable, "-m", "mscomm", "data", "make", "--from", "digits", "--out", str(tmp_path / "out")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert contents(tmp_path / "out") == contents(digits)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_who_comes_second_finds_the_same_or_something_else(digits, tmp_path):
+    for name in ("first", "second", "other"):
+        shutil.copytree(digits, tmp_path / name)
+    (tmp_path / "other" / TEST).write_bytes(bytes(RECORD_BYTES))
+    out = tmp_path / "out"
+    assert [data._put(tmp_path / name, out) for name in ("first", "second", "other")] == [True, False, None]
+    assert contents(out) == contents(digits)
 
 
 @pytest.mark.parametrize(

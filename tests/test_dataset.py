@@ -1,4 +1,4 @@
-"""mscomm.dataset: sources, samplers, steps, operations on images, going on in the middle, threads, and ranks."""
+"""mscomm.dataset: sources, samplers, steps, going on in the middle, and the thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import json
 import os
 import pickle
 import pkgutil
-import re
 import subprocess
 import sys
 import threading
 import time
 import traceback
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import ranks
+from images import numbers, records, write
 
 import mscomm
 import mscomm.dataset as ds
 from mscomm.dataset import cifar10, draws, transforms, vision
-from mscomm.dataset.operation import Operation, RandomOperation
 from mscomm.dataset.sampler import Listed
 
 SEED = 5489
@@ -44,35 +41,10 @@ def settings_as_at_the_start():
     ds.config.set_prefetch_size(2)
 
 
-def records(labels: Any, seed: int = 0) -> np.ndarray:
-    """A file's contents: random images."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (len(labels), 3072), np.uint8)
-    return np.concatenate([np.asarray(labels, np.uint8)[:, None], pixels], axis=1)
-
-
-def write(folder: Path, rows: tuple[int, ...] = (20, 20, 20, 20, 4), test: int = 12) -> Path:
-    """CIFAR-10's files, small."""
-    folder.mkdir(exist_ok=True)
-    for number, (name, count) in enumerate(zip([*cifar10.TRAIN, cifar10.TEST], [*rows, test], strict=True)):
-        records(np.arange(count) % 10, number).tofile(folder / name)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """84 rows for training and 12 for the test."""
     return write(tmp_path_factory.mktemp("data") / "cifar-10-batches-bin")
-
-
-@pytest.fixture
-def data(folder: Path) -> str:
-    """The same for a test on ranks."""
-    return str(folder)
-
-
-@pytest.fixture
-def tmp(tmp_path: Path) -> str:
-    return str(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +56,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with open(folder / name, "wb") as file:
             file.truncate(10_000 * cifar10.RECORD_BYTES)
     return folder
-
-
-def numbers(n: int) -> list[tuple[int]]:
-    """A source with random access: row i is i."""
-    return [(i,) for i in range(n)]
 
 
 def given_by(data: ds.Dataset) -> list[Any]:
@@ -838,309 +805,6 @@ def test_operations_and_maps_draw_for_themselves(folder):
     assert sum(not np.array_equal(a, b) for a, b, _ in twice) > 80
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
-
-
-def image(height: int, width: int, channels: int | None = 3, dtype: Any = np.uint8) -> np.ndarray:
-    shape = (height, width) if channels is None else (height, width, channels)
-    random = np.random.default_rng(height * width)
-    return random.integers(0, 256, shape, dtype) if dtype == np.uint8 else random.random(shape, np.float32) * 255
-
-
-PADDINGS = [0, None, 3, (2, 5), (1, 2, 3, 4)]
-
-
-@pytest.mark.parametrize("padding", PADDINGS, ids=repr)
-@pytest.mark.parametrize("border", vision.Border)
-@pytest.mark.parametrize("channels", [None, 1, 3])
-def test_random_crop_gives_each_window_of_the_padded_image(padding, border, channels):
-    x = image(9, 8, channels)
-    left, top, right, bottom = {0: (0,) * 4, None: (0,) * 4, 3: (3,) * 4, (2, 5): (2, 5, 2, 5)}.get(padding, padding)
-    padded = np.pad(x, [(top, bottom), (left, right), (0, 0)][: x.ndim], mode=border.value)
-    windows = {
-        padded[i : i + 7, j : j + 6].tobytes()
-        for i in range(padded.shape[0] - 7 + 1)
-        for j in range(padded.shape[1] - 6 + 1)
-    }
-    crop = vision.RandomCrop((7, 6), padding, padding_mode=border)
-    came = {crop.apply(x, int(draw)).tobytes() for draw in draws.bits(3, np.arange(len(windows) * 12))}
-    assert came == windows
-
-
-def test_random_crop_fills_and_pads_if_needed():
-    x = np.zeros((2, 4, 3), np.uint8)
-    filled = vision.RandomCrop((6, 8), 2, fill_value=(1, 2, 3))(x)
-    assert filled[0, 0].tolist() == [1, 2, 3] and filled[3, 4].tolist() == [0, 0, 0]
-    assert vision.RandomCrop(5, pad_if_needed=True)(x).shape == (5, 5, 3)
-    with pytest.raises(ValueError, match="2 x 4 pixels after padding, the size is 5 x 5; give more padding"):
-        vision.RandomCrop(5)(x)
-    with pytest.raises(ValueError, match="fill_value has 2 numbers"):
-        vision.RandomCrop(5, 4, fill_value=(1, 2))(x)
-
-
-def test_random_flip_flips_as_often_as_it_says():
-    x = image(4, 5)
-    flip = vision.RandomHorizontalFlip(0.25)
-    came = [flip.apply(x, int(draw)) for draw in draws.bits(5, np.arange(4000))]
-    flipped = sum(np.array_equal(one, x[:, ::-1]) for one in came)
-    assert all(np.array_equal(one, x) or np.array_equal(one, x[:, ::-1]) for one in came)
-    assert abs(flipped / 4000 - 0.25) < 0.035  # 5 standard deviations
-    assert np.array_equal(vision.RandomHorizontalFlip(0)(x), x)
-    assert np.array_equal(vision.RandomHorizontalFlip(1)(x), x[:, ::-1])
-
-
-@pytest.mark.parametrize("operation", [vision.RandomCrop(4, 3), vision.RandomHorizontalFlip()], ids=repr)
-def test_a_random_operation_called_by_itself_draws_anew_each_time(operation):
-    x = image(4, 4)
-    assert len({operation(x).tobytes() for _ in range(40)}) > 1
-
-
-@pytest.mark.parametrize("size", [(64, 48), (20, 24), (11, 50), 40, 16])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("channels", [None, 1, 2, 3])
-def test_resize_is_torchs_with_antialias(size, dtype, channels):
-    torch = pytest.importorskip("torch")
-    x = image(32, 40, channels, dtype)
-    got = vision.Resize(size)(x)
-    want_size = size if isinstance(size, tuple) else (size, size * 40 // 32)
-    assert (got.dtype, got.shape) == (x.dtype, want_size + x.shape[2:])
-    planes = torch.from_numpy(x.astype(np.float64).reshape(32, 40, -1)).permute(2, 0, 1)[None]
-    want = torch.nn.functional.interpolate(planes, want_size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
-    # Pillow rounds uint8 after each of its two passes; its float32 weights are doubles.
-    assert abs(got.reshape(*want_size, -1) - want.numpy()).max() <= (1.01 if dtype == np.uint8 else 1e-4)
-
-
-def test_resize_to_a_larger_size_is_the_same_without_antialias():
-    torch = pytest.importorskip("torch")
-    x = image(32, 32, 3, np.float32)
-    planes = torch.from_numpy(x.astype(np.float64)).permute(2, 0, 1)[None]
-    want = torch.nn.functional.interpolate(planes, (224, 224), mode="bilinear", align_corners=False)[0]
-    assert abs(vision.Resize((224, 224))(x) - want.permute(1, 2, 0).numpy()).max() < 1e-4
-
-
-@pytest.mark.parametrize("inter", vision.Inter)
-def test_resize_is_pillows(inter):
-    from PIL import Image
-
-    x = image(32, 20)
-    want = np.asarray(Image.fromarray(x).resize((15, 50), getattr(Image.Resampling, inter.value)))
-    assert np.array_equal(vision.Resize((50, 15), inter)(x), want)
-    assert vision.Resize((32, 20))(x) is x
-
-
-def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
-        vision.Resize(8)(image(4, 4))
-
-
-def test_resize_takes_no_other_dtype():
-    with pytest.raises(TypeError, match="the image is float64; expected uint8 or float32"):
-        vision.Resize(8)(np.zeros((4, 4)))
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (4, 6, 3), (2, 4, 6, 3)])
-@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32, np.float64])
-def test_rescale_is_a_product_and_a_sum_in_float32(shape, dtype):
-    x = (np.random.default_rng(1).random(shape) * 255).astype(dtype)
-    kept = np.array(x)
-    got = vision.Rescale(1.0 / 255.0, -0.5)(x)
-    want = np.asarray(x, np.float32) * np.float32(1 / 255) + np.float32(-0.5)
-    assert got.dtype == np.float32 and np.array_equal(got, want) and np.array_equal(x, kept)
-
-
-@pytest.mark.parametrize("is_hwc", [True, False])
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_normalize_is_by_channel(is_hwc, batch, dtype):
-    mean, std = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-    x = image(6 * 2, 5, 3, dtype).reshape(*batch, -1, 5, 3)
-    want = (x.astype(np.float64) - mean) / std
-    given_x = x if is_hwc else np.moveaxis(x, -1, -3)
-    got = vision.Normalize(mean, std, is_hwc)(given_x)
-    got = got if is_hwc else np.moveaxis(got, -3, -1)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=3e-7)
-
-
-def test_hwc2chw_moves_the_channels():
-    x = image(4, 5, 3)
-    assert np.array_equal(vision.HWC2CHW()(x), x.transpose(2, 0, 1))
-    assert np.array_equal(vision.HWC2CHW()(x[None]), x.transpose(2, 0, 1)[None])
-
-
-@pytest.mark.parametrize("dtype", [np.int32, "float16", mscomm.float32, bool, np.dtype("u2")], ids=str)
-def test_type_cast_is_astype(dtype):
-    x = np.array([[0, 1.75, 200]])
-    got = transforms.TypeCast(dtype)(x)
-    assert got.dtype == np.dtype(dtype) and np.array_equal(got, x.astype(dtype))
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "kind"),
-    [
-        (vision.RandomCrop, (0,), ValueError),
-        (vision.RandomCrop, ((1, 2, 3),), ValueError),
-        (vision.RandomCrop, (2.5,), TypeError),
-        (vision.RandomCrop, (True,), TypeError),
-        (vision.RandomCrop, (4, -1), ValueError),
-        (vision.RandomCrop, (4, (1, 2, 3)), ValueError),
-        (vision.RandomCrop, (4, 0.5), TypeError),
-        (vision.RandomCrop, (4, 1, 1), TypeError),
-        (vision.RandomCrop, (4, 1, False, 256), ValueError),
-        (vision.RandomCrop, (4, 1, False, 0.5), TypeError),
-        (vision.RandomCrop, (4, 1, False, 0, "edge"), TypeError),
-        (vision.RandomHorizontalFlip, (1.5,), ValueError),
-        (vision.RandomHorizontalFlip, ("0.5",), TypeError),
-        (vision.Resize, (0,), ValueError),
-        (vision.Resize, ("8",), TypeError),
-        (vision.Resize, (8, "BILINEAR"), TypeError),
-        (vision.Rescale, ("1", 0), TypeError),
-        (vision.Rescale, (1, None), TypeError),
-        (vision.Normalize, (0.5, 0.5), TypeError),
-        (vision.Normalize, ((0.5,), ("x",)), TypeError),
-        (vision.Normalize, ((0.5, 0.5), (0.5,)), ValueError),
-        (vision.Normalize, ((0.5,), (0,)), ValueError),
-        (vision.Normalize, ((256,), (1,)), ValueError),
-        (vision.Normalize, ((0.5,), (0.5,), 1), TypeError),
-        (transforms.TypeCast, ("nothing",), TypeError),
-        (transforms.TypeCast, (None,), TypeError),
-    ],
-)
-def test_an_operation_refuses_arguments_that_make_no_sense(make, arguments, kind):
-    with pytest.raises(kind, match=f"{make.__name__}: "):
-        make(*arguments)
-
-
-EXAMPLES = {
-    "RandomCrop": (4,),
-    "RandomHorizontalFlip": (),
-    "Resize": (8,),
-    "Rescale": (2.0, 0.0),
-    "Normalize": ((0.5,) * 3, (0.5,) * 3),
-    "HWC2CHW": (),
-    "TypeCast": (np.int32,),
-}
-OPERATIONS = {
-    name: thing
-    for module in (vision, transforms)
-    for name, thing in vars(module).items()
-    if inspect.isclass(thing) and issubclass(thing, Operation)
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_leaves_its_input_alone_and_says_where_it_failed(name):
-    operation = OPERATIONS[name](*EXAMPLES[name])
-    x = image(6, 7)
-    kept = x.copy()
-    operation(x)
-    assert np.array_equal(x, kept)
-    bad = [(np.array(["text"]),)]
-    with pytest.raises(RuntimeError, match=rf"map of x: {name} on row 0 of the source"):
-        list(ds.GeneratorDataset(bad, "x").map(operation))
-
-
-@pytest.mark.parametrize("module", ["vision", "transforms"])
-def test_the_older_module_paths_have_the_same_names(module):
-    newer, older = (importlib.import_module(f"mscomm.dataset.{module}{end}") for end in ("", ".c_transforms"))
-    public = {name: thing for name, thing in vars(newer).items() if inspect.isclass(thing)}
-    assert public and {name: thing for name, thing in vars(older).items() if inspect.isclass(thing)} == public
-
-
-def test_the_dtypes_are_numpys_under_every_path():
-    from mscomm import dtype as mstype
-    from mscomm.common import dtype as older
-
-    names = [
-        name
-        for name in vars(mstype)
-        if not name.startswith("_") and name not in ("annotations", "Any", "TYPE_CHECKING")
-    ]
-    assert len(names) == 14
-    for name in names:
-        assert getattr(older, name) is getattr(mscomm, name) is getattr(mstype, name) is getattr(np, name)
-    assert older.bfloat16 is mstype.bfloat16 is pytest.importorskip("ml_dtypes").bfloat16
-
-
-# --- the tutorials ----------------------------------------------------------------------------------------------------
-
-TUTORIALS = {
-    "new": (
-        "import mscomm as ms\nimport mscomm.dataset as ds\nimport mscomm.dataset.vision as vision\n"
-        "import mscomm.dataset.transforms as transforms\nfrom mscomm.communication import get_rank, get_group_size\n",
-        "transforms.TypeCast(ms.int32)",
-    ),
-    "gpu": (
-        "from mscomm import dtype as mstype\nimport mscomm.dataset as ds\n"
-        "import mscomm.dataset.transforms.c_transforms as C\nimport mscomm.dataset.vision.c_transforms as vision\n"
-        "from mscomm.communication import get_rank, get_group_size\n",
-        "C.TypeCast(mstype.int32)",
-    ),
-    "ascend": (
-        "import mscomm.common.dtype as mstype\nimport mscomm.dataset as ds\n"
-        "import mscomm.dataset.transforms.c_transforms as C\nimport mscomm.dataset.vision.c_transforms as vision\n"
-        "from mscomm.communication.management import get_rank, get_group_size\n",
-        "C.TypeCast(mstype.int32)",
-    ),
-}
-CREATE_DATASET = '''
-def create_dataset(data_path, repeat_num=1, batch_size=32):
-    """Create training dataset"""
-    resize_height = 224
-    resize_width = 224
-    rescale = 1.0 / 255.0
-    shift = 0.0
-
-    # get rank_id and rank_size
-    rank_size = get_group_size()
-    rank_id = get_rank()
-    data_set = ds.Cifar10Dataset(data_path, num_shards=rank_size, shard_id=rank_id)
-
-    # define map operations
-    random_crop_op = vision.RandomCrop((32, 32), (4, 4, 4, 4))
-    random_horizontal_op = vision.RandomHorizontalFlip()
-    resize_op = vision.Resize((resize_height, resize_width))
-    rescale_op = vision.Rescale(rescale, shift)
-    normalize_op = vision.Normalize((0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023))
-    changeswap_op = vision.HWC2CHW()
-    type_cast_op = TYPE_CAST
-
-    c_trans = [random_crop_op, random_horizontal_op]
-    c_trans += [resize_op, rescale_op, normalize_op, changeswap_op]
-
-    # apply map operations on images
-    data_set = data_set.map(operations=type_cast_op, input_columns="label")
-    data_set = data_set.map(operations=c_trans, input_columns="image")
-
-    # apply shuffle operations
-    data_set = data_set.shuffle(buffer_size=10)
-
-    # apply batch operations
-    data_set = data_set.batch(batch_size=batch_size, drop_remainder=True)
-
-    # apply repeat operations
-    data_set = data_set.repeat(repeat_num)
-
-    return data_set
-'''
-
-
-@pytest.mark.parametrize("name", TUTORIALS)
-@ranks(2)
-def test_the_tutorials_run_with_their_import_lines_changed(rank, name, data):
-    imports, type_cast = TUTORIALS[name]
-    names: dict[str, Any] = {}
-    exec(imports + CREATE_DATASET.replace("TYPE_CAST", type_cast), names)  # noqa: S102
-    data_set = names["create_dataset"](data)
-    assert data_set.get_dataset_size() == 1  # 96 rows, 2 ranks, 32 a batch
-    ((image, label),) = list(data_set)
-    assert (image.shape, image.dtype) == ((32, 3, 224, 224), np.float32)
-    assert (label.shape, label.dtype) == ((32,), np.int32)
-    hashes = mscomm.all_gather_object([zlib.crc32(one) for one in image])
-    assert not set(hashes[0]) & set(hashes[1])
-
-
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 
@@ -1324,100 +988,6 @@ def test_the_examples_in_the_docstrings_are_true(name, full, tmp_path, monkeypat
         ds.config.set_seed(SEED)
 
 
-@pytest.mark.parametrize("name", ["Cifar10Dataset", "GeneratorDataset", "DistributedSampler", *OPERATIONS])
+@pytest.mark.parametrize("name", ["Cifar10Dataset", "GeneratorDataset", "DistributedSampler"])
 def test_every_public_class_has_an_example(name):
-    thing = getattr(ds, name, None) or OPERATIONS[name]
-    assert ">>>" in inspect.getdoc(thing)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def one_folder_each(folder: Path, rank: int) -> Path:
-    """A folder for this rank; all are alike."""
-    return write(folder / f"of_{rank}")
-
-
-def refused(data: ds.Dataset) -> str:
-    with pytest.raises(ValueError) as raised:
-        next(iter(data))
-    return str(raised.value)
-
-
-@ranks(3)
-def test_ranks_with_the_same_files_in_different_places_agree(rank, tmp):
-    mine = one_folder_each(Path(tmp), rank)
-    data = ds.Cifar10Dataset(mine, num_shards=3, shard_id=rank).batch(4)
-    shards = mscomm.all_gather_object([image.tobytes() for batch in data for image in batch[0]])
-    assert len(set(itertools.chain(*shards))) == 96
-    assert len(list(data)) == 8  # the second pass compares nothing
-
-
-@ranks(3)
-def test_every_rank_says_which_file_differs(rank, tmp):
-    mine = one_folder_each(Path(tmp), rank)
-    if rank == 1:
-        with open(mine / "data_batch_4.bin", "r+b") as file:
-            file.seek(5000)
-            file.write(b"\xff\x00\xff")
-    told = refused(ds.Cifar10Dataset(mine, num_shards=3, shard_id=rank))
-    assert "Cifar10Dataset: the ranks would not train on the same data; they differ in files." in told
-    assert re.search(r"ranks 0, 2 \(.*of_0 on .*\): files with the hash \w+\n  rank 1 \(.*of_1 on ", told)
-    assert "Not the same everywhere: data_batch_4.bin." in told and "Give every rank the same files." in told
-    assert mscomm.all_reduce(np.ones(1)) == 3  # the group lives
-
-
-@ranks(2)
-def test_every_rank_says_who_has_how_many_rows(rank, tmp):
-    mine = one_folder_each(Path(tmp), rank)
-    if rank == 1:
-        (mine / "data_batch_5.bin").unlink()
-    told = refused(ds.Cifar10Dataset(mine, num_shards=2, shard_id=rank))
-    assert "they differ in rows and files" in told
-    assert "rank 0" in told and "rows 96" in told and "rank 1" in told and "rows 92" in told
-    assert "Not the same everywhere: data_batch_5.bin." in told
-
-
-@ranks(2)
-def test_what_one_rank_cannot_read_is_raised_on_all(rank, tmp):
-    mine = one_folder_each(Path(tmp), rank)
-    if rank == 0:
-        records([99]).tofile(mine / "test_batch.bin")
-    told = refused(ds.Cifar10Dataset(mine, num_shards=2, shard_id=rank))
-    assert "record 0 has the label 99" in told
-    assert ("another rank cannot read its data. rank 0" in told) == (rank == 1)
-
-
-@ranks(2)
-def test_seeds_and_places_that_differ_are_told(rank):
-    ds.config.set_seed(5 + rank)
-    told = refused(ds.GeneratorDataset(numbers(10), "x", num_shards=2, shard_id=rank))
-    assert "differ in seed" in told and "rank 0 (list on " in told and "seed 5" in told and "seed 6" in told
-    ds.config.set_seed(1)
-    data = ds.GeneratorDataset(numbers(10), "x", num_shards=2, shard_id=rank)
-    data.load_state_dict({**data.state_dict(), "batch": rank})
-    assert "position [0, 0]" in refused(data)
-    data = ds.GeneratorDataset(numbers(10), "x", num_shards=2, shard_id=rank).batch(2 + rank)
-    assert "Build the same pipeline on every rank." in refused(data)
-
-
-@ranks(2)
-def test_a_dataset_that_is_not_shared_is_not_compared(rank):
-    if rank == 1:  # alone: with a comparison it would wait
-        assert len(list(ds.GeneratorDataset(numbers(10), "x"))) == 10
-        assert len(list(ds.GeneratorDataset(numbers(10), "x", num_shards=4, shard_id=3))) == 3
-
-
-@ranks(2)
-def test_a_state_that_was_loaded_is_compared_again(rank):
-    data = ds.GeneratorDataset(numbers(10), "x", num_shards=2, shard_id=rank)
-    want = [row[0].item() for _ in range(2) for row in data]
-    data.load_state_dict({**data.state_dict(), "epoch": 0, "batch": 0})
-    assert [row[0].item() for _ in range(2) for row in data] == want
-    if rank == 1:
-        ds.config.set_seed(3)
-    data.load_state_dict({**data.state_dict(), "seed": rank})
-    assert "seed 0" in refused(data)
-
-
-assert all(issubclass(OPERATIONS[name], RandomOperation) for name in OPERATIONS if name.startswith("Random"))
+    assert ">>>" in inspect.getdoc(getattr(ds, name))
