@@ -525,6 +525,15 @@ def test_batches_are_in_c_order_and_writable(folder):
     assert image.flags.c_contiguous and image.flags.writeable and label.flags.writeable
 
 
+@pytest.mark.parametrize(
+    "operation", [vision.RandomHorizontalFlip(1.0), vision.HWC2CHW(), vision.RandomCrop(8)], ids=repr
+)
+def test_rows_are_in_c_order_with_and_without_batch(folder, operation):
+    data = ds.Cifar10Dataset(folder)
+    for changed in (data.map(operation, "image"), data.batch(4).map(vision.HWC2CHW(), "image")):
+        assert next(iter(changed))[0].flags.c_contiguous
+
+
 def test_rows_that_do_not_fit_in_a_batch_are_named():
     data = ds.GeneratorDataset([(np.zeros(2),), (np.zeros(3),)], "x", shuffle=False).batch(2)
     with pytest.raises(
@@ -603,6 +612,13 @@ def test_what_an_operation_raises_comes_with_its_name_the_row_and_the_place(ahea
     assert data.state_dict()["batch"] == 2
     with pytest.raises(StopIteration):
         next(rows)
+
+
+def test_what_an_operation_on_batches_raises_names_the_batch():
+    with pytest.raises(
+        RuntimeError, match="<lambda> on the batch that begins with row 4 of the source: ZeroDivisionError"
+    ):
+        list(ordered(6).batch(2).map(lambda x: 1 // int(x[0] != 4)))
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -891,15 +907,21 @@ def test_a_generator_that_is_left_is_closed(no_thread_before):
 
 
 def test_no_more_is_made_ahead_than_there_is_room():
-    source = Rows(100)
-    rows = iter(ds.GeneratorDataset(source, ["x", "y"], shuffle=False))
-    next(rows)
-    until = time.monotonic() + 10
-    while len(source.read) < 4 and time.monotonic() < until:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    assert source.read == [0, 1, 2, 3]  # one taken, two in the queue, one that waits for room
-    rows.close()
+    taken = 0
+    ahead = []
+
+    class Counted(Rows):
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            ahead.append(len(self.read) - taken)
+            return super().__getitem__(index)
+
+    rows = iter(ds.GeneratorDataset(Counted(50), ["x", "y"], shuffle=False))
+    for taken, _ in enumerate(rows, 1):
+        until = time.monotonic() + 10
+        while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
+            time.sleep(0.0005)
+    # Two in the queue and one that waits for room, when another is read; `taken` may be one behind.
+    assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 
 def test_without_prefetching_there_is_no_thread(no_thread_before):

@@ -98,7 +98,7 @@ class Cifar10Dataset(Source):
 
     def _open(self) -> None:
         files: list[int] = []
-        weakref.finalize(self, _close, files)
+        weakref.finalize(self, _close, files).atexit = False  # the thread may still read
         for name in self._names:
             files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
         self._files = files

@@ -85,6 +85,8 @@ def _rows(dataset: Dataset, seed: int, epoch: int, skip: int) -> Generator[Any, 
     try:
         for number, ticket in enumerate(tickets):
             if number >= skip:
-                yield dataset.load(seed, [ticket])[0]
+                (row,) = dataset.load(seed, [ticket])
+                # In C order: some operations give views with negative strides, which torch.from_numpy refuses.
+                yield tuple(array if array.flags.c_contiguous else array.copy() for array in row)
     finally:
         tickets.close()  # type: ignore[attr-defined]

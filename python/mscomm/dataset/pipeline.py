@@ -109,7 +109,7 @@ class Dataset(ABC):
     ) -> DatasetIterator:
         """Rows as {column: array}; see DatasetIterator.
 
-        Arrays are NumPy's and nobody else's, whatever output_numpy and do_copy say. TypeError, ValueError for a
+        Arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError, ValueError for a
         num_epochs that is no int, or 0, or below -1.
 
         >>> batch = next(data.batch(32).create_dict_iterator())
@@ -341,7 +341,9 @@ class _Map(_Step):
         operation = self._operations[number]
         name = repr(operation) if isinstance(operation, Operation) else getattr(operation, "__name__", repr(operation))
         of_all = f" ({number + 1} of {len(self._operations)})" if len(self._operations) > 1 else ""
-        return f"map of {', '.join(self._inputs)}: {name}{of_all} on row {ticket.sample} of the source: {what}"
+        batch = isinstance(ticket.held, list) and any(isinstance(part, Ticket) for part in ticket.held)
+        where = f"the batch that begins with row {ticket.sample}" if batch else f"row {ticket.sample}"
+        return f"map of {', '.join(self._inputs)}: {name}{of_all} on {where} of the source: {what}"
 
 
 class _Shuffle(_Step):
