@@ -173,6 +173,15 @@ def test_a_label_above_9_is_named_before_the_first_batch(tmp_path, record):
         next(iter(data))
 
 
+def test_a_file_system_that_gives_a_little_at_a_time_is_read_all_the_same(tmp_path, monkeypatch):
+    write(tmp_path)
+    whole = list(ds.Cifar10Dataset(tmp_path, shuffle=False))
+    os.utime(tmp_path / "data_batch_1.bin", (1, 1))  # else it is known already
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:1000]], at))
+    assert same(list(ds.Cifar10Dataset(tmp_path, shuffle=False)), whole)
+
+
 def test_fewer_files_for_training_are_read_if_none_is_missing_between(tmp_path):
     write(tmp_path)
     for name in cifar10.TRAIN[2:]:
@@ -815,7 +824,19 @@ def test_what_happens_to_a_sample_does_not_depend_on_who_reads_it(folder):
     assert together == alone
 
 
-def test_operations_and_maps_draw_for_themselves(folder):
+def test_a_sample_is_changed_in_another_way_in_each_pass(folder):
+    data = ds.Cifar10Dataset(folder, shuffle=False).map(vision.RandomCrop(32, 4), "image")
+    assert sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(list(data), list(data), strict=True)) > 80
+
+
+def test_the_operations_of_a_map_draw_for_themselves(folder):
+    plain = ds.Cifar10Dataset(folder, shuffle=False)
+    twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
+    flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
+    assert 24 < flipped < 72  # 48, 5 standard deviations; 0 if both drew the same
+
+
+def test_maps_draw_for_themselves(folder):
     data = ds.Cifar10Dataset(folder, shuffle=False).map(lambda image: (image, image), "image", ["a", "b"])
     twice = data.map(vision.RandomCrop(32, 4), "a").map(vision.RandomCrop(32, 4), "b")
     assert sum(not np.array_equal(a, b) for a, b, _ in twice) > 80
@@ -941,7 +962,8 @@ def run(program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("kept", ["rows", "None"])
 def test_a_process_ends_well_in_the_middle_of_a_pass(kept):
     program = f"""
-import itertools
+import atexit, itertools, threading
+atexit.register(lambda: print(threading.active_count()))  # is called after those of mscomm
 import mscomm.dataset as ds
 rows = iter(ds.GeneratorDataset(lambda: itertools.repeat((1,)), "x").map(lambda x: x).batch(7))
 next(rows)
@@ -949,17 +971,26 @@ kept = {kept}
 print("end")
 """
     done = run(program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n1\n", "")
 
 
 def test_a_forked_child_is_told_and_makes_its_own():
     program = """
-import os, sys, gc, warnings
+import os, sys, gc, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 import mscomm.dataset as ds
 rows = iter(ds.GeneratorDataset([(i,) for i in range(1000)], "x", shuffle=False))
 next(rows)
+held, forked = threading.Event(), threading.Event()
+def hold():  # the fork finds the lock in the hands of a thread that the child has not
+    with rows._rows._queue.news:
+        held.set()
+        forked.wait()
+threading.Thread(target=hold).start()
+held.wait()
 child = os.fork()
+if child:
+    forked.set()
 if child == 0:
     try:
         next(rows)

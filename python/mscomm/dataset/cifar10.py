@@ -113,7 +113,7 @@ class Cifar10Dataset(Source):
             which = int(np.searchsorted(self._ends, ticket.sample, side="right"))
             place = ticket.sample - (int(self._ends[which - 1]) if which else 0)
             # Not by a map of the file: where that is cut short by somebody, it kills the process.
-            if os.preadv(self._files[which], [record.data], place * RECORD_BYTES) != RECORD_BYTES:
+            if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
                 raise ValueError(f"{self._folder / self._names[which]}: record {place} is gone; the file was cut short")
         planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
         images = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
@@ -192,6 +192,14 @@ def _records(path: Path) -> int:
     return size // RECORD_BYTES
 
 
+def _read(fd: int, into: memoryview, at: int) -> int:
+    """How many bytes came; fewer than there is room for only at the end of the file."""
+    got = 0
+    while got < len(into) and (more := os.preadv(fd, [into[got:]], at + got)):
+        got += more
+    return got
+
+
 class _Seen(NamedTuple):
     path: str
     size: int
@@ -209,13 +217,12 @@ def _digest(path: Path, fd: int) -> str:
         hashed = blake2b(digest_size=16)
         piece = bytearray(_PIECE * RECORD_BYTES)
         at = 0
-        while got := os.preadv(fd, [piece], at):
+        while got := _read(fd, memoryview(piece), at):
             hashed.update(memoryview(piece)[:got])
-            # Where a record begins in this piece: reading may stop anywhere.
-            labels = np.frombuffer(piece, np.uint8, got)[-at % RECORD_BYTES :: RECORD_BYTES]
+            labels = np.frombuffer(piece, np.uint8, got)[::RECORD_BYTES]
             wrong = np.flatnonzero(labels >= CLASSES)
             if len(wrong):
-                record = -(-at // RECORD_BYTES) + int(wrong[0])
+                record = at // RECORD_BYTES + int(wrong[0])
                 raise ValueError(
                     f"Cifar10Dataset: {path}: record {record} has the label {labels[wrong[0]]}; expected 0 to"
                     f" {CLASSES - 1}: the file is damaged, or of another format. {_GET_IT}"
