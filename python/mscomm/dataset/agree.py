@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from hashlib import blake2b
 from typing import Any
 
 from mscomm import groups, objects
@@ -75,8 +76,6 @@ def _entry(file: list[Any]) -> tuple[str, tuple[Any, ...]]:
 
 def _short(name: str, value: Any) -> str:
     if name == "files" and value:
-        from hashlib import blake2b
-
         whole = blake2b(repr(value).encode(), digest_size=6).hexdigest()
         return f"with the hash {whole}"
     return str(value)
