@@ -976,7 +976,7 @@ print("end")
 
 def test_a_forked_child_is_told_and_makes_its_own():
     program = """
-import os, sys, gc, threading, warnings
+import os, sys, gc, signal, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 import mscomm.dataset as ds
 rows = iter(ds.GeneratorDataset([(i,) for i in range(1000)], "x", shuffle=False))
@@ -992,6 +992,7 @@ child = os.fork()
 if child:
     forked.set()
 if child == 0:
+    signal.alarm(30)  # it must not outlive a failure of this test
     try:
         next(rows)
     except RuntimeError as error:
