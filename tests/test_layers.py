@@ -39,6 +39,7 @@ UPPER = BELOW | {"arrays", "group", "groups", "collectives", "messages", "contex
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }
+PYTHON_SEES["train"].add("objects")
 PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
