@@ -41,6 +41,7 @@ UPPER = BELOW | {"arrays", "group", "groups", "collectives", "messages", "contex
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }
+PYTHON_SEES["train"].add("objects")
 PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
 PYTHON_SEES["dataset"] |= {"dtype", "objects"}  # the ranks tell each other what they have read
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import _core
-from mscomm.arrays import library
+from mscomm.arrays import library, memory
 from mscomm.arrays import numpy as host
 from mscomm.arrays.numpy import dtype_code
 from mscomm.errors import Mismatch
@@ -515,7 +515,7 @@ def _scatter(
         code, dims, *extents = told.tolist()
         shape = tuple(extents[:dims])
         nothing = np.empty(0, host.dtype_of(code))
-        model = given or _Given(host, nothing, nothing, shape, code)
+        model = given or _Given(host, nothing, nothing, nothing, shape, code)
         if (model.code, model.shape) != (code, shape):
             mine, theirs = (f"{_core.dtypes()[c]}{list(s)}" for c, s in ((model.code, model.shape), (code, shape)))
             raise Mismatch(f"{function}: x is {mine} on rank {group.ranks[group.rank]}, and {theirs} at the root")
@@ -575,7 +575,10 @@ def all_reduce_many(
         _result("all_reduce_many", one, y, one.shape, 0, f"out[{i}]")
         for i, (one, y) in enumerate(zip(given, out, strict=True))
     ]
-    _check_apart([one.x for one in given], out)
+    _check_apart(
+        [one.memory for one in given],
+        [None if y is None else memory(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
+    )
     digest, parts = _fused(tuple((one.code, one.shape) for one in given))
     calls = [_FusedCall([given[i].source for i in part], [targets[i][0] for i in part]) for part in parts]
     seconds = group.seconds(timeout)
@@ -627,32 +630,32 @@ class _FusedCall:
         if len(self._sources) == 1:
             return self._sources[0], self._targets[0]
         try:
-            memory = group.buckets.pop()
+            room = group.buckets.pop()
         except IndexError:
-            memory = shared_empty((BUCKET_BYTES,), np.dtype(np.uint8))
+            room = shared_empty((BUCKET_BYTES,), np.dtype(np.uint8))
         dtype = self._sources[0].dtype
         filled = sum(source.nbytes for source in self._sources)
         if filled > PAGE_BYTES:
             filled = -(-filled // PAGE_BYTES) * PAGE_BYTES
-        bucket = memory[:filled].view(dtype)
+        bucket = room[:filled].view(dtype)
         at = 0
         for source in self._sources:
             bucket[at : at + source.size] = source.reshape(-1)
             at += source.size
-        self._bucket = memory, bucket
+        self._bucket = room, bucket
         return bucket, bucket
 
     def spread(self, group: Group) -> None:
         """The results to where they belong, once; the bucket can be filled again then."""
         if self._bucket is None:
             return
-        memory, bucket = self._bucket
+        room, bucket = self._bucket
         self._bucket = None
         at = 0
         for target in self._targets:
             target.reshape(-1)[...] = bucket[at : at + target.size]
             at += target.size
-        group.buckets.append(memory)
+        group.buckets.append(room)
 
 
 @functools.lru_cache(64)
@@ -710,24 +713,25 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
 
 class _Given(NamedTuple):
-    """An array that was given: its library, itself, what the core reads, its shape, the core's number of its dtype."""
+    """An array that was given: its library, itself, its memory, what the core reads, its shape, its dtype's number."""
 
     arrays: ModuleType
     x: Any
+    memory: np.ndarray[Any, Any]
     source: np.ndarray[Any, Any]
     shape: tuple[int, ...]
     code: int
 
 
 def _given(function: str, x: Any, argument: str = "x") -> _Given:
-    arrays = library(x, argument, function)
-    if len(x.shape) > _core.max_dims:
+    there = memory(x, argument, function)
+    if there.ndim > _core.max_dims:
         raise ValueError(
-            f"{function}: {argument} has {len(x.shape)} dimensions, arrays have at most {_core.max_dims} dimensions;"
+            f"{function}: {argument} has {there.ndim} dimensions, arrays have at most {_core.max_dims} dimensions;"
             " reshape this one"
         )
-    source = arrays.view(x)
-    return _Given(arrays, x, source, tuple(x.shape), dtype_code(source.dtype))
+    arrays = library(x, argument, function)
+    return _Given(arrays, x, there, host.readable(there), there.shape, dtype_code(there.dtype))
 
 
 def _with_counts(rows: Callable[[], Any], counts: list[int]) -> tuple[Any, list[int]]:
@@ -746,10 +750,8 @@ def _result(
     place: the element of the longer of x and out at which the other one may begin, for work in place; None: nowhere.
     """
     if out is None:
-        out = given.arrays.like(given.x, shape)
-    else:
-        _check_out(function, given, out, shape, place, argument)
-    target, finish = given.arrays.into(out)
+        return given.arrays.new(given.x, shape)  # type: ignore[no-any-return]
+    target, finish = host.writable(_check_out(function, given, out, shape, place, argument))
 
     def result() -> Any:
         if finish:
@@ -772,22 +774,22 @@ def _late_result(
 
 def _check_out(
     function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
-) -> None:
-    """Whether the result can be written to out."""
-    x = given.x
-    library(out, argument, function)
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"{function}: {argument} has shape {tuple(out.shape)}, the result has {tuple(shape)}")
-    if out.dtype != x.dtype:
-        raise TypeError(f"{function}: {argument} has dtype {out.dtype}, x has {x.dtype}")
-    if not out.flags.writeable:
+) -> np.ndarray[Any, Any]:
+    """The memory of out, after checking that the result can be written to it."""
+    x, y = given.memory, memory(out, argument, function)
+    if y.shape != tuple(shape):
+        raise ValueError(f"{function}: {argument} has shape {y.shape}, the result has {tuple(shape)}")
+    if y.dtype != x.dtype:
+        raise TypeError(f"{function}: {argument} has dtype {y.dtype}, x has {x.dtype}")
+    if not y.flags.writeable:
         raise TypeError(f"{function}: {argument} is read-only")
-    if out is x and place == 0:
-        return
-    if np.may_share_memory(x, out) and np.shares_memory(x, out) and not _in_place(x, out, place):
+    if out is given.x and place == 0:
+        return y
+    if np.may_share_memory(x, y) and np.shares_memory(x, y) and not _in_place(x, y, place):
         raise ValueError(
             f"{function}: x and {argument} overlap, but not as work in place does; give {argument} memory of its own"
         )
+    return y
 
 
 def _in_place(x: Any, out: Any, place: int | None) -> bool:
@@ -821,8 +823,8 @@ def _check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
     for span in spans:
         begin, _, name, i, array = span
         open_spans = [one for one in open_spans if one[1] > begin]
-        for _, _, other, k, memory in open_spans:
-            if i != k and (name[0] == "o" or other[0] == "o") and np.shares_memory(array, memory):
+        for _, _, other, k, owner in open_spans:
+            if i != k and (name[0] == "o" or other[0] == "o") and np.shares_memory(array, owner):
                 raise ValueError(f"all_reduce_many: {name} and {other} share memory; each array must have its own")
         open_spans.append(span)
 

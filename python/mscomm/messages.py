@@ -14,8 +14,8 @@ import operator
 from datetime import timedelta
 from typing import Any
 
-from mscomm.arrays import library
-from mscomm.arrays.numpy import dtype_code
+from mscomm.arrays import memory
+from mscomm.arrays.numpy import dtype_code, readable, writable
 from mscomm.groups import Group, resolve
 
 Timeout = float | timedelta | None
@@ -56,7 +56,7 @@ def send(
     [0. 1. 2.]
     """
     group = resolve(group)
-    source = library(x, "x", "send").view(x)
+    source = readable(memory(x, "x", "send"))
     code, dst, tag = dtype_code(source.dtype), _checked_rank("send", "dst", dst, group), _checked_tag("send", tag)
     seconds = group.seconds(timeout)
     if not async_op:
@@ -94,11 +94,11 @@ def recv(
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
     group = resolve(group)
-    arrays = library(out, "out", "recv")
-    if not out.flags.writeable:
+    there = memory(out, "out", "recv")
+    if not there.flags.writeable:
         raise TypeError("recv: out is read-only")
-    code, src, tag = dtype_code(out.dtype), _checked_rank("recv", "src", src, group), _checked_tag("recv", tag)
-    target, finish = arrays.into(out)
+    code, src, tag = dtype_code(there.dtype), _checked_rank("recv", "src", src, group), _checked_tag("recv", tag)
+    target, finish = writable(there)
     seconds = group.seconds(timeout)
 
     def result() -> Any:

@@ -1,8 +1,13 @@
 """Array libraries: one module each, found by the name of the module that an array's type comes from.
 
-A library module has `view(x)` -> a C-contiguous numpy.ndarray over x's memory (a copy only if x is strided),
-`into(out)` -> the array to write to and a function to call afterwards, and `like(x, shape)` -> a new array of x's
-type, dtype and device.
+A library module has
+
+* `is_array(x)`: whether mscomm takes it;
+* `memory(x)` -> a numpy.ndarray over x's memory, of any strides, read-only where x cannot be written; TypeError if
+  there is none, as for a tensor on a device that this backend does not reach, with words that follow "x";
+* `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and the function that makes the
+  result of it when it is filled;
+* `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory.
 """
 
 from __future__ import annotations
@@ -11,7 +16,10 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = ("numpy",)
+import numpy as np
+
+# The top-level package of an array's type, and the module here.
+LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mindspore": "mindspore"}
 
 _found: dict[type, ModuleType] = {}
 
@@ -23,12 +31,22 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
     except KeyError:
         pass
     for kind in type(x).__mro__:
-        name = kind.__module__.partition(".")[0]
-        if name in LIBRARIES:
+        name = LIBRARIES.get(kind.__module__.partition(".")[0])
+        if name is not None:
             module = importlib.import_module(f"mscomm.arrays.{name}")
             if module.is_array(x):
                 return _found.setdefault(type(x), module)
+    known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(
         f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"
-        f" (known libraries: {', '.join(LIBRARIES)})"
+        f" (known libraries: {known})"
     )
+
+
+def memory(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
+    """The memory of x; TypeError, naming the function and its argument, if x is no array or cannot be reached."""
+    arrays = library(x, argument, function)
+    try:
+        return arrays.memory(x)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument} {error}") from None

@@ -49,18 +49,27 @@ def dtype_of(code: int) -> np.dtype[Any]:
     return bfloat16
 
 
-def view(x: Array) -> Array:
+def memory(x: Array) -> Array:
+    return x
+
+
+def new(x: Array, shape: tuple[int, ...]) -> tuple[Array, Callable[[], Array]]:
+    made = np.empty(shape, x.dtype)
+    return made, lambda: made
+
+
+def over(memory: Array) -> Array:
+    return memory
+
+
+def readable(x: Array) -> Array:
     """x itself, or a copy in C order where x is strided or unaligned."""
     return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
 
 
-def into(out: Array) -> tuple[Array, Callable[[], None] | None]:
+def writable(out: Array) -> tuple[Array, Callable[[], None] | None]:
     """Where to write the result for out, and what to do afterwards (None: out itself is written)."""
     if out.flags.carray:
         return out, None
     result = np.empty(out.shape, out.dtype)
     return result, lambda: np.copyto(out, result)
-
-
-def like(x: Array, shape: tuple[int, ...]) -> Array:
-    return np.empty(shape, x.dtype)

@@ -65,9 +65,9 @@ def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int
 
 def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
     """mscomm.recv from rank src of the world, into a new array of the shape and dtype that tensor has."""
-    out = library(tensor, "tensor", "recv").like(tensor, tensor.shape)
-    messages.recv(out, _rank_in(group, "recv", "src", src), tag, group=group)
-    return out
+    target, result = library(tensor, "tensor", "recv").new(tensor, tuple(tensor.shape))
+    messages.recv(target, _rank_in(group, "recv", "src", src), tag, group=group)
+    return result()
 
 
 def _rank_in(group: Group | str | None, function: str, argument: str, world_rank: Any) -> int:

@@ -1,0 +1,34 @@
+"""JAX arrays on the CPU. They cannot be written: results are new arrays, over the memory that the core filled.
+
+For use outside jit: inside it the order of calls is the compiler's, which is another one on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def memory(x: jax.Array) -> np.ndarray[Any, Any]:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("is traced by jax.jit or a transformation; call mscomm outside of it, on its result")
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; use jax.random.key_data(x)")
+    if not x.is_fully_addressable:
+        raise TypeError("is an array of which this process has a part alone; give it x.addressable_data(0)")
+    there = np.asarray(x)  # waits until it has been computed; on the CPU no copy
+    there.flags.writeable = False
+    return there
+
+
+def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
+    filled = np.empty(shape, x.dtype)
+    where = x.sharding if shape == x.shape else next(iter(x.devices()))
+    return filled, lambda: jax.device_put(filled, where)

@@ -1,0 +1,32 @@
+"""MindSpore tensors on the CPU, in PyNative mode: `asnumpy()` is a view of their memory, which writes reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+import numpy as np
+
+from mscomm.arrays.numpy import DTYPES, dtype_of
+
+_BFLOAT16 = DTYPES.index("bfloat16")
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, mindspore.Tensor)
+
+
+def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
+    there: np.ndarray[Any, Any] = x.asnumpy()
+    # MindSpore has a bfloat16 dtype of its own for NumPy.
+    return there.view(dtype_of(_BFLOAT16)) if there.dtype.name == "bfloat16" else there
+
+
+def new(x: mindspore.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], mindspore.Tensor]]:
+    filled = np.empty(shape, memory(x).dtype)
+    return filled, lambda: over(filled)
+
+
+def over(memory: np.ndarray[Any, Any]) -> mindspore.Tensor:
+    return mindspore.Tensor.from_numpy(memory)

@@ -1,0 +1,46 @@
+"""PyTorch tensors on the CPU. Their memory is used as it is; results are tensors that need no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mscomm.arrays.numpy import DTYPES, dtype_of
+
+_BFLOAT16 = DTYPES.index("bfloat16")
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    if x.device.type != "cpu":
+        raise TypeError(f"is on {x.device}; this release moves tensors of the CPU alone: use x.cpu()")
+    if x.layout is not torch.strided:
+        raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
+    if x.is_conj() or x.is_neg():  # what lies in memory are other numbers
+        resolved: np.ndarray[Any, Any] = x.detach().resolve_conj().resolve_neg().numpy()
+        resolved.flags.writeable = False
+        return resolved
+    x = x.detach()
+    if x.dtype is torch.bfloat16:  # which NumPy has not of itself
+        return x.view(torch.int16).numpy().view(dtype_of(_BFLOAT16))  # type: ignore[no-any-return]
+    try:
+        return x.numpy()  # type: ignore[no-any-return]
+    except TypeError:
+        raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}") from None
+
+
+def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], torch.Tensor]]:
+    made = torch.empty(shape, dtype=x.dtype)
+    return memory(made), lambda: made
+
+
+def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
+    if memory.dtype.name == "bfloat16":
+        return torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(memory)

@@ -1,0 +1,153 @@
+"""Tensors and arrays of PyTorch, JAX and MindSpore in every function, as far as the libraries are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from functions import FUNCTIONS, How
+from ranks import ranks
+
+import mscomm
+from mscomm import _core
+from mscomm.arrays import LIBRARIES
+
+N = 3
+HOW = How("sum", 1, [[2] * N] * N)
+
+
+class Library(NamedTuple):
+    made: Callable[[np.ndarray[Any, Any]], Any]  # an array of the library with these values
+    is_one: Callable[[Any], bool]
+    dtypes: list[str]
+    writable: bool = True
+
+
+def torch() -> Library:
+    import torch
+
+    known = [name for name in _core.dtypes() if hasattr(torch, name)]
+
+    def made(x: np.ndarray[Any, Any]) -> torch.Tensor:
+        if x.dtype.name == "bfloat16":
+            return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(x.copy())
+
+    return Library(made, lambda x: isinstance(x, torch.Tensor), known)
+
+
+def jax() -> Library:
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    return Library(jax.numpy.asarray, lambda x: isinstance(x, jax.Array), list(_core.dtypes()), writable=False)
+
+
+def mindspore() -> Library:
+    import mindspore
+
+    known = [name for name in _core.dtypes() if name not in ("uint16", "uint32", "uint64")]
+    return Library(lambda x: mindspore.Tensor(x.copy()), lambda x: isinstance(x, mindspore.Tensor), known)
+
+
+def numpy() -> Library:
+    return Library(np.array, lambda x: isinstance(x, np.ndarray), list(_core.dtypes()))
+
+
+MADE = {"numpy": numpy, "torch": torch, "jax": jax, "mindspore": mindspore}
+each_library = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not here"))
+        for name in dict.fromkeys(LIBRARIES.values())
+    ],
+)
+
+
+def values(dtype: str, rank: int) -> np.ndarray[Any, Any]:
+    numbers = np.arange(2 * N * 5).reshape(2 * N, 5) + rank
+    return (numbers % 2 == 1) if dtype == "bool" else numbers.astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def test_every_library_is_here():
+    assert set(MADE) == set(LIBRARIES.values())
+
+
+@each_library
+@ranks(N)
+def test_every_function_takes_and_gives_its_arrays(rank, group, name):
+    library = MADE[name]()
+    for dtype in library.dtypes:
+        inputs = [values(dtype, r) for r in range(N)]
+        for function, row in FUNCTIONS.items():
+            if row.has_op and not _core.supports(_core.dtypes().index(dtype), _core.ops.index("sum")):
+                continue
+            mine = [x[: row.given(HOW, r)] for r, x in enumerate(inputs)]
+            expected = row.model(HOW, mine, rank, None)
+            got = row.call(library.made(mine[rank]), HOW, rank)
+            got = got[0] if isinstance(got, tuple) and row.counts else got
+            if expected is None:
+                assert got is None, (function, dtype)
+                continue
+            assert library.is_one(got), (function, dtype, type(got))
+            there = mscomm.arrays.memory(got, "got", function)
+            assert there.dtype == expected.dtype and there.shape == expected.shape, (function, dtype)
+            assert (there == expected).all(), (function, dtype)
+
+
+@each_library
+@ranks(2)
+def test_what_can_be_written_is_written_in_place(rank, group, name):
+    library = MADE[name]()
+    x = library.made(np.full((3, 2), rank + 1, np.float32))
+    if library.writable:
+        assert mscomm.all_reduce_(x) is x
+        assert mscomm.broadcast(library.made(np.ones((3, 2), np.float32)), out=x) is x
+        assert (mscomm.arrays.memory(x, "x", "test") == 1).all()
+    else:
+        with pytest.raises(TypeError, match="all_reduce: out is read-only"):
+            mscomm.all_reduce_(x)
+    sums = mscomm.all_reduce_many([library.made(np.ones(2)), np.ones(1, np.float32)])
+    assert library.is_one(sums[0]) and isinstance(sums[1], np.ndarray)
+    mscomm.send(library.made(np.full(2, rank)), 1 - rank) if rank == 0 else None
+    if rank == 1:
+        got = mscomm.recv(np.empty(2, np.int64), 0)
+        assert (got == 0).all()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@ranks(2)
+def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
+    import torch
+
+    for x, words in (
+        (torch.ones(3, device="meta"), "all_reduce: x is on meta; .* use x.cpu()"),
+        (torch.ones(3).to_sparse(), "all_reduce: x is a tensor of layout torch.sparse_coo; use x.to_dense()"),
+        (torch.ones(2, dtype=torch.float8_e4m3fn), "all_reduce: x is of dtype torch.float8_e4m3fn, which mscomm does"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            mscomm.all_reduce(x)
+    turned = (torch.ones(2, dtype=torch.complex64) * (1 + 2j)).conj()
+    assert (mscomm.all_reduce(turned) == 2 - 4j).all()
+    with pytest.raises(TypeError, match="all_reduce: out is read-only"):
+        mscomm.all_reduce_(turned)
+    weight = torch.nn.Parameter(torch.full((2, 3), float(rank)))
+    total = mscomm.all_reduce(weight)
+    assert not total.requires_grad and (total == 1).all()
+    column = torch.arange(6.0).reshape(3, 2)[:, 1]
+    assert mscomm.all_reduce_(column) is column and column.tolist() == [2, 6, 10]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not here")
+@ranks(1)
+def test_a_call_inside_jit_is_refused(rank, group):
+    import jax
+
+    with pytest.raises(TypeError, match=r"all_reduce: x is traced by jax\.jit"):
+        jax.jit(mscomm.all_reduce)(jax.numpy.ones(2))
+    with pytest.raises(TypeError, match=r"use jax\.random\.key_data"):
+        mscomm.all_reduce(jax.random.key(0))

@@ -1,0 +1,350 @@
+"""GradientReducer: what its buckets give, on arrays that are handed over and under PyTorch's backward pass."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from functions import bits
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from ranks import ranks
+
+import mscomm
+from mscomm.train import GradientReducer, broadcast_parameters
+from mscomm.train.buckets import layouts
+
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16]
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    kinds=some.lists(some.tuples(some.sampled_from(DTYPES), some.integers(0, 3000)), min_size=1, max_size=30),
+    bucket_bytes=some.integers(1, 20_000),
+    first_bytes=some.integers(1, 20_000),
+    data=some.data(),
+)
+@settings(deadline=None)
+def test_every_gradient_has_one_place_of_its_own(kinds, bucket_bytes, first_bytes, data):
+    order = data.draw(some.permutations(range(len(kinds))))
+    made = layouts(kinds, order, bucket_bytes, first_bytes)
+    assert sorted(place.number for one in made for place in one.places) == list(range(len(kinds)))
+    for one in made:
+        at = 0
+        for place in one.places:
+            assert kinds[place.number] == (one.dtype, place.size)
+            assert place.begin >= at and place.begin * one.dtype.itemsize % 64 == 0
+            at = place.begin + place.size
+        assert at <= one.marks and one.size == one.marks + len(one.places) + 1
+        whole = sum(place.size for place in one.places) * one.dtype.itemsize
+        assert whole <= max(bucket_bytes, first_bytes) or len(one.places) == 1
+    last_ready = [max(order.index(place.number) for place in one.places) for one in made]
+    assert last_ready == sorted(last_ready)
+
+
+# --- arrays that are handed over ------------------------------------------------------------------------------------
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(100 * step + rank)
+    shapes = {"a": (300, 7), "b": (5000,), "c": (), "d": (0, 3), "e": (64, 64), "f": (11,)}
+    kinds = dict(zip(shapes, ["f4", "f8", "f4", "f4", BFLOAT16, "f2"], strict=True))
+    return {name: np.asarray(rng.normal(size=shape)).astype(kinds[name]) for name, shape in shapes.items()}
+
+
+def is_shared(address: int) -> bool:
+    """Whether the address lies in a mapping that the ranks of the host share."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(text, 16) for text in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "/memfd:mscomm" in line and "s" in line.split()[1]
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("bucket_mb", [None, 0.001])
+@ranks(3)
+def test_reduce_has_the_bits_of_all_reduce(rank, group, mean, bucket_mb):
+    reducer = GradientReducer(gradients(0, 0), mean=mean, bucket_mb=bucket_mb)
+    for step in range(3):
+        mine = gradients(rank, step)
+        expected = {name: mscomm.all_reduce(x, "avg" if mean else "sum") for name, x in mine.items()}
+        reducer.carry(rank + step)
+        got = reducer.reduce(mine)
+        assert list(got) == list(mine)
+        for name, x in got.items():
+            assert x.dtype == mine[name].dtype and x.shape == mine[name].shape
+            assert (bits(x) == bits(expected[name])).all(), (name, step)
+        assert reducer.carried == 1 + step
+
+
+@ranks(2)
+def test_gradients_that_lie_in_the_buffers_are_not_copied(rank, group):
+    reducer = GradientReducer([np.zeros((20, 30)), np.zeros(7)])
+    for buffer in reducer.buffers:
+        buffer[...] = rank
+    got = reducer.reduce(reducer.buffers)
+    assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
+    assert all((one == 0.5).all() for one in got)
+    assert is_shared(reducer.buffers[0].ctypes.data)
+
+
+@ranks(2)
+def test_a_mean_of_large_float16_does_not_overflow(rank, group):
+    reducer = GradientReducer([np.zeros(5, np.float16)])
+    assert (reducer.reduce([np.full(5, 60_000, np.float16)])[0] == 60_000).all()
+
+
+@ranks(3)
+def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
+    with pytest.raises(
+        ValueError, match=r"parameter 1 is w, float32\[4\] on rank 2 of the group, w, float32\[3\] on rank 0"
+    ):
+        GradientReducer({"v": np.ones(2), "w": np.ones(3 + rank // 2, np.float32)})
+    with pytest.raises(ValueError, match="rank 1 of the group has 2 parameters, rank 0 has 1"):
+        GradientReducer([np.ones(2)] * (2 if rank == 1 else 1))
+    with pytest.raises(ValueError, match="there are no parameters"):
+        GradientReducer([])
+    with pytest.raises(TypeError, match="steps is of dtype int64, which has no gradient; exclude it"):
+        GradientReducer({"w": np.ones(2), "steps": np.ones(1, np.int64)})
+    with pytest.raises(ValueError, match="exclude names 'x', which is none of v, w"):
+        GradientReducer({"v": np.ones(2), "w": np.ones(2)}, exclude=["x"])
+    reducer = GradientReducer({"v": np.ones(2), "w": np.ones(2), "own": np.ones(1)}, exclude=["own"])
+    with pytest.raises(ValueError, match="3 gradients, there are 2 parameters"):
+        reducer.reduce([np.ones(2)] * 3)
+    with pytest.raises(ValueError, match=r"the gradient of w is float64\[3\], the parameter float64\[2\]"):
+        reducer.reduce([np.ones(2), np.ones(3)])
+    with pytest.raises(RuntimeError, match=r"wait is for PyTorch; use reduce\(gradients\)"):
+        reducer.wait()
+    assert (reducer.reduce([np.ones(2), np.ones(2)])[1] == 1).all()
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+@ranks(2)
+def test_what_compression_takes_away_is_added_later(rank, group, compression):
+    reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
+    rng = np.random.default_rng(rank)
+    exact, got = np.zeros(1000), np.zeros(1000)
+    for step in range(50):
+        x = rng.normal(size=1000).astype(np.float32)
+        if compression == "fp16" and step == 3:
+            x[0] = 100_000  # beyond its range: the rest comes in the next step
+        exact += mscomm.all_reduce(x.astype(np.float64), "avg")
+        got += reducer.reduce([x])[0]
+        # Both ranks' residuals: half a unit of 16 bits in the last place of a number below 8, and its rounded mean's.
+        if compression == "bf16" or step not in (3, 4):  # in step 4 comes the rest of step 3, and its residual
+            assert np.abs(exact - got).max() < 0.2
+    assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
+
+
+@ranks(3)
+def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
+    reducer = GradientReducer([np.zeros(3)])
+    seen = []
+    with reducer.join():
+        for _ in range(2 * rank):
+            reducer.carry(rank)
+            seen.append((reducer.reduce([np.full(3, 10.0 * rank)])[0][0], reducer.carried))
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # of ranks 1 and 2, of rank 2
+    assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
+    assert (mscomm.all_reduce(np.ones(1)) == 3).all()
+
+
+@ranks(2)
+def test_everybody_gets_the_roots_parameters(rank, group):
+    model = {"w": np.full((3, 4), float(rank)), "b": np.full(2, rank, np.float32)}
+    got = broadcast_parameters(model, root=1)
+    assert got["w"] is model["w"] and (model["w"] == 1).all() and (model["b"] == 1).all()
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def network(seed: int = 0) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    layers = [torch.nn.Linear(20, 300), torch.nn.GroupNorm(4, 300), torch.nn.ReLU(), torch.nn.Linear(300, 300)]
+    return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(300, 10)).double()
+
+
+def batch(step: int, rows: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(rows, 20, generator=generator, dtype=torch.double)
+    return images, torch.randint(0, 10, (rows,), generator=generator)
+
+
+def loss_of(model: Any, images: Any, labels: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.cross_entropy(model(images), labels)
+
+
+def trained_alone(steps: int, rows: int) -> Any:
+    import torch
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step, rows)).backward()
+        optimizer.step()
+    return model
+
+
+def assert_same_weights(model: Any, expected: Any, relative: float) -> None:
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert ((mine - theirs).norm() <= relative * theirs.norm()).all()
+
+
+@needs_torch
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("n", [1, 2, 4])
+@ranks("n")
+def test_the_weights_are_those_of_one_process_with_the_whole_batch(rank, group, n, micro):
+    import torch
+
+    steps, rows = 20, 16 * micro
+    model = network(seed=rank)
+    broadcast_parameters(model.state_dict())
+    reducer = GradientReducer(model.named_parameters(), bucket_mb=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        reducer.zero_grad() if step % 2 else optimizer.zero_grad()
+        images, labels = (part.chunk(n)[rank].chunk(micro) for part in batch(step, rows))
+        for i in range(micro - 1):
+            with reducer.no_sync():
+                (loss_of(model, images[i], labels[i]) / micro).backward()
+        (loss_of(model, images[-1], labels[-1]) / micro).backward()
+        reducer.wait()
+        optimizer.step()
+    assert_same_weights(model, trained_alone(steps, rows), 1e-9)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everybodys = mscomm.all_gather(flat[None])
+    assert (everybodys == flat).all()  # to the bit
+
+
+@needs_torch
+@ranks(2)
+def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, group):
+    model = network()
+    reducer = GradientReducer(model.parameters())
+    addresses = []
+    for step in range(4):
+        reducer.zero_grad()
+        if step > 1:
+            assert all(is_shared(p.grad.data_ptr()) and not p.grad.any() for p in model.parameters())
+        loss_of(model, *batch(step, 8)).backward()
+        reducer.wait()
+        assert all(is_shared(p.grad.data_ptr()) for p in model.parameters())
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+    assert addresses[1] == addresses[2] == addresses[3]  # after the first step, whose order they then have
+
+
+class Branches:
+    """A module whose forward pass uses other parts on other ranks and in other steps."""
+
+    def __new__(cls) -> Any:
+        import torch
+
+        class Module(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.always, self.sometimes, self.never = (torch.nn.Linear(4, 4, dtype=torch.double) for _ in range(3))
+
+            def forward(self, x: Any, also: bool) -> Any:
+                return self.sometimes(self.always(x)) if also else self.always(x)
+
+        torch.manual_seed(0)
+        return Module()
+
+
+@needs_torch
+@ranks(2)
+def test_parameters_without_a_gradient(rank, group):
+    import torch
+
+    model = Branches()
+    reducer = GradientReducer(model.named_parameters(), bucket_mb=1e-4)
+    for step in range(4):
+        model.zero_grad()
+        also = (step + rank) % 2 == 0 if step < 3 else False
+        model(torch.ones(2, 4, dtype=torch.double), also).sum().backward()
+        reducer.wait()
+        assert model.never.weight.grad is None
+        assert (model.sometimes.weight.grad is None) == (step == 3)
+        expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
+        assert (model.always.bias.grad == expected).all()
+    model.zero_grad()
+    with reducer.no_sync():  # a gradient of an earlier pass counts, though it takes no part in the last one
+        model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
+    model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
+    reducer.wait()
+    assert (model.sometimes.bias.grad == 2).all()
+
+
+@needs_torch
+@ranks(2)
+def test_misuse_is_told(rank, group):
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    reducer = GradientReducer(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"the gradient of (weight|bias) came twice in one step: call wait"):
+        model(torch.ones(1, 3)).sum().backward()
+    reducer.wait()
+    with pytest.raises(RuntimeError, match=r"inside no_sync\(\) gradients stay"), reducer.no_sync():
+        reducer.wait()
+    with pytest.raises(RuntimeError, match=r"PyTorch's gradients are reduced by backward\(\) and wait"):
+        reducer.reduce([])
+    with pytest.raises(TypeError, match="more than one array library: weight of torch, other of numpy"):
+        GradientReducer({"weight": model.weight, "other": np.ones(2)})
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    reducer = GradientReducer(table.parameters())
+    with pytest.raises(TypeError, match=r"a gradient of layout torch\.sparse_coo; use dense gradients"):
+        table(torch.tensor([1])).sum().backward()
+
+
+@needs_torch
+@ranks(3)
+def test_uneven_data_under_pytorch(rank, group):
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.double))
+    reducer = GradientReducer([weight])
+    seen = []
+    with reducer.join():
+        for _ in range(rank + 1):
+            reducer.zero_grad()
+            (weight * (rank + 1)).sum().backward()
+            reducer.wait()
+            seen.append(weight.grad[0].item())
+    assert seen == [2.0, 2.5, 3.0][: rank + 1]
+
+
+@needs_torch
+@ranks(2)
+def test_dtypes_and_memory_formats(rank, group):
+    import torch
+
+    wide = torch.nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    narrow = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+    reducer = GradientReducer([wide, narrow])
+    for _ in range(3):
+        reducer.zero_grad()
+        ((wide * torch.arange(120.0).reshape(2, 3, 4, 5)).sum() * (rank + 1) + (narrow * (rank + 2)).sum()).backward()
+        reducer.wait()
+        assert (wide.grad == 1.5 * torch.arange(120.0).reshape(2, 3, 4, 5)).all()
+        assert narrow.grad.dtype == torch.bfloat16 and (narrow.grad == 2.5).all()
