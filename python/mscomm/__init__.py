@@ -89,7 +89,7 @@ _WHERE = {
     "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
 }
 # After a bare `import mscomm` too, as in MindSpore.
-_MODULES = ("common", "communication", "context", "dataset", "dtype", "ops")
+_MODULES = ("common", "communication", "context", "dataset", "dtype", "ops", "train")
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
