@@ -145,6 +145,16 @@ def test_what_compression_takes_away_is_added_later(rank, group, compression):
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
 
 
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+@ranks(2)
+def test_what_is_not_finite_arrives_and_leaves_nothing_behind(rank, group, compression):
+    reducer = GradientReducer([np.zeros(4, np.float32)], compression=compression)
+    for bad in (np.inf, np.nan):
+        got = reducer.reduce([np.array([1, bad if rank else 0, 2, 3], np.float32)])[0]
+        assert not np.isfinite(got[1]) and (got[[0, 2, 3]] == [1, 2, 3]).all()
+    assert (reducer.reduce([np.full(4, rank, np.float32)])[0] == 0.5).all()
+
+
 @ranks(3)
 def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
     reducer = GradientReducer([np.zeros(3)])
