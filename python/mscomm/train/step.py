@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Step:
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._order_is_final = in_order
+        self.order_of_rank_0: list[int] | None = None  # when it is known
         self._order: list[int] = []  # in which this step's gradients became ready
         self._started = 0  # buckets of this step, the first ones
         self._failed = False
@@ -47,6 +49,7 @@ class Step:
         self.active = 1  # 0 when this rank has run out of batches
         self._carry = 0.0
         self.carried = 0.0
+        self.waited_s = 0.0
         self._lay_out(list(range(len(kinds))) if in_order else list(range(len(kinds)))[::-1])
 
     @property
@@ -123,6 +126,7 @@ class Step:
     def finish(self) -> tuple[int, bool]:
         """Reduce all that has not been, with zeros for what is missing, and wait. How many ranks had a batch; whether
         the buffers were laid out anew."""
+        began = time.monotonic()
         for bucket in self._buckets[self._started :]:
             for turn, place in enumerate(bucket.layout.places):
                 if place.number in bucket.missing:
@@ -143,11 +147,13 @@ class Step:
         self.carried, self._carry = float(total) / max(active, 1), 0.0
         laid_out = not self._order_is_final and active == self._group.size
         if laid_out:
-            self._take_order_of_rank_0()
+            last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
+            self.take_order(objects.broadcast_object([*self._order, *last], 0, group=self._group))
         self._order.clear()
         self._started = 0
         for bucket in self._buckets:
             bucket.missing = {place.number for place in bucket.layout.places}
+        self.waited_s += time.monotonic() - began
         return int(active), laid_out
 
     def _start_complete(self) -> None:
@@ -172,12 +178,20 @@ class Step:
             bucket, turn = self._bucket_of[index]
             self.buffers.append(bucket.of(bucket.layout.places[turn]).reshape(shape))
 
-    def _take_order_of_rank_0(self) -> None:
+    # -- what a later one needs to go on
+
+    def take_order(self, order: list[int]) -> None:
         """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
-        last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
-        order = objects.broadcast_object([*self._order, *last], 0, group=self._group)
         before = self._bucket_of
         self._lay_out(order)
-        self._order_is_final = True
+        self._order_is_final, self.order_of_rank_0 = True, order
         for index, (bucket, turn) in self._bucket_of.items():
             bucket.take(turn, *before[index])
+
+    def residual(self, index: int) -> np.ndarray[Any, Any] | None:
+        """What compression owes that gradient, to be read and written; None without compression."""
+        bucket, turn = self._bucket_of[index]
+        if bucket.residual is None:
+            return None
+        place = bucket.layout.places[turn]
+        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
