@@ -153,7 +153,7 @@ void answer(int answers, char* text) {
 
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
-  prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive the rank
+  prctl(PR_SET_PDEATHSIG, SIGKILL);        // not to outlive the rank
   const int answers = dup(STDOUT_FILENO);  // what libraries print is no answer
   dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
