@@ -70,9 +70,30 @@ _WHERE = {
     ),
     "messages": ("recv", "send"),
     "objects": ("all_gather_object", "broadcast_object"),
-    "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
+    "context": (
+        "GRAPH_MODE",
+        "PYNATIVE_MODE",
+        "ParallelMode",
+        "get_auto_parallel_context",
+        "get_context",
+        "reset_auto_parallel_context",
+        "set_auto_parallel_context",
+        "set_context",
+        "set_ps_context",
+    ),
+    "train": (
+        "Callback",
+        "CheckpointConfig",
+        "LossMonitor",
+        "Model",
+        "ModelCheckpoint",
+        "TimeMonitor",
+        "load_checkpoint",
+        "load_param_into_net",
+        "save_checkpoint",
+    ),
 }
-_MODULES = ("communication", "context", "ops")  # after a bare `import mscomm` too, as in MindSpore
+_MODULES = ("communication", "context", "ops", "train")  # after a bare `import mscomm` too, as in MindSpore
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
@@ -116,7 +137,11 @@ if TYPE_CHECKING:
     from mscomm.collectives import zeros as zeros
     from mscomm.context import GRAPH_MODE as GRAPH_MODE
     from mscomm.context import PYNATIVE_MODE as PYNATIVE_MODE
+    from mscomm.context import ParallelMode as ParallelMode
+    from mscomm.context import get_auto_parallel_context as get_auto_parallel_context
     from mscomm.context import get_context as get_context
+    from mscomm.context import reset_auto_parallel_context as reset_auto_parallel_context
+    from mscomm.context import set_auto_parallel_context as set_auto_parallel_context
     from mscomm.context import set_context as set_context
     from mscomm.context import set_ps_context as set_ps_context
     from mscomm.errors import Aborted as Aborted
@@ -151,3 +176,12 @@ if TYPE_CHECKING:
     from mscomm.messages import send as send
     from mscomm.objects import all_gather_object as all_gather_object
     from mscomm.objects import broadcast_object as broadcast_object
+    from mscomm.train import Callback as Callback
+    from mscomm.train import CheckpointConfig as CheckpointConfig
+    from mscomm.train import LossMonitor as LossMonitor
+    from mscomm.train import Model as Model
+    from mscomm.train import ModelCheckpoint as ModelCheckpoint
+    from mscomm.train import TimeMonitor as TimeMonitor
+    from mscomm.train import load_checkpoint as load_checkpoint
+    from mscomm.train import load_param_into_net as load_param_into_net
+    from mscomm.train import save_checkpoint as save_checkpoint

@@ -18,8 +18,14 @@ class Autograd:
         self._parameters = parameters
         self._views: list[torch.Tensor] = []
         self._look_at_buffers()
-        for index, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, index))
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _look_at_buffers(self) -> None:
         self._views = [arrays.over(buffer) for buffer in self._reducer.buffers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,8 @@ class GradientReducer:
         self.syncing = True  # False inside no_sync()
         self.carried = 0.0
         """The mean over the ranks of what they gave to carry() in the last step."""
+        self.waited_s = 0.0
+        """Seconds that this rank has spent in wait() and reduce(): communication that no computing hid."""
         self._carry = 0.0
         self._joining = False
         self._active = 1  # 0 when this rank has run out of batches
@@ -91,6 +94,7 @@ class GradientReducer:
         indices = list(range(len(self._kinds)))
         self._order_is_final = path is None
         self._order: list[int] = []  # in which this step's gradients became ready
+        self._laid_out: list[int] | None = None  # the order of rank 0's, when it is known
         self._started = 0  # buckets of this step, the first ones
         self._lay_out(indices[::-1] if path else indices)
         self._autograd = importlib.import_module(path).Autograd(self, self._parameters) if path else None
@@ -116,6 +120,60 @@ class GradientReducer:
                 continue
         finally:
             self._joining, self._active = False, 1
+
+    # -- going on later
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later reducer of the same parameters needs to go on with the same bits, between two steps.
+
+        {"order": the parameters' numbers as the buckets have them, or None; "residual": {name: array}}, where the
+        arrays are what compression still owes, copies of the parameters' shapes; {} without compression.
+        """
+        residual = {}
+        for index, name in enumerate(self._names):
+            owed = self._residual(index)
+            if owed is not None:
+                residual[name] = owed.copy()
+        return {"order": self._laid_out, "residual": residual}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as state_dict() says. All ranks call it at the same point, each with its own state, between two steps.
+
+        A residual counts where this reducer compresses. ValueError if the state is of other parameters; on all ranks
+        if their orders differ.
+        """
+        order, residual = state["order"], state["residual"]
+        everybodys = objects.all_gather_object(order, group=self._group)
+        for rank, theirs in enumerate(everybodys):
+            if theirs != everybodys[0]:
+                raise ValueError(f"load_state_dict: the states of ranks 0 and {rank} of the group are of two trainings")
+        if order is not None and sorted(order) != list(range(len(self._names))):
+            raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
+        if order is not None and self._autograd is not None:
+            self._lay_out_anew(order)
+        for index, name in enumerate(self._names):
+            owed = self._residual(index)
+            if owed is None or name not in residual:
+                continue
+            if residual[name].shape != owed.shape:
+                theirs, mine = list(residual[name].shape), list(owed.shape)
+                raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
+            owed[...] = residual[name]
+
+    def _residual(self, index: int) -> np.ndarray[Any, Any] | None:
+        bucket, turn = self._bucket_of[index]
+        if bucket.residual is None:
+            return None
+        place = bucket.layout.places[turn]
+        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
+
+    def close(self) -> None:
+        """The end: backward passes leave their gradients alone from now on. Its memory lasts while a gradient uses it.
+
+        PyTorch: a second reducer of the same parameters needs the first one closed.
+        """
+        if self._autograd is not None:
+            self._autograd.close()
 
     # -- PyTorch
 
@@ -242,6 +300,12 @@ class GradientReducer:
 
     def _finish_step(self) -> int:
         """Reduce all that has not been, with zeros for what is missing. How many ranks had a batch."""
+        began = time.monotonic()
+        active = self._finish()
+        self.waited_s += time.monotonic() - began
+        return active
+
+    def _finish(self) -> int:
         for bucket in self._buckets[self._started :]:
             for turn, place in enumerate(bucket.layout.places):
                 if place.number in bucket.missing:
@@ -272,9 +336,12 @@ class GradientReducer:
         """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
         last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
         order = objects.broadcast_object([*self._order, *last], 0, group=self._group)
+        self._lay_out_anew(order)
+
+    def _lay_out_anew(self, order: list[int]) -> None:
         before = self._bucket_of
         self._lay_out(order)
-        self._order_is_final = True
+        self._order_is_final, self._laid_out = True, order
         for index, (bucket, turn) in self._bucket_of.items():
             old, old_turn = before[index]
             bucket.take(turn, old, old_turn)
