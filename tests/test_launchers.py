@@ -257,6 +257,75 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
 
 
+# One thread of prterun sends the answer to PMIx_Finalize, another notes that the client has finalized. Preloaded, this
+# makes the note late, as on a busy machine: a client that closes its connection before the note is counted as dead.
+LATE_NOTE = r"""
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+extern "C" void event_active(void* event, int result, short calls) {
+  static const auto activate = reinterpret_cast<void (*)(void*, int, short)>(dlsym(RTLD_NEXT, "event_active"));
+  static const auto callback = reinterpret_cast<void* (*)(void*)>(dlsym(RTLD_NEXT, "event_get_callback"));
+  static void* const send_answer = dlsym(RTLD_DEFAULT, "pmix_ptl_base_send");
+  const bool answers = callback(event) == send_answer;
+  activate(event, result, calls);
+  if (answers && write(STDERR_FILENO, "late\n", 5) == 5) usleep(100000);
+}
+
+__attribute__((constructor)) static void not_in_the_ranks() {
+  if (strcmp(program_invocation_short_name, "prterun") == 0) unsetenv("LD_PRELOAD");
+}
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, order: str, tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    script, source, library = tmp_path / "orders.py", tmp_path / "late.cc", tmp_path / "late.so"
+    script.write_text(MPI_SCRIPT)
+    source.write_text(LATE_NOTE)
+    subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
+    done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
+    assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
+    assert done.stderr.count("late\n") >= 12, done.stderr  # two helpers and one MPI_Finalize a rank
+
+
+CONNECTIONS = """
+import os
+import socket
+import sys
+import mscomm
+
+def connections():
+    port, found = int(os.environ["PMIX_SERVER_URI2"].rpartition(":")[2]), 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(fd))) as sock:
+                found += sock.family == socket.AF_INET and sock.getpeername()[1] == port
+        except OSError: pass  # no socket, or a closed one
+    return found
+
+counts = [connections()]
+for _ in range(3):
+    mscomm.init()
+    mscomm.release()
+    counts.append(connections())
+sys.stdout.write(f"{counts}\\n")
+"""
+
+
+def test_a_rank_keeps_the_last_helpers_connection_and_no_other(openmpi: Environment, tmp_path: Path) -> None:
+    script = tmp_path / "connections.py"
+    script.write_text(CONNECTIONS)
+    done = openmpi.start(2, script)
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 1, 1]\n" * 2), done.stderr
+
+
 COMMUNICATOR = """
 import sys
 import numpy as np

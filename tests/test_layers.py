@@ -26,6 +26,8 @@ PYTHON_SEES = {
     "environment": set(),
     "log": {"environment"},
     "context": {"errors"},
+    "dtype": set(),
+    "common": {"dtype"},
     "arrays": BELOW,
     "cluster": BELOW,
     "bootstrap": BELOW | {"cluster"},
@@ -41,6 +43,7 @@ PYTHON_SEES |= {
 }
 PYTHON_SEES["train"].add("objects")
 PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
+PYTHON_SEES["dataset"] |= {"dtype", "objects"}  # the ranks tell each other what they have read
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
 HEADERS = [path for path in CORE_FILES if path.suffix == ".h"]

@@ -311,6 +311,17 @@ def test_misuse_is_told(rank, group):
         reducer.reduce([])
     with pytest.raises(TypeError, match="more than one array library: weight of torch, other of numpy"):
         GradientReducer({"weight": model.weight, "other": np.ones(2)})
+    reducer.carry(1)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
+        reducer.carry(2)
+    reducer.wait()
+    assert reducer.carried == 1
+    model.bias.requires_grad_(False)
+    reducer = GradientReducer(model.named_parameters())  # the first one is gone, and its hooks do nothing
+    assert len(reducer.buffers) == 1
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.wait()
     table = torch.nn.Embedding(5, 2, sparse=True)
     reducer = GradientReducer(table.parameters())
     with pytest.raises(TypeError, match=r"a gradient of layout torch\.sparse_coo; use dense gradients"):

@@ -1,23 +1,45 @@
 // Puts or gets one string in the launcher's PMIx store, as the rank that the environment names, and ends.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   the value is read from stdin (it holds the job's key: not for argv, which all
-//     users read) pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value and writes it to stdout
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key: argv is for all to read)
+//     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
+//
+// The answer is one message to stdout, a unix socket: the value that was got, and the connection to the server.
 //
 // A process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init there. No
 // fence: a get waits in the server until rank 0 has committed, so nobody waits for a rank that nobody needs. The ABI below is
 // that of PMIx 3 to 6.
+//
+// The connection outlives PMIx_Finalize, in the user's process. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
+// thread, and only then note in another that this client has finalized. A client that closes its connection before the note
+// counts as dead, and every later fence, as in MPI_Init, waits for one rank too few: the job hangs or crashes. The note is
+// there when the server has answered the rank's next PMIx_Init or PMIx_Finalize, be it MPI's or the next helper's.
 //
 // Exit status: 0; 1 with a line on stderr; TIMED_OUT when rank 0 put nothing in time.
 
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+namespace {
+
+int connection = -1;  // to the server, after PMIx_Finalize
+
+}  // namespace
+
+// libpmix's way to end its connection is shutdown() and close(), and it finds this shutdown() before that of libc.
+extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) noexcept {
+  if (connection >= 0) close(connection);
+  connection = dup(socket);
+  return 0;
+}
 
 namespace {
 
@@ -97,7 +119,7 @@ int put(const Pmix& pmix, const char* key) {
   return status ? status : pmix.commit();
 }
 
-int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s) {
+int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, char* text) {
   Process rank0 = me;
   rank0.rank = 0;
   Info timeout{"pmix.timeout", 0, {PMIX_INT, {}}};
@@ -105,8 +127,26 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s) {
   Value* value = nullptr;
   if (const int status = pmix.get(&rank0, key, &timeout, 1, &value)) return status;
   if (!value || value->type != PMIX_STRING || !value->string) return PMIX_ERR_NOT_FOUND;
-  const size_t length = strnlen(value->string, VALUE_MAX);
-  return write(STDOUT_FILENO, value->string, length) == static_cast<ssize_t>(length) ? 0 : PMIX_ERR_NOT_FOUND;
+  strncpy(text, value->string, VALUE_MAX);
+  return 0;
+}
+
+void answer(char* text) {
+  iovec line{text, strlen(text) + 1};  // with its zero: a message of no bytes would look like none
+  alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
+  msghdr message{};
+  message.msg_iov = &line;
+  message.msg_iovlen = 1;
+  if (connection >= 0) {
+    message.msg_control = rights;
+    message.msg_controllen = sizeof rights;
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof connection);
+    memcpy(CMSG_DATA(header), &connection, sizeof connection);
+  }
+  if (sendmsg(STDOUT_FILENO, &message, 0) < 0) fail("the answer to stdout", strerror(errno));
 }
 
 }  // namespace
@@ -118,8 +158,10 @@ int main(int argc, char** argv) {
   const Pmix pmix = open_first(argv + 4);
   Process me{};
   if (const int status = pmix.init(&me, nullptr, 0)) fail("PMIx_Init", pmix.error_string(status));
-  const int status = puts ? put(pmix, argv[2]) : get(pmix, me, argv[2], atoi(argv[3]));
+  char text[VALUE_MAX + 1] = {};
+  const int status = puts ? put(pmix, argv[2]) : get(pmix, me, argv[2], atoi(argv[3]), text);
   pmix.finalize(nullptr, 0);  // without it the launcher reports the job as failed
+  answer(text);
   if (status == PMIX_ERR_TIMEOUT) fail("PMIx_Get", "rank 0 has published nothing", TIMED_OUT);
   if (status) fail(puts ? "PMIx_Put" : "PMIx_Get", pmix.error_string(status));
   _exit(0);  // libpmix's exit handlers have nothing left to do

@@ -70,6 +70,22 @@ _WHERE = {
     ),
     "messages": ("recv", "send"),
     "objects": ("all_gather_object", "broadcast_object"),
+    "dtype": (
+        "bool_",
+        "complex64",
+        "complex128",
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+    ),
     "context": (
         "GRAPH_MODE",
         "PYNATIVE_MODE",
@@ -93,7 +109,8 @@ _WHERE = {
         "save_checkpoint",
     ),
 }
-_MODULES = ("communication", "context", "ops", "train")  # after a bare `import mscomm` too, as in MindSpore
+# After a bare `import mscomm` too, as in MindSpore.
+_MODULES = ("common", "communication", "context", "dataset", "dtype", "ops", "train")
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
@@ -144,6 +161,20 @@ if TYPE_CHECKING:
     from mscomm.context import set_auto_parallel_context as set_auto_parallel_context
     from mscomm.context import set_context as set_context
     from mscomm.context import set_ps_context as set_ps_context
+    from mscomm.dtype import bool_ as bool_
+    from mscomm.dtype import complex64 as complex64
+    from mscomm.dtype import complex128 as complex128
+    from mscomm.dtype import float16 as float16
+    from mscomm.dtype import float32 as float32
+    from mscomm.dtype import float64 as float64
+    from mscomm.dtype import int8 as int8
+    from mscomm.dtype import int16 as int16
+    from mscomm.dtype import int32 as int32
+    from mscomm.dtype import int64 as int64
+    from mscomm.dtype import uint8 as uint8
+    from mscomm.dtype import uint16 as uint16
+    from mscomm.dtype import uint32 as uint32
+    from mscomm.dtype import uint64 as uint64
     from mscomm.errors import Aborted as Aborted
     from mscomm.errors import AuthenticationError as AuthenticationError
     from mscomm.errors import BackendUnavailable as BackendUnavailable

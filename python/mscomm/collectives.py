@@ -730,7 +730,7 @@ def _given(function: str, x: Any, argument: str = "x") -> _Given:
             f"{function}: {argument} has {there.ndim} dimensions, arrays have at most {_core.max_dims} dimensions;"
             " reshape this one"
         )
-    arrays = library(x, argument, function)
+    arrays = host if there is x else library(x, argument, function)
     return _Given(arrays, x, there, host.readable(there), there.shape, dtype_code(there.dtype))
 
 

@@ -45,6 +45,8 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
 
 def memory(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
     """The memory of x; TypeError, naming the function and its argument, if x is no array or cannot be reached."""
+    if type(x) is np.ndarray:  # as most are, and small calls count microseconds
+        return x
     arrays = library(x, argument, function)
     try:
         return arrays.memory(x)  # type: ignore[no-any-return]

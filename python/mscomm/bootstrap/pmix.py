@@ -10,6 +10,7 @@ import glob
 import itertools
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,7 +29,9 @@ _NAMES = kvs.Names(
 )
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
 _TIMED_OUT = 75  # the helper's exit status
+_ANSWER_MAX = 4096
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
+_connections: list[int] = []  # the last helper's to the server: open until the next helper's; its source says why
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -50,18 +53,33 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:
-    """What the helper writes; the text goes to its stdin, because argv can be read by everybody."""
+    """The value that the helper got; the text goes to its stdin, because argv can be read by everybody."""
     timeout_s = max(1, math.ceil(deadline.left()))
     command = [_HELPER, what, key, str(timeout_s), *libraries(env)]
-    try:
-        # The helper ends by itself at the deadline; one second later it hangs in libpmix, and run() kills it.
-        done = subprocess.run(command, input=text.encode(), capture_output=True, env=dict(env), timeout=timeout_s + 1)
-    except OSError as error:
-        raise BackendUnavailable(f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed whole?") from error
-    except subprocess.TimeoutExpired as error:
-        raise CollectiveTimeout(
-            f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
-        ) from error
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        try:
+            # The helper ends by itself at the deadline; one second later it hangs in libpmix, and run() kills it.
+            done = subprocess.run(
+                command,
+                input=text.encode(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                env=dict(env),
+                timeout=timeout_s + 1,
+            )
+        except OSError as error:
+            raise BackendUnavailable(f"{NAME}: cannot run {_HELPER}: {error}. Is mscomm installed whole?") from error
+        except subprocess.TimeoutExpired as error:
+            raise CollectiveTimeout(
+                f"{NAME}: mpirun did not answer within {deadline.seconds:g} s; is it stopped or overloaded?"
+            ) from error
+        theirs.close()
+        answer, connections, _, _ = socket.recv_fds(ours, _ANSWER_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+    if connections:
+        for connection in _connections:
+            os.close(connection)
+        _connections[:] = connections
     if done.returncode == _TIMED_OUT:
         raise CollectiveTimeout(
             f"{NAME}: rank 0 did not come to mscomm.init() within {deadline.seconds:g} s: "
@@ -75,7 +93,7 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
             "Has mpirun ended (a script that starts it with & must wait for it), or was this process started by a "
             f"rank, not by mpirun? {kvs.INSTEAD}"
         )
-    return done.stdout.decode("ascii", errors="replace")
+    return answer.rstrip(b"\0").decode("ascii", errors="replace")
 
 
 def libraries(env: Mapping[str, str]) -> list[str]:

@@ -12,6 +12,7 @@ COMMANDS = {
     "doctor": ("mscomm.cli.doctor", "Tell what is here, what is missing, and try two ranks."),
     "sched": ("mscomm.cli.sched", "Be the scheduler of a job with MS_* variables."),
     "bench": ("mscomm.cli.bench", "Measure a collective, alone or beside gloo and MPI."),
+    "data": ("mscomm.cli.data", "Make a small set of real images in CIFAR-10's binary format."),
     "trace": ("mscomm.cli.trace", "Tell who waited for whom, from the records of a failed job."),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ class Autograd:
     """Keeps the gradients of the parameters in the reducer's buffers."""
 
     def __init__(self, reducer: Any, parameters: list[torch.nn.Parameter]) -> None:
-        self._reducer = reducer
+        self._reducer = weakref.proxy(reducer)
         self._parameters = parameters
         self._views: list[torch.Tensor] = []
         self._look_at_buffers()
+        # The hooks live as long as the parameters; they do nothing when the reducer, and so this, is gone.
+        this = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, this, index))
             for index, parameter in enumerate(parameters)
         ]
 
@@ -30,7 +33,7 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._views = [arrays.over(buffer) for buffer in self._reducer.buffers]
 
-    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+    def accumulated(self, index: int) -> None:
         """The backward pass has put this gradient where it belongs."""
         if self._reducer.syncing:
             self._put(index)
@@ -75,3 +78,9 @@ class Autograd:
         for view, parameter in zip(self._views, self._parameters, strict=True):
             if parameter.grad is not None:
                 parameter.grad = view
+
+
+def _accumulated(autograd: weakref.ref[Autograd], index: int, _parameter: torch.Tensor) -> None:
+    there = autograd()
+    if there is not None:
+        there.accumulated(index)

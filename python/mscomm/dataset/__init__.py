@@ -1,0 +1,16 @@
+"""Reading, changing and dealing data to the ranks of a job, under MindSpore's names: import mscomm.dataset as ds.
+
+A pipeline is a source and steps: `ds.Cifar10Dataset(folder, num_shards=n, shard_id=rank).map(...).batch(32)`. It gives
+NumPy arrays. The order of each pass and every random change follow from config.set_seed, the number of the pass and
+the number of the sample, so that all ranks agree and a pass can be gone on with at any batch: state_dict.
+"""
+
+from __future__ import annotations
+
+from mscomm.dataset import config as config
+from mscomm.dataset import transforms as transforms
+from mscomm.dataset import vision as vision
+from mscomm.dataset.cifar10 import Cifar10Dataset as Cifar10Dataset
+from mscomm.dataset.generator import GeneratorDataset as GeneratorDataset
+from mscomm.dataset.pipeline import Dataset as Dataset
+from mscomm.dataset.sampler import DistributedSampler as DistributedSampler

@@ -1,0 +1,81 @@
+"""Ranks that share a dataset compare it before they begin: who read other files would train another model, unseen."""
+
+from __future__ import annotations
+
+import socket
+from hashlib import blake2b
+from typing import Any
+
+from mscomm import groups, objects
+
+# What may differ, and what to do about it.
+_CURES = {
+    "rows": "Give every rank the same data.",
+    "files": "Give every rank the same files.",
+    "seed": "Call mscomm.dataset.config.set_seed with the same number on every rank.",
+    "position": "Load the same state on every rank.",
+    "pipeline": "Build the same pipeline on every rank.",
+}
+
+
+def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
+    """Raise where the ranks' facts differ, or where one has a problem, on every rank.
+
+    Nothing is compared where no job was joined, or num_shards is not its size: a problem is then this rank's alone.
+    ValueError; a rank's own problem is raised there as it is.
+    """
+    alone = not groups.is_initialized() or num_shards < 2 or num_shards != groups.get_group_size()
+    if not alone:
+        mine = {"facts": facts, "where": f"{where} on {socket.gethostname()}", "problem": problem and str(problem)}
+        ranks = objects.all_gather_object(mine)
+    if problem is not None:
+        raise problem
+    if alone:
+        return
+    broken = [
+        f"rank {rank} ({theirs['where']}): {theirs['problem']}"
+        for rank, theirs in enumerate(ranks)
+        if theirs["problem"]
+    ]
+    if broken:
+        raise ValueError(f"{source}: another rank cannot read its data. " + "; ".join(broken))
+    differing = [name for name in _CURES if any(theirs["facts"].get(name) != facts.get(name) for theirs in ranks)]
+    if "rows" in differing and "pipeline" in differing:  # which says the rows too
+        differing.remove("pipeline")
+    if differing:
+        raise ValueError(_tell(source, ranks, differing))
+
+
+def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
+    kinds: list[tuple[Any, list[int]]] = []  # those who say the same, in order of rank
+    for rank, theirs in enumerate(ranks):
+        for first, members in kinds:
+            if first["facts"] == theirs["facts"]:
+                members.append(rank)
+                break
+        else:
+            kinds.append((theirs, [rank]))
+    lines = [f"{source}: the ranks would not train on the same data; they differ in {' and '.join(differing)}."]
+    for theirs, members in kinds:
+        values = [f"{name} {_short(name, theirs['facts'].get(name))}" for name in differing]
+        who = "rank" if len(members) == 1 else "ranks"
+        lines.append(f"  {who} {', '.join(map(str, members))} ({theirs['where']}): {', '.join(values)}")
+    files = [dict(map(_entry, theirs["facts"].get("files") or [])) for theirs, _ in kinds]
+    odd = sorted(name for name in set().union(*files) if len({one.get(name) for one in files}) > 1)
+    if odd:
+        lines.append(f"  Not the same everywhere: {', '.join(odd)}.")
+    return "\n".join(
+        [*lines, *(f"  {_CURES[name]}" for name in differing if name != "rows" or "files" not in differing)]
+    )
+
+
+def _entry(file: list[Any]) -> tuple[str, tuple[Any, ...]]:
+    name, *what = file
+    return name, tuple(what)
+
+
+def _short(name: str, value: Any) -> str:
+    if name == "files" and value:
+        whole = blake2b(repr(value).encode(), digest_size=6).hexdigest()
+        return f"with the hash {whole}"
+    return str(value)

@@ -1,0 +1,234 @@
+"""Cifar10Dataset: the files data_batch_1.bin to data_batch_5.bin and test_batch.bin.
+
+The format is that of https://www.cs.toronto.edu/~kriz/cifar.html, "binary version": records of one byte, the label 0 to
+9, and 3072 bytes, the red, the green and the blue values of 32 rows of 32 pixels. Nothing else is in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mscomm.dataset import agree
+from mscomm.dataset.pipeline import Row, Source, Ticket, Tickets
+from mscomm.dataset.sampler import DistributedSampler, choose
+
+CHANNELS, SIDE, CLASSES = 3, 32, 10
+RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
+TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST = "test_batch.bin"
+_USAGES = ("train", "test", "all")
+_PIECE = 2048  # records that are looked at together: 6 MiB
+_GET_IT = (
+    "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
+    " by `mscomm data make --from digits --out DIR`"
+)
+# What other files begin with that people have under these names.
+_FOREIGN = {
+    b"\x1f\x8b": "is compressed by gzip; unpack it",
+    b"PK\x03\x04": "is a zip file; unpack it",
+    b"\x89HDF": "is an HDF5 file",
+    b"<": "is a web page, not the data",
+}
+
+
+class Cifar10Dataset(Source):
+    """The images of CIFAR-10, or of any files in its binary format, in a folder.
+
+    Columns: `image`, uint8 of shape (32, 32, 3), height, width, red-green-blue; `label`, uint32 of shape (), 0 to 9.
+
+    usage: "train" reads data_batch_1.bin to data_batch_5.bin (or as many of them as there are, from 1 on), "test"
+    test_batch.bin, "all" or None both: 60,000 rows of CIFAR-10. num_shards, shard_id: this rank's part, as
+    DistributedSampler deals it. shuffle: None or True: another order in each pass; False: that of the files.
+    num_samples: at most so many rows. sampler: a DistributedSampler, or the numbers of rows, instead of these.
+    num_parallel_workers has no effect.
+
+    ValueError for a folder without the files, and for files that are truncated or of another format: it says which, and
+    what to do. Names and sizes are checked here, labels before the first pass, which reads all files once. Then the
+    ranks of the job, where num_shards is their number, compare what they have read, and raise ValueError on every one
+    of them if it is not the same. No pickle is ever loaded. TypeError, ValueError and RuntimeError for arguments that
+    contradict each other, as in MindSpore.
+
+    >>> data = Cifar10Dataset("cifar-10-batches-bin", num_shards=8, shard_id=0)
+    >>> data.get_dataset_size()
+    7500
+    """
+
+    def __init__(
+        self,
+        dataset_dir: str | os.PathLike[str],
+        usage: str | None = None,
+        num_samples: int | None = None,
+        num_parallel_workers: int | None = None,
+        shuffle: bool | None = None,
+        sampler: DistributedSampler | Iterable[int] | None = None,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+    ) -> None:
+        del num_parallel_workers
+        super().__init__(("image", "label"))
+        if usage is not None and usage not in _USAGES:
+            raise ValueError(f"Cifar10Dataset: usage={usage!r}; expected one of {', '.join(_USAGES)}")
+        self._sampler = choose("Cifar10Dataset", num_samples, shuffle, sampler, num_shards, shard_id)
+        self._folder = Path(dataset_dir)
+        self._names = _find(self._folder, usage or "all")
+        self._ends = np.cumsum([_records(self._folder / name) for name in self._names])
+        self._rows = int(self._ends[-1])
+        self._files: list[int] = []  # descriptors, from the first pass on
+
+    def compare(self, facts: dict[str, Any]) -> None:
+        problem: Exception | None = None
+        digests = []
+        try:
+            if not self._files:
+                self._open()
+            for name, fd in zip(self._names, self._files, strict=True):
+                digests.append([name, os.fstat(fd).st_size, _digest(self._folder / name, fd)])
+        except (OSError, ValueError) as error:
+            problem = error
+        facts = {"rows": self._rows, "files": digests, **facts}
+        agree.compare("Cifar10Dataset", self._sampler.num_shards, facts, str(self._folder), problem)
+
+    def _open(self) -> None:
+        files: list[int] = []
+        weakref.finalize(self, _close, files).atexit = False  # the thread may still read
+        for name in self._names:
+            files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
+        self._files = files
+
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        for index in self._sampler.indices(self._rows, seed, epoch).tolist():
+            yield Ticket(epoch, index)
+
+    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+        records = np.empty((len(tickets), RECORD_BYTES), np.uint8)
+        for record, ticket in zip(records, tickets, strict=True):
+            which = int(np.searchsorted(self._ends, ticket.sample, side="right"))
+            place = ticket.sample - (int(self._ends[which - 1]) if which else 0)
+            # Not by a map of the file: where that is cut short by somebody, it kills the process.
+            if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
+                raise ValueError(f"{self._folder / self._names[which]}: record {place} is gone; the file was cut short")
+        planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
+        images = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+        labels = records[:, 0].astype(np.uint32)
+        return [(images[which], labels[which, ...]) for which in range(len(tickets))]
+
+    def _size(self) -> int:
+        return self._sampler.count(self._rows)
+
+    def _known_size(self) -> int | None:
+        return self._size()
+
+    def _described(self) -> list[str]:
+        return [f"Cifar10Dataset({self._rows} rows, {self._sampler})"]
+
+
+def _close(files: list[int]) -> None:
+    for fd in files:
+        os.close(fd)
+
+
+# -- looking at files --------------------------------------------------------------------------------------------------
+
+
+def _find(folder: Path, usage: str) -> list[str]:
+    """The names of the files to read."""
+    try:
+        there = set(os.listdir(folder))
+    except OSError as error:
+        raise ValueError(f"Cifar10Dataset: {folder}: {error.strerror}. {_GET_IT}") from error
+    train = [name for name in TRAIN if name in there]
+    if usage != "test":
+        missing = [name for name in TRAIN[: TRAIN.index(train[-1])] if name not in there] if train else [TRAIN[0]]
+        if missing:
+            raise ValueError(_not_there(folder, there, missing))
+    if usage != "train" and TEST not in there:
+        raise ValueError(_not_there(folder, there, [TEST]))
+    return {"train": train, "test": [TEST], "all": [*train, TEST]}[usage]
+
+
+def _not_there(folder: Path, there: set[str], missing: list[str]) -> str:
+    why = f"Cifar10Dataset: {folder} has no {', '.join(missing)}"
+    if "data_batch_1" in there or "batches.meta" in there:
+        return (
+            f"{why}; it has data_batch_1 and others of the python version of CIFAR-10, which are pickles."
+            f" mscomm loads no pickles: they can run any code. {_GET_IT}"
+        )
+    if "train.bin" in there or "fine_label_names.txt" in there:
+        return f"{why}; this looks like CIFAR-100. {_GET_IT}"
+    inside = [name for name in sorted(there) if (folder / name / TRAIN[0]).exists()]
+    if inside:
+        return f"{why}; the files are in {folder / inside[0]}"
+    return f"{why}. {_GET_IT}"
+
+
+def _records(path: Path) -> int:
+    """How many records a file has, by its size and its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ValueError(f"Cifar10Dataset: {path}: {error.strerror}") from error
+    if begin[:1] == b"\x80" and begin[1:2] <= b"\x05":
+        raise ValueError(f"Cifar10Dataset: {path} is a pickle; mscomm loads none: they can run any code. {_GET_IT}")
+    for magic, what in _FOREIGN.items():
+        if begin.startswith(magic):
+            raise ValueError(f"Cifar10Dataset: {path} {what}. {_GET_IT}")
+    if re.match(rb"version https://git-lfs", begin):
+        raise ValueError(f"Cifar10Dataset: {path} is a pointer of git-lfs, not the data; run `git lfs pull`")
+    if size == 0 or size % RECORD_BYTES:
+        raise ValueError(
+            f"Cifar10Dataset: {path} has {size} bytes, which is {size // RECORD_BYTES} records of {RECORD_BYTES} and"
+            f" {size % RECORD_BYTES} bytes more: it is truncated, or of another format. {_GET_IT}"
+        )
+    return size // RECORD_BYTES
+
+
+def _read(fd: int, into: memoryview, at: int) -> int:
+    """How many bytes came; fewer than there is room for only at the end of the file."""
+    got = 0
+    while got < len(into) and (more := os.preadv(fd, [into[got:]], at + got)):
+        got += more
+    return got
+
+
+class _Seen(NamedTuple):
+    path: str
+    size: int
+    changed_ns: int
+
+
+_digests: dict[_Seen, str] = {}  # of the files that this process has read through
+
+
+def _digest(path: Path, fd: int) -> str:
+    """The hash of a file's contents; ValueError where a label is none."""
+    status = os.fstat(fd)
+    seen = _Seen(os.path.abspath(path), status.st_size, status.st_mtime_ns)
+    if seen not in _digests:
+        hashed = blake2b(digest_size=16)
+        piece = bytearray(_PIECE * RECORD_BYTES)
+        at = 0
+        while got := _read(fd, memoryview(piece), at):
+            hashed.update(memoryview(piece)[:got])
+            labels = np.frombuffer(piece, np.uint8, got)[::RECORD_BYTES]
+            wrong = np.flatnonzero(labels >= CLASSES)
+            if len(wrong):
+                record = at // RECORD_BYTES + int(wrong[0])
+                raise ValueError(
+                    f"Cifar10Dataset: {path}: record {record} has the label {labels[wrong[0]]}; expected 0 to"
+                    f" {CLASSES - 1}: the file is damaged, or of another format. {_GET_IT}"
+                )
+            at += got
+        if at != status.st_size:
+            raise ValueError(f"Cifar10Dataset: {path}: {status.st_size} bytes were there, {at} could be read")
+        _digests[seen] = hashed.hexdigest()
+    return _digests[seen]

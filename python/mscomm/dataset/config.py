@@ -1,0 +1,47 @@
+"""Settings of all pipelines of this process: the seed, and how many batches are made ahead."""
+
+from __future__ import annotations
+
+import operator
+
+_seed = 5489  # MindSpore's default
+_prefetch_size = 2
+
+
+def set_seed(seed: int) -> None:
+    """The number from which every order and every random change follows; the same on every rank. 5489 by default.
+
+    A pipeline takes it at its first pass and keeps it. TypeError for what is no int, ValueError outside 0..2**32-1.
+
+    >>> set_seed(1)
+    """
+    global _seed
+    _seed = _checked("set_seed", "seed", seed, 0, 2**32 - 1)
+
+
+def get_seed() -> int:
+    """The seed of pipelines whose first pass is still to come."""
+    return _seed
+
+
+def set_prefetch_size(size: int) -> None:
+    """How many batches each iterator makes ahead, in a thread of its own; 2 by default.
+
+    0: no thread; each batch is made when it is asked for. TypeError, ValueError as in set_seed; at most 1024.
+    """
+    global _prefetch_size
+    _prefetch_size = _checked("set_prefetch_size", "size", size, 0, 1024)
+
+
+def get_prefetch_size() -> int:
+    """How many batches iterators make ahead."""
+    return _prefetch_size
+
+
+def _checked(function: str, argument: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{function}: {argument} is a {type(value).__name__}; expected an int")
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError(f"{function}: {argument}={number}; expected {low} to {high}")
+    return number

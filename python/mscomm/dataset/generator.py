@@ -1,0 +1,134 @@
+"""GeneratorDataset: rows from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mscomm.dataset import agree
+from mscomm.dataset.pipeline import Row, Source, Ticket, Tickets
+from mscomm.dataset.sampler import DistributedSampler, choose
+
+
+class GeneratorDataset(Source):
+    """Rows that a Python object gives.
+
+    source: a function that returns an iterator over rows; an object that can be iterated again and again; or one with
+    random access, __getitem__ and __len__, which is not callable. A row is a tuple or list of arrays, or what
+    numpy.asarray makes arrays of, one for each column; with one column also that alone. Arrays of dtype object are a
+    TypeError. column_names: a name or several.
+
+    num_shards, shard_id, shuffle and sampler are as in Cifar10Dataset and need random access: ValueError otherwise.
+    With random access rows are shuffled unless shuffle=False, as in MindSpore. num_samples: at most so many rows.
+    num_parallel_workers has no effect. What the source raises comes as RuntimeError that names the row, from the
+    original. ValueError for an iterator, which can be read only once. The source runs in a thread.
+
+    >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
+    >>> [(x.item(), y.item()) for x, y in data]
+    [(1, 2.0), (3, 4.0)]
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], Iterator[Any]] | Iterable[Any] | Sequence[Any],
+        column_names: str | Sequence[str],
+        *,
+        num_samples: int | None = None,
+        num_parallel_workers: int | None = None,
+        shuffle: bool | None = None,
+        sampler: DistributedSampler | Iterable[int] | None = None,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+    ) -> None:
+        del num_parallel_workers
+        names = [column_names] if isinstance(column_names, str) else list(column_names)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"GeneratorDataset: column_names={column_names!r}; expected a name, or several")
+        if len(set(names)) != len(names):
+            raise ValueError(f"GeneratorDataset: column_names={column_names!r} has a name twice")
+        super().__init__(names)
+        self._source: Any = source
+        self._random_access = not callable(source) and hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        self._num_samples = num_samples
+        self._counted: int | None = None
+        if self._random_access:
+            self._sampler = choose("GeneratorDataset", num_samples, shuffle, sampler, num_shards, shard_id)
+            return
+        for name, value in (("sampler", sampler), ("num_shards", num_shards), ("shuffle", shuffle or None)):
+            if value is not None:
+                raise ValueError(
+                    f"GeneratorDataset: {name} needs a source with __getitem__ and __len__;"
+                    f" this {type(source).__name__} can only be read in order"
+                )
+        if not callable(source) and not hasattr(source, "__iter__"):
+            raise TypeError(
+                f"GeneratorDataset: source is a {type(source).__name__}; expected a function that returns an iterator,"
+                " something to iterate over, or an object with __getitem__ and __len__"
+            )
+        if isinstance(source, Iterator):
+            raise ValueError(
+                f"GeneratorDataset: source is a {type(source).__name__}, which can be read only once; give the function"
+                " that makes it"
+            )
+        # The checks of what is left; the sampler is not asked for the order.
+        self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
+
+    def compare(self, facts: dict[str, Any]) -> None:
+        if self._random_access:
+            facts = {"rows": len(self._source), **facts}
+            agree.compare("GeneratorDataset", self._sampler.num_shards, facts, type(self._source).__name__, None)
+
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        if self._random_access:
+            for index in self._sampler.indices(len(self._source), seed, epoch).tolist():
+                yield Ticket(epoch, index)
+            return
+        index = -1
+        try:
+            rows = iter(self._source() if callable(self._source) else self._source)
+            for index, row in enumerate(rows):
+                if self._num_samples and index == self._num_samples:
+                    return
+                yield Ticket(epoch, index, row)
+        except Exception as error:
+            raise RuntimeError(_tell(index + 1, error)) from error
+
+    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+        rows = []
+        for ticket in tickets:
+            try:
+                rows.append(self._row(self._source[ticket.sample] if self._random_access else ticket.held))
+            except Exception as error:
+                raise RuntimeError(_tell(ticket.sample, error)) from error
+        return rows
+
+    def _row(self, given: Any) -> Row:
+        values = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        if len(values) != len(self.columns):
+            raise ValueError(f"it has {len(values)} values, there are {len(self.columns)} columns")
+        arrays = tuple(np.asarray(value) for value in values)
+        for name, array in zip(self.columns, arrays, strict=True):
+            if array.dtype.hasobject:
+                raise TypeError(f"column {name} is no array of numbers or text but of Python objects")
+        return arrays
+
+    def _size(self) -> int:
+        if self._random_access:
+            return self._sampler.count(len(self._source))
+        if self._counted is None:
+            self._counted = sum(1 for _ in self.tickets(0, 0))
+        return self._counted
+
+    def _known_size(self) -> int | None:
+        return self._size() if self._random_access else self._counted
+
+    def _described(self) -> list[str]:
+        what = f"{len(self._source)} rows, {self._sampler}" if self._random_access else "in order"
+        limit = f", num_samples {self._num_samples}" if self._num_samples and not self._random_access else ""
+        return [f"GeneratorDataset({what}{limit})"]
+
+
+def _tell(index: int, error: Exception) -> str:
+    return f"GeneratorDataset: row {index} of the source: {type(error).__name__}: {error}"

@@ -1,0 +1,92 @@
+"""Passes over a pipeline, and where in a pass a program is."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mscomm.dataset import config
+from mscomm.dataset.prefetch import Prefetch
+
+if TYPE_CHECKING:
+    from mscomm.dataset.pipeline import Dataset
+
+
+class DatasetIterator:
+    """What create_dict_iterator and create_tuple_iterator give: each pass over it is the pipeline's next epoch.
+
+    After the end of a pass the next `for` begins another one, num_epochs in all (-1: without end). A pass that was left
+    by `break` goes on with the next `for` over the same iterator. close() ends its thread; so does leaving a `with`, or
+    dropping the iterator.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
+        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int):
+            raise TypeError(f"num_epochs is a {type(num_epochs).__name__}; expected an int")
+        if num_epochs != -1 and num_epochs < 1:
+            raise ValueError(f"num_epochs={num_epochs}; expected 1 or more, or -1 for no end")
+        for name in columns:
+            if name not in dataset.columns:
+                raise ValueError(f"there is no column {name!r}; there are {', '.join(dataset.columns)}")
+        self._dataset = dataset
+        self._columns = tuple(columns)
+        self._places = [dataset.columns.index(name) for name in columns]
+        self._as_dict = as_dict
+        self._left = num_epochs
+        self._rows: Prefetch | Generator[Any, None, None] | None = None
+        self._epoch = self._batch = 0
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._rows is None:
+            if self._left == 0:
+                raise StopIteration
+            self._begin()
+        assert self._rows is not None
+        try:
+            row = next(self._rows)
+        except StopIteration:
+            self._rows = None
+            self._left -= self._left > 0
+            self._dataset.position = (self._epoch + 1, 0)
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self._batch += 1
+        self._dataset.position = (self._epoch, self._batch)
+        chosen = tuple(row[place] for place in self._places)
+        return dict(zip(self._columns, chosen, strict=True)) if self._as_dict else chosen
+
+    def _begin(self) -> None:
+        seed, self._epoch, self._batch = self._dataset.begin_pass()
+        rows = _rows(self._dataset, seed, self._epoch, self._batch)
+        ahead = config.get_prefetch_size()
+        self._rows = Prefetch(rows, ahead) if ahead else rows
+
+    def close(self) -> None:
+        """Ends the thread; there are no further batches."""
+        rows, self._rows, self._left = self._rows, None, 0
+        if rows is not None:
+            rows.close()
+
+    def __enter__(self) -> DatasetIterator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _rows(dataset: Dataset, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
+    """The rows, or batches, of one pass but for the first `skip`, of which only the order is worked out."""
+    tickets: Iterator[Any] = dataset.tickets(seed, epoch)
+    try:
+        for number, ticket in enumerate(tickets):
+            if number >= skip:
+                (row,) = dataset.load(seed, [ticket])
+                # In C order: some operations give views with negative strides, which torch.from_numpy refuses.
+                yield tuple(array if array.flags.c_contiguous else array.copy() for array in row)
+    finally:
+        tickets.close()  # type: ignore[attr-defined]

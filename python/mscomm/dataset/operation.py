@@ -1,0 +1,61 @@
+"""What `map` applies: a function of one row's columns, or one of these, which know more about themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mscomm.dataset import config, draws
+
+Array = np.ndarray[Any, Any]
+
+
+class Operation:
+    """Changes one array; may also be called by itself."""
+
+    def __call__(self, x: Any) -> Array:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class RandomOperation(Operation):
+    """One whose result depends on 64 random bits.
+
+    In a pipeline they follow from the seed, the pass, the sample and the place of the operation. Called by itself, from
+    config.set_seed and how often this object was called.
+    """
+
+    _calls = 0
+
+    def __call__(self, x: Any) -> Array:
+        self._calls += 1
+        return self.apply(x, int(draws.bits(config.get_seed(), self._calls)[0]))
+
+    def apply(self, x: Any, draw: int) -> Array:
+        """The result for these random bits."""
+        raise NotImplementedError
+
+
+def image_of(x: Any, operation: object) -> Array:
+    """x, if it is an image: (height, width) or (height, width, channels)."""
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{operation}: expected an image, a NumPy array, got a {type(x).__name__}")
+    if x.ndim not in (2, 3):
+        raise ValueError(
+            f"{operation}: expected an image of shape (height, width, channels) or (height, width),"
+            f" got {x.dtype}{list(x.shape)}"
+        )
+    return x
+
+
+def two_sizes(operation: str, argument: str, value: Any) -> tuple[int, int]:
+    """(height, width), both 1 or more, of an int or of two."""
+    sizes = list(value) if isinstance(value, (tuple, list)) else [value]
+    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
+        raise TypeError(f"{operation}: {argument}={value!r}; expected an int or (height, width)")
+    if len(sizes) not in (1, 2) or min(sizes) < 1:
+        raise ValueError(f"{operation}: {argument}={value!r}; expected an int or (height, width), each 1 or more")
+    return int(sizes[0]), int(sizes[-1])

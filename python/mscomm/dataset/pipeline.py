@@ -1,0 +1,466 @@
+"""A source and the steps after it: map, shuffle, batch, repeat.
+
+A pass has two halves. `tickets` says which rows come in which order, without reading them; `load` makes the rows of
+some tickets. So an order can be gone through without the work, which is how a pass goes on in the middle; and `load`
+sees all rows of a batch at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mscomm.dataset import config, draws
+from mscomm.dataset.iterator import DatasetIterator
+from mscomm.dataset.operation import Operation, RandomOperation
+
+Row = tuple[Any, ...]  # an array for each column
+_VERSION = 1  # of state_dict
+
+
+class Ticket(NamedTuple):
+    """What will be a row, or a batch."""
+
+    epoch: int  # the pass over the source; with repeat there are several in one pass over the pipeline
+    sample: int  # the row's number in the source, the same on every rank; of a batch its first row's
+    held: Any = None  # the tickets of a batch; the row itself, of a source that gives it only once
+
+
+Tickets = Generator[Ticket, None, None]
+
+
+class Dataset(ABC):
+    """What all sources and steps have. Iterating over one is a pass, or epoch; each pass has an order of its own.
+
+    A row is one array for each column; after `batch` the arrays of a batch have one axis more, in front.
+    """
+
+    columns: tuple[str, ...]
+
+    def __init__(self, place: int) -> None:
+        self._place = place  # how many steps lie before this one
+        self._seed: int | None = None
+        self._next = (0, 0)  # the pass and the batch that the next pass begins with
+        self._agreed = False
+        self.position = (0, 0)  # how far the newest pass has come: (epoch, batches taken)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def map(
+        self,
+        operations: Callable[..., Any] | Sequence[Callable[..., Any]],
+        input_columns: str | Sequence[str] | None = None,
+        output_columns: str | Sequence[str] | None = None,
+        num_parallel_workers: int | None = None,
+    ) -> Dataset:
+        """Change columns of each row by operations, one after the other.
+
+        operations: one callable or several. The first is called with the input columns' arrays, each other one with
+        what the one before it returned: an array, or a tuple of several. input_columns: a name or several; None: the
+        first column. output_columns: names for the results; needed where there are more or fewer than input columns,
+        and these then come first. num_parallel_workers has no effect.
+
+        An exception is raised where the batch would have been, as RuntimeError that names the operation and the row,
+        from the original. TypeError for what is not callable, ValueError for a column that there is not.
+
+        >>> data = data.map(operations=[vision.RandomCrop(24), vision.HWC2CHW()], input_columns="image")
+        """
+        del num_parallel_workers
+        return _Map(self, operations, input_columns, output_columns)
+
+    def shuffle(self, buffer_size: int) -> Dataset:
+        """Mix rows that are near each other: each row is taken at random from the next buffer_size ones.
+
+        The random numbers are the same on every rank and others in each pass. TypeError for what is no int, ValueError
+        below 2, as in MindSpore.
+
+        >>> data = data.shuffle(buffer_size=10)
+        """
+        return _Shuffle(self, buffer_size)
+
+    def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
+        """Put batch_size rows into one: each column's arrays are stacked along a new first axis.
+
+        drop_remainder: leave out a last batch with fewer rows. A RuntimeError comes instead of a batch whose rows have
+        different shapes or dtypes. num_parallel_workers has no effect. TypeError, ValueError for wrong arguments.
+
+        >>> data = data.batch(batch_size=32, drop_remainder=True)
+        """
+        del num_parallel_workers
+        return _Batch(self, batch_size, drop_remainder)
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """So many passes in one, each with an order of its own; None or -1: without end.
+
+        TypeError for what is no int, ValueError for 0 or less but -1.
+
+        >>> data = data.repeat(2)
+        """
+        return _Repeat(self, count)
+
+    # -- iterating -----------------------------------------------------------------------------------------------------
+
+    def create_dict_iterator(
+        self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
+    ) -> DatasetIterator:
+        """Rows as {column: array}; see DatasetIterator.
+
+        Arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError, ValueError for a
+        num_epochs that is no int, or 0, or below -1.
+
+        >>> batch = next(data.batch(32).create_dict_iterator())
+        >>> batch["image"].shape, batch["label"].shape
+        ((32, 32, 32, 3), (32,))
+        """
+        del output_numpy, do_copy
+        return DatasetIterator(self, self.columns, True, num_epochs)
+
+    def create_tuple_iterator(
+        self,
+        columns: Sequence[str] | None = None,
+        num_epochs: int = -1,
+        output_numpy: bool = False,
+        do_copy: bool = False,
+    ) -> DatasetIterator:
+        """Rows as tuples of the columns' arrays, all of them in the order of get_col_names() by default.
+
+        As create_dict_iterator otherwise; ValueError for a column that there is not.
+
+        >>> image, label = next(data.batch(32).create_tuple_iterator())
+        """
+        del output_numpy, do_copy
+        return DatasetIterator(self, self.columns if columns is None else columns, False, num_epochs)
+
+    def __iter__(self) -> DatasetIterator:
+        """One pass, as tuples: for image, label in data."""
+        return DatasetIterator(self, self.columns, False, 1)
+
+    def get_dataset_size(self) -> int:
+        """How many rows, or batches, a pass has on this rank; with an endless repeat, one round of it.
+
+        A source that only a pass can count is read once for that.
+        """
+        return self._size()
+
+    def get_col_names(self) -> list[str]:
+        """The columns' names, in the order of the tuples."""
+        return list(self.columns)
+
+    def get_batch_size(self) -> int:
+        """The batch_size of the last batch step; 1 without."""
+        return 1
+
+    def get_repeat_count(self) -> int:
+        """The counts of all repeat steps, multiplied; -1 without end, 1 without."""
+        return 1
+
+    # -- going on in the middle ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the newest pass is, for a checkpoint: ints, strings and lists, the same on every rank.
+
+        The batches that were taken count, not those that were made ahead.
+
+        >>> state = data.batch(32).state_dict()
+        >>> state["epoch"], state["batch"], state["pipeline"]
+        (0, 0, ['Cifar10Dataset(96 rows, shuffle)', 'batch(32)'])
+        """
+        epoch, batch = self.position
+        if batch and batch == self._known_size():
+            epoch, batch = epoch + 1, 0
+        seed = config.get_seed() if self._seed is None else self._seed
+        return {"version": _VERSION, "seed": seed, "epoch": epoch, "batch": batch, "pipeline": self._described()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state`, of a pipeline like this one, was: the next pass gives the batches that came after it.
+
+        They are the same bits. The order up to there is worked out again, without reading or changing rows, where the
+        source has random access. ValueError if state is of another pipeline, and says what differs. On several ranks:
+        load it on each of them, since they compare their data again.
+
+        >>> data.load_state_dict(data.state_dict())
+        """
+        try:
+            version, seed, epoch, batch = (int(state[name]) for name in ("version", "seed", "epoch", "batch"))
+            theirs = [str(step) for step in state["pipeline"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"load_state_dict: this is no state of a pipeline: {state!r:.200}") from error
+        if version != _VERSION or min(seed, epoch, batch) < 0 or max(seed, epoch, batch) >= 2**32:
+            raise ValueError(
+                f"load_state_dict: version {version}, seed {seed}, epoch {epoch}, batch {batch} is no state"
+            )
+        for mine, other in itertools.zip_longest(self._described(), theirs, fillvalue="nothing"):
+            if mine != other:
+                raise ValueError(
+                    f"load_state_dict: the state is of another pipeline: it has {other} where this has {mine}"
+                )
+        self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
+
+    def begin_pass(self) -> tuple[int, int, int]:
+        """For DatasetIterator: seed, epoch, and the batch to begin with. At the first pass the ranks compare."""
+        seed = config.get_seed() if self._seed is None else self._seed
+        if not self._agreed:
+            self.source().compare({"seed": seed, "position": list(self._next), "pipeline": self._described()})
+            self._agreed = True
+        self._seed = seed
+        (epoch, batch), self._next = self._next, (self._next[0] + 1, 0)
+        self.position = (epoch, batch)
+        return seed, epoch, batch
+
+    # -- what a source or step is --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def source(self) -> Source:
+        """Where the rows come from."""
+
+    @abstractmethod
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        """The rows of a pass, in order."""
+
+    @abstractmethod
+    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+        """The rows of these tickets."""
+
+    @abstractmethod
+    def _size(self) -> int: ...
+
+    @abstractmethod
+    def _known_size(self) -> int | None:
+        """_size(), if that reads nothing."""
+
+    @abstractmethod
+    def _described(self) -> list[str]:
+        """What decides about the order, for state_dict."""
+
+
+class Source(Dataset):
+    """A dataset with nothing before it."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        super().__init__(0)
+        self.columns = tuple(columns)
+
+    def source(self) -> Source:
+        return self
+
+    @abstractmethod
+    def compare(self, facts: dict[str, Any]) -> None:
+        """Get ready for a pass; see with the other ranks that what a rank reads, and facts, are the same for all."""
+
+
+class _Step(Dataset):
+    """A dataset that changes the one before it. By itself it changes nothing."""
+
+    def __init__(self, before: Dataset) -> None:
+        super().__init__(before._place + 1)
+        self._before = before
+        self.columns = before.columns
+
+    def source(self) -> Source:
+        return self._before.source()
+
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        yield from self._before.tickets(seed, epoch)
+
+    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+        return self._before.load(seed, tickets)
+
+    def _size(self) -> int:
+        return self._of(self._before._size())
+
+    def _known_size(self) -> int | None:
+        before = self._before._known_size()
+        return None if before is None else self._of(before)
+
+    def _of(self, before: int) -> int:
+        """The size, given that of the one before."""
+        return before
+
+    def get_batch_size(self) -> int:
+        return self._before.get_batch_size()
+
+    def get_repeat_count(self) -> int:
+        return self._before.get_repeat_count()
+
+    def _described(self) -> list[str]:
+        return self._before._described()
+
+
+class _Map(_Step):
+    def __init__(self, before: Dataset, operations: Any, input_columns: Any, output_columns: Any) -> None:
+        super().__init__(before)
+        self._operations = list(operations) if isinstance(operations, (list, tuple)) else [operations]
+        if not self._operations:
+            raise ValueError("map: operations is empty")
+        for operation in self._operations:
+            if not callable(operation):
+                raise TypeError(f"map: {operation!r} is not callable; expected operations on arrays")
+        self._inputs = [before.columns[0]] if input_columns is None else _names("input_columns", input_columns)
+        self._outputs = self._inputs if output_columns is None else _names("output_columns", output_columns)
+        for name in self._inputs:
+            if name not in before.columns:
+                raise ValueError(f"map: there is no column {name!r}; there are {', '.join(before.columns)}")
+        others = [name for name in before.columns if name not in self._inputs]
+        if set(others) & set(self._outputs):
+            raise ValueError(f"map: output_columns {self._outputs} has the name of a column that stays")
+        if len(self._outputs) == len(self._inputs):
+            renamed = dict(zip(self._inputs, self._outputs, strict=True))
+            self.columns = tuple(renamed.get(name, name) for name in before.columns)
+        else:
+            self.columns = (*self._outputs, *others)
+
+    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+        rows = [dict(zip(self._before.columns, row, strict=True)) for row in self._before.load(seed, tickets)]
+        values = [tuple(row.pop(name) for name in self._inputs) for row in rows]
+        for number, operation in enumerate(self._operations):
+            if isinstance(operation, RandomOperation):
+                epochs, indices = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
+                drawn = draws.bits(seed, self._place, number, epochs, indices).tolist()
+            for which, ticket in enumerate(tickets):
+                try:
+                    if isinstance(operation, RandomOperation):
+                        (value,) = values[which]
+                        result = operation.apply(value, drawn[which])
+                    else:
+                        result = operation(*values[which])
+                except Exception as error:
+                    raise RuntimeError(self._tell(number, ticket, f"{type(error).__name__}: {error}")) from error
+                values[which] = result if isinstance(result, tuple) else (result,)
+        for row, value, ticket in zip(rows, values, tickets, strict=True):
+            if len(value) != len(self._outputs):
+                came = f"it returned {len(value)} values for {len(self._outputs)} columns; name them by output_columns"
+                raise RuntimeError(self._tell(len(self._operations) - 1, ticket, came))
+            row.update(zip(self._outputs, map(np.asarray, value), strict=True))
+        return [tuple(row[name] for name in self.columns) for row in rows]
+
+    def _tell(self, number: int, ticket: Ticket, what: str) -> str:
+        operation = self._operations[number]
+        name = repr(operation) if isinstance(operation, Operation) else getattr(operation, "__name__", repr(operation))
+        of_all = f" ({number + 1} of {len(self._operations)})" if len(self._operations) > 1 else ""
+        batch = isinstance(ticket.held, list) and any(isinstance(part, Ticket) for part in ticket.held)
+        where = f"the batch that begins with row {ticket.sample}" if batch else f"row {ticket.sample}"
+        return f"map of {', '.join(self._inputs)}: {name}{of_all} on {where} of the source: {what}"
+
+
+class _Shuffle(_Step):
+    def __init__(self, before: Dataset, buffer_size: int) -> None:
+        super().__init__(before)
+        self._buffer_size = _count("shuffle", "buffer_size", buffer_size, 2)
+
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        buffer: list[Ticket] = []
+        picks = self._picks(seed, epoch)
+        for ticket in self._before.tickets(seed, epoch):
+            if len(buffer) < self._buffer_size:
+                buffer.append(ticket)
+            else:
+                which = next(picks) % self._buffer_size
+                yield buffer[which]
+                buffer[which] = ticket
+        while buffer:
+            which = next(picks) % len(buffer)
+            buffer[which], buffer[-1] = buffer[-1], buffer[which]
+            yield buffer.pop()
+
+    def _picks(self, seed: int, epoch: int) -> Generator[int, None, None]:
+        for begin in itertools.count(0, 1024):
+            yield from draws.bits(seed, self._place, epoch, np.arange(begin, begin + 1024)).tolist()
+
+    def _described(self) -> list[str]:
+        return [*super()._described(), f"shuffle({self._buffer_size})"]
+
+
+class _Batch(_Step):
+    def __init__(self, before: Dataset, batch_size: int, drop_remainder: bool) -> None:
+        super().__init__(before)
+        self._batch_size = _count("batch", "batch_size", batch_size, 1)
+        if not isinstance(drop_remainder, bool):
+            raise TypeError(f"batch: drop_remainder is a {type(drop_remainder).__name__}; expected a bool")
+        self._drop_remainder = drop_remainder
+
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        before = self._before.tickets(seed, epoch)
+        while parts := list(itertools.islice(before, self._batch_size)):
+            if len(parts) == self._batch_size or not self._drop_remainder:
+                yield Ticket(parts[0].epoch, parts[0].sample, parts)
+
+    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+        batches = []
+        for ticket in tickets:
+            rows = self._before.load(seed, ticket.held)
+            columns = zip(self.columns, zip(*rows, strict=True), strict=True)
+            batches.append(tuple(_stacked(name, arrays, ticket.held) for name, arrays in columns))
+        return batches
+
+    def _of(self, before: int) -> int:
+        return before // self._batch_size if self._drop_remainder else -(-before // self._batch_size)
+
+    def get_batch_size(self) -> int:
+        return self._batch_size
+
+    def _described(self) -> list[str]:
+        drop = ", drop_remainder" if self._drop_remainder else ""
+        return [*super()._described(), f"batch({self._batch_size}{drop})"]
+
+
+class _Repeat(_Step):
+    def __init__(self, before: Dataset, count: int | None) -> None:
+        super().__init__(before)
+        self._count = -1 if count is None or count == -1 else _count("repeat", "count", count, 1)
+
+    def tickets(self, seed: int, epoch: int) -> Tickets:
+        if self._count > 0:
+            passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
+        else:
+            passes = itertools.count(epoch << 32)  # a pass without end that was left: the next one has other orders
+        for number in passes:
+            some = False
+            for ticket in self._before.tickets(seed, number):
+                some = True
+                yield ticket
+            if not some:
+                return
+
+    def _of(self, before: int) -> int:
+        return before * max(self._count, 1)
+
+    def get_repeat_count(self) -> int:
+        before = self._before.get_repeat_count()
+        return -1 if self._count < 0 or before < 0 else before * self._count
+
+    def _described(self) -> list[str]:
+        return [*super()._described(), f"repeat({self._count})"]
+
+
+def _stacked(name: str, arrays: Sequence[Any], tickets: Sequence[Ticket]) -> Any:
+    first = arrays[0]
+    for array, ticket in zip(arrays, tickets, strict=True):
+        if array.shape != first.shape or (array.dtype != first.dtype and array.dtype.kind not in "SU"):
+            raise RuntimeError(
+                f"batch: column {name} is {array.dtype}{list(array.shape)} in row {ticket.sample} of the source and"
+                f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them alike by map"
+            )
+    # Into C order, whatever the order of the rows is: HWC2CHW gives views.
+    dtype = np.result_type(*arrays) if first.dtype.kind in "SU" else first.dtype
+    return np.stack(arrays, out=np.empty((len(arrays), *first.shape), dtype))
+
+
+def _names(argument: str, value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) else list(value)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"map: {argument}={value!r}; expected the name of a column, or several")
+    if len(set(names)) != len(names):
+        raise ValueError(f"map: {argument}={value!r} has a name twice")
+    return names
+
+
+def _count(step: str, argument: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{step}: {argument} is a {type(value).__name__}; expected an int")
+    if value < least:
+        raise ValueError(f"{step}: {argument}={value}; expected {least} or more")
+    return int(value)

@@ -1,0 +1,125 @@
+"""Making items ahead in a thread: a bounded queue between it and the one who takes them.
+
+The thread knows the queue and what makes the items, not the object that takes them. So that object can be collected,
+which ends the thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Generator
+from typing import Any
+
+_LOOK_S = 1.0  # how often who waits for an item looks whether the thread lives; its word wakes him at once
+_EXIT_S = 5.0  # at exit: for what a thread is in the middle of
+
+
+class _Queue:
+    """What the two share."""
+
+    def __init__(self, room: int) -> None:
+        self.pid = os.getpid()
+        self.room = room
+        # Guards what is below; both sides sleep on it. Reentrant: the collector may run `stop` wherever it likes.
+        self.news = threading.Condition()
+        self.items: deque[Any] = deque()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Nobody takes items any more."""
+        if self.pid != os.getpid():  # a forked child: no thread here, and the lock may be held for ever
+            return
+        with self.news:
+            self.stopped = True
+            self.items.clear()
+            self.news.notify_all()
+
+
+class Prefetch:
+    """An iterator over what `source` yields, which runs in a thread from now on, up to `room` items ahead.
+
+    What source raises is raised where the item would have been, with its traceback, and ends it. close() ends the
+    thread and waits for what it is in the middle of; so does the end of the process, for a while. If this object is
+    collected the thread ends by itself. In a forked child there is no thread: RuntimeError.
+    """
+
+    def __init__(self, source: Generator[Any, None, None], room: int) -> None:
+        self._queue = _Queue(room)
+        self._thread = threading.Thread(target=_fill, args=(self._queue, source), name="mscomm-data", daemon=True)
+        _running[self._thread] = self._queue
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._queue.stop)
+        self._finalizer.atexit = False  # _end_all does that
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Any:
+        queue = self._queue
+        if queue.pid != os.getpid():
+            raise RuntimeError(
+                "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
+            )
+        with queue.news:
+            while not queue.items and not queue.ended and not queue.stopped:
+                if not queue.news.wait(_LOOK_S) and not self._thread.is_alive() and not queue.ended:
+                    raise RuntimeError("the thread that makes the batches has ended without a word")
+            if queue.items:
+                item = queue.items.popleft()
+                queue.news.notify_all()
+                return item
+            error, queue.error = queue.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread. May be called twice; not by what source runs."""
+        self._finalizer()
+        if self._queue.pid == os.getpid():
+            self._thread.join()
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_running.clear)
+
+
+def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
+    """The thread: it ends when source does, or raises, or nobody takes items any more."""
+    error: BaseException | None = None
+    try:
+        with contextlib.closing(source):
+            for item in source:
+                with queue.news:
+                    while len(queue.items) >= queue.room and not queue.stopped:
+                        queue.news.wait()
+                    if queue.stopped:
+                        return
+                    queue.items.append(item)
+                    queue.news.notify_all()
+    except BaseException as raised:  # for the one who takes the items; here nobody would see it
+        error = raised
+    finally:
+        with queue.news:
+            queue.ended, queue.error = True, error
+            queue.news.notify_all()
+        del error
+
+
+@atexit.register
+def _end_all() -> None:
+    threads = list(_running.items())
+    for _, queue in threads:
+        queue.stop()
+    for thread, _ in threads:
+        thread.join(_EXIT_S)

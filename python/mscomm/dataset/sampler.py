@@ -1,0 +1,146 @@
+"""Which rows of a source a rank reads in a pass, and in which order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from mscomm.dataset import draws
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Sampler(Protocol):
+    """What a source asks; rows is the number of rows that it has."""
+
+    num_shards: int
+
+    def count(self, rows: int) -> int:
+        """How many rows a pass reads."""
+
+    def indices(self, rows: int, seed: int, epoch: int) -> Indices:
+        """The rows of pass number epoch, in order."""
+
+    def __str__(self) -> str:
+        """Like that of the other ranks' samplers, where they share the rows; for state_dict."""
+
+
+class DistributedSampler:
+    """Deals the rows to num_shards ranks like cards, as MindSpore's does; rank shard_id has this one.
+
+    shuffle: deal a permutation, the same on all ranks and another one in each pass. num_samples: at most so many rows a
+    rank; None or 0: all. offset=-1: every rank gets ceil(rows / num_shards); where the rows end early, dealing goes on
+    with the first ones. offset >= 0: the first row goes to rank `offset`, each row to one rank alone, and the counts
+    may differ by one.
+
+    TypeError for wrong types; RuntimeError for num_shards below 1, a shard_id outside 0..num_shards-1, an offset below
+    -1 or above num_shards; ValueError for a negative num_samples.
+
+    >>> DistributedSampler(2, 1, shuffle=False).indices(5, seed=0, epoch=0)
+    array([1, 3, 0])
+    """
+
+    def __init__(
+        self, num_shards: int, shard_id: int, shuffle: bool = True, num_samples: int | None = None, offset: int = -1
+    ) -> None:
+        self.num_shards = _whole("num_shards", num_shards)
+        self.shard_id = _whole("shard_id", shard_id)
+        self.offset = _whole("offset", offset)
+        self.num_samples = 0 if num_samples is None else _whole("num_samples", num_samples)
+        if not isinstance(shuffle, bool):
+            raise TypeError(f"DistributedSampler: shuffle is a {type(shuffle).__name__}; expected a bool")
+        self.shuffle = shuffle
+        if self.num_shards < 1:
+            raise RuntimeError(f"DistributedSampler: num_shards={num_shards}; expected 1 or more")
+        if not 0 <= self.shard_id < self.num_shards:
+            raise RuntimeError(
+                f"DistributedSampler: shard_id={shard_id}; with num_shards={num_shards} expected 0 to {num_shards - 1}"
+            )
+        if not -1 <= self.offset <= self.num_shards:
+            raise RuntimeError(f"DistributedSampler: offset={offset}; expected -1 to num_shards={num_shards}")
+        if self.num_samples < 0:
+            raise ValueError(f"DistributedSampler: num_samples={num_samples}; expected 0 or more, or None for all")
+
+    def count(self, rows: int) -> int:
+        even = -(-rows // self.num_shards)
+        mine = even if self.offset < 0 else self._until(rows) - self._first
+        return min(mine, self.num_samples) if self.num_samples else mine
+
+    def indices(self, rows: int, seed: int, epoch: int) -> Indices:
+        turns = np.arange(self._first, self._first + self.count(rows), dtype=np.int64)
+        dealt: Indices = (turns * self.num_shards + self.shard_id - max(self.offset, 0)) % max(rows, 1)
+        return draws.permutation(rows, seed, 0, epoch)[dealt] if self.shuffle else dealt
+
+    @property
+    def _first(self) -> int:
+        """The first turn in which this rank gets a row: ranks before `offset` get none in turn 0."""
+        return -(-max(max(self.offset, 0) - self.shard_id, 0) // self.num_shards)
+
+    def _until(self, rows: int) -> int:
+        """The first turn in which there is no row left for this rank."""
+        return max(-(-(rows + self.offset - self.shard_id) // self.num_shards), self._first)
+
+    def __str__(self) -> str:
+        words = [f"{self.num_shards} shards" if self.num_shards > 1 else "", "shuffle" if self.shuffle else "in order"]
+        words += [f"num_samples {self.num_samples}" if self.num_samples else ""]
+        words += [f"offset {self.offset}" if self.offset >= 0 else ""]
+        return ", ".join(filter(None, words))
+
+
+class Listed:
+    """The rows that the user lists, in that order, in every pass."""
+
+    num_shards = 1
+
+    def __init__(self, listed: Iterable[int]) -> None:
+        try:
+            self._listed = np.array([operator.index(index) for index in listed], np.int64)
+        except TypeError:
+            raise TypeError("sampler: expected a DistributedSampler or the numbers of rows, ints") from None
+
+    def count(self, rows: int) -> int:
+        return len(self._listed)
+
+    def indices(self, rows: int, seed: int, epoch: int) -> Indices:
+        wrong = self._listed[(self._listed < 0) | (self._listed >= rows)]
+        if len(wrong):
+            raise ValueError(f"sampler: there is no row {wrong[0]}; the source has {rows}")
+        return self._listed
+
+    def __str__(self) -> str:
+        return f"{len(self._listed)} rows as listed"
+
+
+def choose(
+    source: str,
+    num_samples: int | None,
+    shuffle: bool | None,
+    sampler: DistributedSampler | Iterable[int] | None,
+    num_shards: int | None,
+    shard_id: int | None,
+) -> Sampler:
+    """The sampler that a source's arguments describe; errors as MindSpore's. shuffle=None shuffles."""
+    if sampler is not None:
+        for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
+            if value is not None:
+                raise RuntimeError(f"{source}: sampler and {name} cannot both be given; give {name} to the sampler")
+        return sampler if isinstance(sampler, DistributedSampler) else Listed(sampler)
+    if num_shards is None and shard_id is not None:
+        raise RuntimeError(f"{source}: shard_id is given but num_shards is not")
+    if num_shards is not None and shard_id is None:
+        raise RuntimeError(f"{source}: num_shards is given but shard_id is not; it is this rank's, mscomm.get_rank()")
+    shards, shard = (1, 0) if num_shards is None or shard_id is None else (num_shards, shard_id)
+    if _whole("num_shards", shards, source) < 1:
+        raise ValueError(f"{source}: num_shards={shards}; expected 1 or more")
+    if not 0 <= _whole("shard_id", shard, source) < shards:
+        raise ValueError(f"{source}: shard_id={shard}; with num_shards={shards} expected 0 to {shards - 1}")
+    return DistributedSampler(shards, shard, True if shuffle is None else shuffle, num_samples)
+
+
+def _whole(argument: str, value: Any, where: str = "DistributedSampler") -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{where}: {argument} is a {type(value).__name__}; expected an int")
+    return operator.index(value)

@@ -1,0 +1,5 @@
+"""MindSpore's older path to the same operations: import mscomm.dataset.transforms.c_transforms as C."""
+
+from __future__ import annotations
+
+from mscomm.dataset.transforms import TypeCast as TypeCast

@@ -1,0 +1,32 @@
+"""TypeCast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mscomm.dataset.operation import Array, Operation
+
+
+class TypeCast(Operation):
+    """The same numbers in another dtype, of any shape; as numpy.ndarray.astype, which cuts the fraction off.
+
+    output_type: a NumPy dtype, its name, or one of mscomm.dtype. TypeError if it is none.
+
+    >>> TypeCast("int32")(np.float32(2.75))
+    array(2, dtype=int32)
+    """
+
+    def __init__(self, output_type: Any) -> None:
+        try:
+            if output_type is None:  # numpy takes it for float64
+                raise TypeError
+            self._dtype = np.dtype(output_type)
+        except TypeError:
+            raise TypeError(
+                f"TypeCast: output_type={output_type!r} is no dtype; expected np.int32, mscomm.int32, ..."
+            ) from None
+
+    def __call__(self, x: Any) -> Array:
+        return np.asarray(x).astype(self._dtype)

@@ -1,0 +1,96 @@
+"""Rescale, Normalize and HWC2CHW: what makes numbers for a network of pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mscomm.dataset.operation import Array, Operation
+
+
+class Rescale(Operation):
+    """x * rescale + shift, in float32. Takes any shape and any real dtype; TypeError for arguments that are no numbers.
+
+    >>> Rescale(1.0 / 255.0, 0.0)(np.full((1, 1, 3), 255, np.uint8))
+    array([[[1., 1., 1.]]], dtype=float32)
+    """
+
+    def __init__(self, rescale: float, shift: float) -> None:
+        for name, value in (("rescale", rescale), ("shift", shift)):
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+                raise TypeError(f"Rescale: {name} is a {type(value).__name__}; expected a number")
+        self._rescale = np.float32(rescale)
+        self._shift = np.float32(shift)
+
+    def __call__(self, x: Any) -> Array:
+        result: Array = np.asarray(x).astype(np.float32)
+        result *= self._rescale
+        if self._shift:
+            result += self._shift
+        return result
+
+
+class Normalize(Operation):
+    """(x - mean) / std for each channel, in float32.
+
+    mean, std: a number for each channel, or one for all; the mean 0 to 255, std above 0 and up to 255. Channels are the
+    last axis; with is_hwc=False the third from the end, as after HWC2CHW. Takes (height, width, channels), or a batch
+    of them, of any real dtype. TypeError and ValueError for wrong arguments; ValueError for another number of channels.
+
+    >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
+    array([[[2., 2., 2.]]], dtype=float32)
+    """
+
+    def __init__(self, mean: Any, std: Any, is_hwc: bool = True) -> None:
+        self._mean, self._std = _numbers("mean", mean), _numbers("std", std)
+        if len(self._mean) != len(self._std):
+            raise ValueError(
+                f"Normalize: mean has {len(self._mean)} numbers and std {len(self._std)}; expected as many"
+            )
+        if not ((self._mean >= 0) & (self._mean <= 255)).all():
+            raise ValueError(f"Normalize: mean={mean!r}; expected 0 to 255")
+        if not ((self._std > 0) & (self._std <= 255)).all():
+            raise ValueError(f"Normalize: std={std!r}; expected more than 0 and up to 255")
+        if not isinstance(is_hwc, bool):
+            raise TypeError(f"Normalize: is_hwc is a {type(is_hwc).__name__}; expected a bool")
+        self._axis = -1 if is_hwc else -3
+
+    def __call__(self, x: Any) -> Array:
+        x = np.asarray(x)
+        if x.ndim < 3:
+            raise ValueError(f"Normalize: expected an image with channels, got {x.dtype}{list(x.shape)}")
+        channels = x.shape[self._axis]
+        if len(self._mean) not in (1, channels):
+            raise ValueError(
+                f"Normalize: mean and std have {len(self._mean)} numbers, the image {x.dtype}{list(x.shape)} has"
+                f" {channels} channels"
+            )
+        shape = (-1,) if self._axis == -1 else (-1, 1, 1)
+        result: Array = np.subtract(x, self._mean.reshape(shape), dtype=np.float32)
+        result /= self._std.reshape(shape)
+        return result
+
+
+class HWC2CHW(Operation):
+    """The channels before height and width: (height, width, channels) becomes (channels, height, width).
+
+    A batch of images may lie before them. Any dtype; ValueError for fewer than three axes.
+
+    >>> HWC2CHW()(np.zeros((32, 24, 3))).shape
+    (3, 32, 24)
+    """
+
+    def __call__(self, x: Any) -> Array:
+        x = np.asarray(x)
+        if x.ndim < 3:
+            raise ValueError(f"HWC2CHW: expected (height, width, channels), got {x.dtype}{list(x.shape)}")
+        return np.moveaxis(x, -1, -3)
+
+
+def _numbers(name: str, values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    if not isinstance(values, (tuple, list)) or not values:
+        raise TypeError(f"Normalize: {name}={values!r}; expected a tuple of numbers, one for each channel")
+    if any(isinstance(value, bool) or not isinstance(value, (int, float, np.number)) for value in values):
+        raise TypeError(f"Normalize: {name}={values!r}; expected a tuple of numbers, one for each channel")
+    return np.array(values, np.float32)
