@@ -20,6 +20,7 @@ from functions import bits
 from ranks import Job, ranks
 
 import mscomm
+from mscomm import dataset
 from mscomm.context import ParallelMode
 from mscomm.train import SGD, LossMonitor, Model, ModelCheckpoint, Momentum, ProgressBar, TimeMonitor, networks
 
@@ -234,13 +235,13 @@ def test_ranks_that_do_not_fit_together_are_told_before_the_first_step(rank, gro
         Path(folder, "link").symlink_to(folder)
     mscomm.barrier()
 
-    def train(value: float = 0.0, dataset: Any = None, callbacks: Any = None, epochs: int = 1) -> None:
+    def train(value: float = 0.0, data: Any = None, callbacks: Any = None, epochs: int = 1) -> None:
         net = Line({"weight": np.full((1, COLUMNS), 1.0, np.float32), "bias": np.full(1, value, np.float32)})
         model = Model(net, optimizer=SGD(net.parameters))
-        model.train(epochs, dataset or Batches(rank, 2), callbacks)
+        model.train(epochs, data or Batches(rank, 2), callbacks)
 
     with pytest.raises(ValueError, match="differ in batches in an epoch: 6 on rank 0, 7 on rank 1 of the group; give"):
-        train(dataset=Batches(rank, 2, BATCHES + rank))
+        train(data=Batches(rank, 2, BATCHES + rank))
     with pytest.raises(ValueError, match="differ in epochs: 1 on rank 0, 2 on rank 1"):
         train(epochs=1 + rank)
     with pytest.raises(ValueError, match=r"0 and 1 of the group begin with different weights, of bias; use the same"):
@@ -259,10 +260,10 @@ def test_ranks_that_do_not_fit_together_are_told_before_the_first_step(rank, gro
     mscomm.reset_auto_parallel_context()
     data_parallel()
     with pytest.raises(RuntimeError, match="epoch 1 ended after 2 batches; the dataset said that there are 6"):
-        train(dataset=Short(rank, 2))
+        train(data=Short(rank, 2))
     with pytest.raises(ValueError, match=rf"epoch: 1 step: 1\. Invalid loss nan \(\S+ on rank {rank}\): training"):
         x = np.full((4, COLUMNS), np.nan if rank else 1.0, np.float32)
-        train(dataset=[(x, x[:, :1])], callbacks=LossMonitor(0))
+        train(data=[(x, x[:, :1])], callbacks=LossMonitor(0))
     assert (mscomm.all_reduce(np.ones(1)) == 2).all()
 
 
@@ -456,30 +457,10 @@ def test_what_pytorch_wants(rank, group, library):
 STEPS_AN_EPOCH, EPOCHS = 7, 4
 
 
-class Shuffled:
-    """A pipeline that knows its place, as those of mscomm.dataset."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.epoch, self.next = rank, 0, 0
-
-    def get_dataset_size(self) -> int:
-        return STEPS_AN_EPOCH
-
-    def __iter__(self) -> Any:
-        first, self.next = self.next, 0
-        order = np.random.default_rng((self.rank, self.epoch)).permutation(STEPS_AN_EPOCH)
-        for number in range(first, STEPS_AN_EPOCH):
-            self.place = (self.epoch, number + 1)
-            if number + 1 == STEPS_AN_EPOCH:
-                self.epoch += 1
-                self.place = (self.epoch, 0)
-            yield Batches(number=STEPS_AN_EPOCH).all[order[number]]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.place[0], "next": self.place[1]}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.next = state["epoch"], state["next"]
+def pipeline(rank: int) -> Any:
+    """A shuffled one, which knows its place."""
+    rows = [(x[i], y[i]) for x, y in Batches(number=STEPS_AN_EPOCH).all for i in range(ROWS)]
+    return dataset.GeneratorDataset(rows, ["x", "y"], num_shards=2, shard_id=rank).shuffle(10).batch(ROWS // 2)
 
 
 class Noisy(Line):
@@ -495,7 +476,7 @@ def numpy_training(rank: int) -> tuple[Model, Any, Any]:
     np.random.seed(rank)
     random.seed(rank)
     net = Noisy()
-    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), Shuffled(rank), lambda: net.parameters
+    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), pipeline(rank), lambda: net.parameters
 
 
 def torch_training(rank: int) -> tuple[Model, Any, Any]:
@@ -506,10 +487,10 @@ def torch_training(rank: int) -> tuple[Model, Any, Any]:
     layers = [torch.nn.Linear(COLUMNS, 20), torch.nn.BatchNorm1d(20), torch.nn.Dropout(0.3), torch.nn.Linear(20, 1)]
     net = torch.nn.Sequential(*layers)
     x = torch.randn(4 * STEPS_AN_EPOCH, COLUMNS)
-    dataset = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :1]), batch_size=4, shuffle=True)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :1]), batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     model = Model(net, torch.nn.MSELoss(), optimizer, compression="bf16")
-    return model, dataset, lambda: {name: x.numpy() for name, x in net.state_dict().items()}
+    return model, loader, lambda: {name: x.numpy() for name, x in net.state_dict().items()}
 
 
 TRAININGS = {"numpy": numpy_training, "torch": torch_training}
@@ -522,11 +503,11 @@ class Slow(mscomm.Callback):
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:
     """A script that goes on where it was, if it was."""
-    model, dataset, weights = TRAININGS[library](mscomm.get_rank())
+    model, data, weights = TRAININGS[library](mscomm.get_rank())
     began = model.resume(folder)
     print(f"begins after {began}", flush=True)
     config = mscomm.CheckpointConfig(save_checkpoint_steps=3, keep_checkpoint_max=1)
-    model.train(EPOCHS, dataset, [LossMonitor(), ModelCheckpoint("t", folder, config), *callbacks])
+    model.train(EPOCHS, data, [LossMonitor(), ModelCheckpoint("t", folder, config), *callbacks])
     for name, x in weights().items():
         print("result", name, bits(np.array(x)).tobytes().hex(), flush=True)
 
