@@ -296,11 +296,15 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
         with pytest.raises(ValueError, match=rf"rank 1 of the group has no checkpoint in {folder if rank else ''}"):
             model.resume(own)
         assert model.resume(own / "nothing") is None
+        with pytest.raises(ValueError, match=r"rank 0 of the group: \[Errno 2\] No such file .*none\.safetensors"):
+            model.resume(own / "none.safetensors")
         file = mscomm.broadcast_object(str(own / "line-1_5.safetensors"))
         with stderr() as told:
             assert model.resume(file) == (1, 5)
         assert len(told) == rank and all("rank 1 goes on from what rank 0 wrote" in line for line in told)
-        mscomm.reset_auto_parallel_context()
+        by_the_clock = mscomm.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=[1e-9, 1e9][rank])
+        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # rank 0's
+        assert len(list(own.glob("clock-*"))) == 5
         mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
         with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
             model.resume(file)

@@ -22,8 +22,8 @@ class RunContext:
           ranks, the same bits on all. local_loss: this rank's own.
         * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode, as given.
         * train_dataset_element: the batch, as a tuple.
-        * group: the ranks that train together, None if this one is alone; rank and device_number: this rank's place
-          among them, and how many there are.
+        * group: the ranks that train together, None if this one is alone; device_number: how many there are; rank: this
+          one's rank among them, or in the job.
         * communication_s: seconds that this rank has waited for communication, since the training began.
         * training_state: a function that gives what ModelCheckpoint writes: (weights, state).
         """

@@ -137,7 +137,7 @@ class Model:
             train_dataset_element=None,
             communication_s=0.0,
             group=group,
-            rank=0 if group is None else group.rank,
+            rank=resolve(group).rank if is_initialized() else 0,
             device_number=1 if group is None else group.size,
             all_ranks_save=all_ranks_save,
             resumed_from=resumed,
@@ -172,10 +172,9 @@ class Model:
         given = Path(path)
         found, problem = [], ""
         try:
-            found = (
-                serialization.series(given) if given.is_dir() or not given.exists() else [serialization.saved(given)]
-            )
-        except ValueError as error:
+            is_file = given.is_file() or given.suffix == serialization.SUFFIX
+            found = [serialization.saved(given)] if is_file else serialization.series(given)
+        except (OSError, ValueError) as error:
             problem = str(error)
         if group is None:
             if problem:
@@ -193,7 +192,7 @@ class Model:
 
     def _take_over(self, chosen: serialization.Saved, group: Group | None, directory: bool) -> None:
         weights, state = serialization.load_training(chosen.path)
-        ranks, mine = state["ranks"], [0, 1] if group is None else [group.rank, group.size]
+        ranks, mine = state["ranks"], _place(group)
         if ranks[1] != mine[1]:
             raise ValueError(
                 f"Model.resume: {chosen.path} was written by one of {ranks[1]} ranks, now there are {mine[1]}; its"
@@ -331,7 +330,7 @@ class Model:
             "epoch": now.cur_epoch_num,
             "step": (now.cur_step_num - 1) % now.batch_num + 1,
             "batch_num": now.batch_num,
-            "ranks": [now.rank, now.device_number],
+            "ranks": _place(now.group),
             "optimizer": self._network.optimizer_state(),
             "reducer": None if reducer is None else reducer.state_dict(),
             "random": randomness.states(),
@@ -363,6 +362,11 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
     if size < 1:
         raise ValueError("Model.train: the dataset has no batches on this rank")
     return size
+
+
+def _place(group: Group | None) -> list[int]:
+    """This rank among those that train together, and how many there are."""
+    return [0, 1] if group is None else [group.rank, group.size]
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> bool:
