@@ -69,6 +69,29 @@ def test_what_is_written_is_read(tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        calls.append(f"sync {os.readlink(f'/proc/self/fd/{fd}')} of {os.fstat(fd).st_size}")
+        fsync(fd)
+
+    def named(partial: Any, path: Any) -> None:
+        calls.append(f"{partial} becomes {path}")
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    tensorfile.write(tmp_path / "file", {"x": np.zeros(100_000)}, {})
+    size, folder = (tmp_path / "file").stat().st_size, tmp_path.stat().st_size
+    partial = calls[0].split()[1]
+    assert partial.startswith(f"{tmp_path}/.file.")
+    assert calls == [
+        *(f"sync {partial} of {size}", f"{partial} becomes {tmp_path / 'file'}", f"sync {tmp_path} of {folder}"),
+    ]
+
+
 @needs_safetensors
 def test_others_read_our_files_and_we_theirs(tmp_path):
     import safetensors.numpy
@@ -230,6 +253,13 @@ def test_weights_go_into_a_file_and_back(tmp_path):
 # --- ModelCheckpoint in a training of one ---------------------------------------------------------------------------
 
 
+class Drawn(Batches):
+    """Each pass in another order, of the generator that programs share."""
+
+    def __iter__(self) -> Any:
+        return iter([self.all[i] for i in np.random.permutation(len(self.all))])
+
+
 def model() -> Model:
     net = Line()
     return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9))
@@ -336,31 +366,46 @@ def test_broken_files_are_told_and_the_older_one_is_used(tmp_path, capfd):
             function(tmp_path)
 
 
-def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path):
-    whole, begun, going_on = model(), model(), model()
-    whole.train(3, Batches(), [ModelCheckpoint("whole", tmp_path, CheckpointConfig(100))])
-
+@pytest.mark.parametrize("at", [5, 7])
+def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
     class Stop(mscomm.Callback):
         def step_end(self, run_context: Any) -> None:
-            if run_context.original_args().cur_step_num == 7:
+            if run_context.original_args().cur_step_num == at:
                 run_context.request_stop()
 
-    (tmp_path / "parts").mkdir()
-    assert going_on.resume(tmp_path / "parts") is None and going_on.resume(tmp_path / "nothing") is None
-    begun.train(3, Batches(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
-    assert going_on.resume(tmp_path / "parts") == (2, 2)  # the last one, not the last third one
-    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
+    whole, begun, going_on = model(), model(), model()
+    np.random.seed(1)
+    whole.train(3, Drawn(), [ModelCheckpoint("whole", tmp_path, CheckpointConfig(100))])
+    np.random.seed(1)
+    begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
+    np.random.seed(2)
+    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last, no multiple of 3
+    going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
     expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
     assert all((bits(got[name]) == bits(expected[name])).all() for name in expected)
-    kept = [f"part-{place}.safetensors" for place in ("2_1", "2_2", "2_4", "3_2", "3_5")]
-    assert names(tmp_path / "parts") == kept
-    with pytest.raises(ValueError, match=r"an epoch has 4 batches; it had 5 when part-2_2\.safetensors was written"):
-        going_on.resume(tmp_path / "parts/part-2_2.safetensors")
+    places = ["1_3", "1_5", "2_1", "2_4", "3_2", "3_5"] if at == 5 else ["1_3", "2_1", "2_2", "2_4", "3_2", "3_5"]
+    assert names(tmp_path / "parts") == [f"part-{place}.safetensors" for place in places[1:]]
+
+
+def test_where_to_go_on(tmp_path):
+    going_on = model()
+    (tmp_path / "empty").mkdir()
+    assert going_on.resume(tmp_path / "empty") is None and going_on.resume(tmp_path / "nothing") is None
+    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
+    before = names(tmp_path / "parts")
+    going_on.resume(tmp_path / "parts/part-2_4.safetensors")
+    with pytest.raises(ValueError, match=r"an epoch has 4 batches; it had 5 when part-2_4\.safetensors was written"):
         going_on.train(3, Batches(4))
     other = Line()
     other.parameters["c"] = np.zeros(1)
     with pytest.raises(ValueError, match="is of another network: c is in one alone"):
         Model(other, optimizer=SGD(other.parameters)).resume(tmp_path / "parts")
-    going_on.resume(tmp_path / "parts/part-2_2.safetensors")
+    going_on.resume(tmp_path / "parts/part-2_4.safetensors")
+    with pytest.raises(ValueError, match=r"initial_epoch=1 after resume\(\), which says where to begin"):
+        going_on.train(3, Batches(), initial_epoch=1)
+    going_on.resume(tmp_path / "parts/part-2_4.safetensors")
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(100)))
-    assert "part_1-3_5.safetensors" in names(tmp_path / "parts") and "part-2_4.safetensors" in names(tmp_path / "parts")
+    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])  # another series
+    going_on.resume(tmp_path / "parts")
+    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # nothing to do
+    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])

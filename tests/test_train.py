@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -172,8 +173,8 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(rank, gr
         assert (bits(np.array(x)) == bits(np.array(weights_again()[name]))).all(), name
         assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # on all ranks
 
-    lines = [f"epoch: {e} step: {s}, loss is {losses.mean[i]}" for e, s, i in ((1, 4, 3), (2, 2, 7), (2, 6, 11))]
-    lines.insert(2, f"epoch: 2 step: 5, loss is {losses.local[10]}")
+    lines = [f"epoch: {e} step: {s}, loss is {losses.mean[i]!s}" for e, s, i in ((1, 4, 3), (2, 2, 7), (2, 6, 11))]
+    lines.insert(2, f"epoch: 2 step: 5, loss is {losses.local[10]!s}")
     assert out.getvalue().splitlines() == lines and all(type(one) is np.float32 for one in losses.mean)
     assert losses.local[0] != losses.mean[0] == mscomm.all_reduce(np.array(losses.local[0]), "avg")
 
@@ -399,6 +400,38 @@ def test_callbacks_are_called_in_order():
     with pytest.raises(KeyError, match="mine"):
         numpy_line()[0].train(1, Batches(), [order, Fails()])
     assert order.seen[-2:] == ["step_end 1/1 1 6", "left"]
+
+
+@pytest.mark.parametrize(("dtype", "text"), [("f4", "2.3025854"), ("f8", "2.302585092994046"), ("f2", "2.303")])
+def test_a_loss_is_printed_with_the_digits_of_its_dtype(capsys, dtype, text):
+    net = Line()
+    net.loss_and_gradients = lambda x, y: (np.dtype(dtype).type(text), net.parameters)
+    Model(net, optimizer=SGD(net.parameters)).train(1, Batches(number=1), LossMonitor())
+    assert capsys.readouterr().out == f"epoch: 1 step: 1, loss is {text}\n"
+
+
+@ranks(2)
+def test_a_mean_is_printed_so_too(rank, group):
+    data_parallel()
+    net = Line()
+    net.loss_and_gradients = lambda x, y: (np.float32([2.25, 2.3551708][rank]), net.parameters)
+    with printed() as out:
+        Model(net, optimizer=SGD(net.parameters)).train(1, Batches(rank, 2, 1), LossMonitor())
+    assert out.getvalue() == "epoch: 1 step: 1, loss is 2.3025854\n"
+
+
+def test_the_first_program_of_the_page_prints_what_it_shows(tmp_path):
+    page = (Path(__file__).parent.parent / "docs/training.md").read_text()
+    code, shown = (re.search(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "console"))
+    (tmp_path / "line.py").write_text(code)
+    command = [sys.executable, "-m", "mscomm", *shown.splitlines()[0].split()[2:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    printed_lines, shown_lines = sorted(done.stdout.splitlines()), sorted(shown.splitlines()[1:])
+    assert len(printed_lines) == len(shown_lines) == 4
+    for mine, theirs in zip(printed_lines, shown_lines, strict=True):
+        (words, loss), (expected_words, expected) = (line.rsplit(" ", 1) for line in (mine, theirs))
+        assert words == expected_words and float(loss) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_times_of_an_epoch(capsys):

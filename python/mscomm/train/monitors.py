@@ -35,10 +35,11 @@ class LossMonitor(Callback):
         where = f"epoch: {now.cur_epoch_num} step: {step}"
         if not np.isfinite(now.net_outputs):
             raise ValueError(
-                f"{where}. Invalid loss {now.net_outputs} ({now.local_loss} on rank {now.rank}): training ends here"
+                f"{where}. Invalid loss {now.net_outputs!s} ({now.local_loss!s} on rank {now.rank}): training ends here"
             )
         if self._per_print_times and now.cur_step_num % self._per_print_times == 0:
-            print(f"{where}, loss is {now.local_loss if self._local else now.net_outputs}", flush=True)
+            loss = now.local_loss if self._local else now.net_outputs
+            print(f"{where}, loss is {loss!s}", flush=True)  # as str shortens a float32; format would widen it
 
 
 class TimeMonitor(Callback):
