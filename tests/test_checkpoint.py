@@ -144,6 +144,21 @@ def test_a_header_that_contradicts_itself_is_told(tmp_path, header, says):
         tensorfile.read(path)
 
 
+def test_a_byte_that_differs_is_told_or_harmless(tmp_path):
+    path = tmp_path / "file"
+    tensorfile.write(path, {"x": np.arange(4.0), "y": np.zeros((2, 0), np.int8)}, {"who": "me"})
+    whole = path.read_bytes()
+    told = 0
+    for place in range(len(whole) - 32):
+        for byte in (0, 0x22, 0x2D, 0x31, 0x5B, 0x7D, 0xFF):
+            path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+            try:
+                tensorfile.read(path)
+            except ValueError as error:
+                told += str(path) in str(error)
+    assert told > 500
+
+
 def test_foreign_files_are_no_safetensors_files(tmp_path):
     path = tmp_path / "net.ckpt"
     for content in (b"", b"\x08\x96\x01" * 40, b"{" * 100, b"PK\x03\x04" + bytes(200)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,17 @@ from ranks import Job, ranks
 import mscomm
 from mscomm import dataset
 from mscomm.context import ParallelMode
-from mscomm.train import SGD, LossMonitor, Model, ModelCheckpoint, Momentum, ProgressBar, TimeMonitor, networks
+from mscomm.train import (
+    SGD,
+    LossMonitor,
+    Model,
+    ModelCheckpoint,
+    Momentum,
+    ProgressBar,
+    StepTrace,
+    TimeMonitor,
+    networks,
+)
 
 ROWS, COLUMNS, BATCHES = 8, 3, 6  # rows of all ranks' batches together
 
@@ -129,6 +141,16 @@ class Losses(mscomm.Callback):
 
 
 @contextlib.contextmanager
+def shared_folder(rank: int) -> Any:
+    """One folder for all ranks."""
+    folder = mscomm.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
+    yield folder
+    mscomm.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
 def stderr() -> Any:
     """What goes to file descriptor 2 meanwhile."""
     sys.stderr.flush()
@@ -231,7 +253,11 @@ class Short(Batches):
 @ranks(2)
 def test_ranks_that_do_not_fit_together_are_told_before_the_first_step(rank, group):
     data_parallel()
-    folder = mscomm.broadcast_object(tempfile.mkdtemp())
+    with shared_folder(rank) as folder:
+        check_that_they_are_told(rank, folder)
+
+
+def check_that_they_are_told(rank: int, folder: str) -> None:
     if rank == 0:
         Path(folder, "link").symlink_to(folder)
     mscomm.barrier()
@@ -457,6 +483,34 @@ def test_the_bar_is_rank_0s(rank, group):
     shown = console.file.getvalue()
     expected = r"epoch 2/2 .* 6/6 loss \d+\.\d{4}  \d+ images/s  \d+ % communication\s*"
     assert re.fullmatch(expected, shown) if rank == 0 else shown == ""
+
+
+@ranks(2)
+def test_a_trace_of_the_steps(rank, group):
+    from click.testing import CliRunner
+
+    from mscomm.cli import trace
+
+    data_parallel()
+    with shared_folder(rank) as folder:
+        numpy_line()[0].train(2, Batches(rank, 2), [StepTrace(folder, 3, 8)])
+        mscomm.barrier()
+        merged = Path(folder, f"merged_by_{rank}")
+        told = CliRunner().invoke(trace.command, ["merge", folder, "-o", str(merged)])
+        assert told.exit_code == 0, told.output
+        events = [event for event in json.loads(merged.read_text())["traceEvents"] if event["ph"] == "X"]
+    for pid in range(2):
+        of_rank = {name: [one for one in events if (one["pid"], one["name"]) == (pid, name)] for name in NAMES}
+        steps, calls = of_rank["step"], of_rank["all_reduce"]
+        assert [one["args"]["call"].split()[1] for one in steps] == [f"#{step}" for step in range(3, 9)]
+        assert len(of_rank["data"]) == len(calls) == 6  # one bucket
+        for step, call in zip(steps, calls, strict=True):
+            assert step["ts"] - 1000 <= call["ts"] <= call["ts"] + call["dur"] <= step["ts"] + step["dur"] + 1000
+    with pytest.raises(ValueError, match="steps 3 to 2"):
+        StepTrace(folder, 3, 2)
+
+
+NAMES = ("data", "step", "all_reduce")
 
 
 # --- PyTorch --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from mscomm.train.callback import (
     ModelCheckpoint,
     ProgressBar,
     RunContext,
+    StepTrace,
     TimeMonitor,
 )
 from mscomm.train.model import Model
@@ -28,6 +29,7 @@ __all__ = [
     "Momentum",
     "ProgressBar",
     "RunContext",
+    "StepTrace",
     "TimeMonitor",
     "broadcast_parameters",
     "load_checkpoint",

@@ -12,3 +12,4 @@ from mscomm.train.hooks import RunContext as RunContext
 from mscomm.train.monitors import LossMonitor as LossMonitor
 from mscomm.train.monitors import ProgressBar as ProgressBar
 from mscomm.train.monitors import TimeMonitor as TimeMonitor
+from mscomm.train.tracing import StepTrace as StepTrace

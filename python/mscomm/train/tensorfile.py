@@ -118,7 +118,7 @@ def read_header(path: Path) -> Header:
     """The header of a file, once it is sure that all of the file is there.
 
     ValueError that says what is wrong: no safetensors file, truncated, or a header that contradicts itself. OSError if
-    it cannot be read.
+    it cannot be read, ImportError if bfloat16 is in it and ml-dtypes is not installed.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -154,7 +154,10 @@ def _entry(said: Any) -> Entry:
         raise ValueError(f"dtype {word!r} is none of {', '.join(_NAMES)}")
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {shape} or place {begin}..{end} is no size")
-    dtype = dtype_of(DTYPES.index(_NAMES[word]))
+    try:
+        dtype = dtype_of(DTYPES.index(_NAMES[word]))
+    except TypeError as error:  # not the file's fault
+        raise ImportError(str(error)) from None
     wanted = dtype.itemsize
     for length in shape:
         wanted *= length
