@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -336,6 +337,23 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
         with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
             model.resume(file)
         mscomm.barrier()
+
+
+class Die(mscomm.Callback):
+    def step_end(self, run_context: Any) -> None:
+        if run_context.original_args().cur_step_num == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ranks(2, expect={1: -signal.SIGKILL})
+def test_what_a_lost_rank_had_is_kept_by_the_others(rank, group):
+    data_parallel()
+    with tempfile.TemporaryDirectory() as folder:
+        files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(keep_checkpoint_max=1))
+        with pytest.raises(mscomm.PeerLost, match="rank 1"):
+            numpy_line()[0].train(1, Batches(rank, 2), [*[Die()] * (rank == 1), files])
+        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest that rank 1 has
+        assert len(os.listdir(folder)) == 2
 
 
 def test_wrong_arguments():
