@@ -67,8 +67,8 @@ class Batches:
         return iter(self.all)
 
 
-def start() -> dict[str, Any]:
-    return {"weight": np.full((1, COLUMNS), 0.1, np.float32), "bias": np.zeros(1, np.float32)}
+def start(bias: float = 0) -> dict[str, Any]:
+    return {"weight": np.full((1, COLUMNS), 0.1, np.float32), "bias": np.full(1, bias, np.float32)}
 
 
 class Line:
@@ -83,36 +83,36 @@ class Line:
         return (off**2).mean(), {"weight": scale * off.T @ x, "bias": scale * off.sum(0)}
 
 
-def numpy_line() -> tuple[Model, Any]:
-    net = Line()
+def numpy_line(bias: float = 0) -> tuple[Model, Any]:
+    net = Line(start(bias))
     return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), lambda: net.parameters
 
 
-def torch_line() -> tuple[Model, Any]:
+def torch_line(bias: float = 0) -> tuple[Model, Any]:
     import torch
 
     net = torch.nn.Linear(COLUMNS, 1)
-    net.load_state_dict({name: torch.from_numpy(x) for name, x in start().items()})
+    net.load_state_dict({name: torch.from_numpy(x) for name, x in start(bias).items()})
     model = Model(net, torch.nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
     return model, lambda: {name: p.detach().numpy() for name, p in net.named_parameters()}
 
 
-def jax_line() -> tuple[Model, Any]:
+def jax_line(bias: float = 0) -> tuple[Model, Any]:
     import jax.numpy as jnp
 
-    optimizer = Momentum({name: jnp.asarray(x) for name, x in start().items()}, 0.05, 0.9)
+    optimizer = Momentum({name: jnp.asarray(x) for name, x in start(bias).items()}, 0.05, 0.9)
     model = Model(lambda p, x: x @ p["weight"].T + p["bias"], lambda out, y: ((out - y) ** 2).mean(), optimizer)
     return model, lambda: {name: np.asarray(x) for name, x in optimizer.parameters.items()}
 
 
-def mindspore_line() -> tuple[Model, Any]:
+def mindspore_line(bias: float = 0) -> tuple[Model, Any]:
     import mindspore
     from mindspore import nn
 
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     net = nn.Dense(COLUMNS, 1)
     for p in net.get_parameters():
-        p.set_data(mindspore.Tensor(start()[p.name]))
+        p.set_data(mindspore.Tensor(start(bias)[p.name]))
     model = Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.05, 0.9))
     return model, lambda: {p.name: p.asnumpy() for p in net.get_parameters()}
 
@@ -182,13 +182,13 @@ def if_here(library: str) -> Any:
 @pytest.mark.parametrize("library", [if_here(library) for library in LINES])
 @ranks(2, timeout_s=120)
 def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(rank, group, library):
-    data_parallel()
-    model, weights = LINES[library]()
+    data_parallel(parameter_broadcast=True)
+    model, weights = LINES[library](bias=rank)
     losses = Losses()
     with printed() as out, tempfile.TemporaryDirectory() as folder:
         files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(4))
         model.train(2, Batches(rank, 2), [losses, LossMonitor(4), LossMonitor(11, local=True), files])
-        again, weights_again = LINES[library]()
+        again, weights_again = LINES[library](bias=7)
         (Path(folder) / "line-2_6.safetensors").unlink()
         assert again.resume(folder) == (2, 2)
         again.train(2, Batches(rank, 2))
@@ -380,6 +380,8 @@ def test_wrong_arguments():
         Model({})
     with pytest.raises(TypeError, match="loss_fn is a int"):
         Model(net, 3)
+    with pytest.raises(ValueError, match=r"the optimizer's parameters are not the arrays in network\.parameters"):
+        Model(net, optimizer=SGD(start())).train(1, Batches())
     with pytest.raises(TypeError, match="leave loss_fn out"):
         Model(net, print)
     with pytest.raises(ValueError, match=r"the loss has the shape \[2\]; it must be one number"):
@@ -555,6 +557,15 @@ def test_what_pytorch_wants(rank, group, library):
     net(torch.ones(2, 4)).sum().backward()  # nothing of the training is left at the parameters
     net(torch.ones(2, 4)).sum().backward()
     model.train(1, batches)
+
+    class Squares(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return (super().forward(x) ** 2).mean()
+
+    squares = Squares(4, 1)
+    losses = Losses()
+    Model(squares, optimizer=torch.optim.SGD(squares.parameters(), 0.01)).train(3, [[x]], losses)
+    assert losses.mean[0] > losses.mean[1] > losses.mean[2]
     with pytest.raises(ValueError, match=r"with a loss_fn a batch is \(data, label\); this one has 1 arrays"):
         model.train(1, [x])
     assert mscomm.load_param_into_net(net, {"1.running_mean": np.ones(6), "x": np.ones(1)})[1] == ["x"]
@@ -606,8 +617,10 @@ TRAININGS = {"numpy": numpy_training, "torch": torch_training}
 
 
 class Slow(mscomm.Callback):
+    """So that it is killed somewhere after that step, and not after the last."""
+
     def step_end(self, run_context: Any) -> None:
-        time.sleep(0.05)
+        time.sleep(0.05 if run_context.original_args().cur_step_num < 20 else 120)
 
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:

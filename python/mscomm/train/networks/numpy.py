@@ -33,7 +33,9 @@ class Network:
         write_over(self.weights(), weights)
 
     def begin(self) -> None:
-        pass
+        stepped = trees.leaves(getattr(self._optimizer, "parameters", self._network.parameters))
+        if [id(x) for x in stepped.values()] != [id(x) for x in self.trained().values()]:
+            raise ValueError("Model.train: the optimizer's parameters are not the arrays in network.parameters")
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         loss, gradients = self._network.loss_and_gradients(*batch)
