@@ -96,22 +96,11 @@ class Model:
         if self._given["optimizer"] is None:
             raise ValueError("Model.train: there is no optimizer; give one to Model()")
         group = self._training_group("train")
+        done = self._steps_done(batches, initial_epoch)
+        folders = [folder for one in listed for folder in one.writes_to()]
+        all_ranks_save = _agree(group, {BATCHES: batches, "epochs": epoch, "first step": done + 1}, folders)
         resumed, state = self._resumed or (None, None)
         self._resumed = None
-        done = initial_epoch * batches
-        if resumed is not None and state is not None:
-            if initial_epoch:
-                raise ValueError(
-                    f"Model.train: initial_epoch={initial_epoch} after resume(), which says where to begin"
-                )
-            if state["batch_num"] != batches:
-                raise ValueError(
-                    f"Model.train: an epoch has {batches} batches; it had {state['batch_num']} when"
-                    f" {resumed.path.name} was written"
-                )
-            done = (resumed.epoch - 1) * batches + resumed.step
-        folders = [folder for one in listed for folder in one.writes_to()]
-        all_ranks_save = _agree(group, {BATCHES: batches, "epochs": epoch, "first step": done}, folders)
 
         if group is not None and resumed is None and context.get_auto_parallel_context("parameter_broadcast"):
             sent = broadcast_parameters(self._network.weights(), group=group)
@@ -189,6 +178,20 @@ class Model:
         chosen = next(one for one in found if (one.epoch, one.step) == place)
         self._take_over(chosen, group, directory=given.is_dir())
         return place
+
+    def _steps_done(self, batches: int, initial_epoch: int) -> int:
+        """How many steps lie before the first one of a training."""
+        if self._resumed is None:
+            return initial_epoch * batches
+        resumed, state = self._resumed
+        if initial_epoch:
+            raise ValueError(f"Model.train: initial_epoch={initial_epoch} after resume(), which says where to begin")
+        if state["batch_num"] != batches:
+            raise ValueError(
+                f"Model.train: an epoch has {batches} batches; it had {state['batch_num']} when {resumed.path.name} was"
+                " written"
+            )
+        return (resumed.epoch - 1) * batches + resumed.step
 
     def _take_over(self, chosen: serialization.Saved, group: Group | None, directory: bool) -> None:
         weights, state = serialization.load_training(chosen.path)
@@ -273,7 +276,7 @@ class Model:
                 now.cur_epoch_num = now.cur_step_num // now.batch_num + 1
                 call("epoch_begin")
                 for batch in self._rest_of_epoch(now, state):
-                    now.train_dataset_element = networks.same_form(batch)
+                    now.train_dataset_element = networks.as_tuple(batch)
                     now.cur_step_num += 1
                     call("step_begin")
                     self._step(now, reducer)

@@ -70,13 +70,17 @@ def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) 
         there = memory(weights[name], name, "load")
         if there.shape != x.shape:
             raise ValueError(f"{name} is {list(x.shape)} in the file, the network's is {list(there.shape)}")
-        if (there.dtype.kind, x.dtype.kind) != ("f", "f") and there.dtype != x.dtype:
+        if there.dtype != x.dtype and not (_is_float(there.dtype) and _is_float(x.dtype)):
             raise ValueError(f"{name} is {x.dtype} in the file, the network's is {there.dtype}")
     for name, x in given.items():
         memory(weights[name], name, "load")[...] = x
 
 
-def same_form(batch: Any) -> tuple[Any, ...]:
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" or dtype.name == "bfloat16"  # whose kind is none of NumPy's
+
+
+def as_tuple(batch: Any) -> tuple[Any, ...]:
     """What a dataset gave as a tuple: of a dict its values."""
     if isinstance(batch, dict):
         return tuple(batch.values())
