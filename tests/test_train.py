@@ -533,6 +533,25 @@ def test_a_trace_of_the_steps(rank, group):
 NAMES = ("data", "step", "all_reduce")
 
 
+@pytest.mark.parametrize("library", [if_here("mindspore")])
+@ranks(2, timeout_s=120)
+def test_mindspores_layerwise_parameters_are_each_ranks_own(rank, group, library):
+    import mindspore
+    from mindspore import nn
+
+    data_parallel(parameter_broadcast=True)
+    net = nn.Dense(COLUMNS, 1)
+    net.weight.set_data(mindspore.Tensor(np.full((1, COLUMNS), rank + 1, np.float32)))
+    net.bias.layerwise_parallel = True
+    net.bias.set_data(mindspore.Tensor(np.full(1, rank, np.float32)))
+    Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.05, 0.9)).train(1, Batches(rank, 2))
+    weight, bias = net.weight.asnumpy(), net.bias.asnumpy()
+    assert (mscomm.all_gather(weight) == weight).all() and mscomm.all_gather(bias).std() > 0
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    with pytest.raises(RuntimeError, match=r"in PyNative mode: mindspore\.set_context"):
+        Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.05, 0.9)).train(1, Batches(rank, 2))
+
+
 # --- PyTorch --------------------------------------------------------------------------------------------------------
 
 

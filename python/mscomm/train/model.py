@@ -103,7 +103,9 @@ class Model:
         self._resumed = None
 
         if group is not None and resumed is None and context.get_auto_parallel_context("parameter_broadcast"):
-            sent = broadcast_parameters(self._network.weights(), group=group)
+            own = self._network.own()
+            shared = {name: x for name, x in self._network.weights().items() if name not in own}
+            sent = broadcast_parameters(shared, group=group)
             self._network.load({name: memory(x, name, "Model.train") for name, x in sent.items()})
         _check_same_start(group, self._network.trained())
         reducer = self._reducer(group)

@@ -14,10 +14,10 @@ from mscomm.train.hooks import Callback, RunContext
 class StepTrace(Callback):
     """Writes `rank_<rank>.json` into a directory, the same one for all ranks, when the training ends.
 
-    It has when steps first_step to last_step began and how long they took, the time before each in which the data came,
-    and the group's calls meanwhile, which run while the backward pass does. `mscomm trace merge DIR -o FILE` makes one
-    file of all ranks for Perfetto, `mscomm trace DIR` says which rank the others waited for. Steps count over all
-    epochs. ValueError if last_step is before first_step.
+    It has when steps first_step to last_step of this training began and how long they took, the time before each in
+    which the data came, and the group's calls meanwhile, which run while the backward pass does. For Perfetto `mscomm
+    trace merge DIR -o FILE` makes one file of all ranks; `mscomm trace DIR` says which rank the others waited for.
+    ValueError if last_step is before first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """
@@ -31,24 +31,26 @@ class StepTrace(Callback):
         self._first, self._last = first_step, last_step
         self._calls: list[dict[str, Any]] = []
         self._ended = self._began = 0.0  # the step before this one, and this one
+        self._steps = 0  # of this training
         self._number = 0  # the group's last call that is noted
         self._who: tuple[int, int] | None = None
 
     def begin(self, run_context: RunContext) -> None:
         now = run_context.original_args()
-        self._calls, self._ended = [], time.time()
+        self._calls, self._steps, self._ended = [], 0, time.time()
         self._who = (now.rank, now.device_number)
 
     def step_begin(self, run_context: RunContext) -> None:
         now = run_context.original_args()
         self._began = time.time()
-        if now.cur_step_num == self._first and now.group is not None:
+        self._steps += 1
+        if self._steps == self._first and now.group is not None:
             self._number = now.group.core.where()[0]
 
     def step_end(self, run_context: RunContext) -> None:
         now = run_context.original_args()
         ended = time.time()
-        if self._first <= now.cur_step_num <= self._last:
+        if self._first <= self._steps <= self._last:
             self._note("data", now, self._ended, self._began)
             self._note("step", now, self._began, ended)
             for call in now.group.core.calls(self._number) if now.group is not None else ():

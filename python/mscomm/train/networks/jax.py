@@ -37,6 +37,9 @@ class Network:
     def weights(self) -> dict[str, Any]:
         return self.trained()
 
+    def own(self) -> set[str]:
+        return set()
+
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         before = self.trained()
         for name, x in weights.items():

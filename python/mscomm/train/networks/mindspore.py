@@ -12,7 +12,8 @@ from mscomm.train.reducer import GradientReducer
 
 
 class Network:
-    """loss_fn(output, label), or without one what the cell gives is the loss."""
+    """loss_fn(output, label), or without one what the cell gives is the loss. Parameters with layerwise_parallel are
+    each rank's own."""
 
     def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
         self._cell = network
@@ -28,10 +29,13 @@ class Network:
         self._loss_and_gradients = mindspore.value_and_grad(loss, None, self._parameters)
 
     def trained(self) -> dict[str, Any]:
-        return {p.name: p for p in self._parameters}
+        return {p.name: p for p in self._parameters if not p.layerwise_parallel}
 
     def weights(self) -> dict[str, Any]:
         return {p.name: p for p in self._cell.get_parameters()}
+
+    def own(self) -> set[str]:
+        return {p.name for p in self._cell.get_parameters() if p.layerwise_parallel}
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         write_over(self.weights(), weights)
@@ -49,7 +53,9 @@ class Network:
         result: Any = loss.asnumpy()[()]
         if reducer is not None:
             reducer.carry(float(result))
-            gradients = reducer.reduce(tuple(gradients))
+            named = dict(zip((p.name for p in self._parameters), gradients, strict=True))
+            named |= reducer.reduce({name: named[name] for name in self.trained()})
+            gradients = named.values()
         self._optimizer(tuple(gradients))
         return result  # type: ignore[no-any-return]
 

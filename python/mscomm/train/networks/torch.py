@@ -27,6 +27,9 @@ class Network:
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
 
+    def own(self) -> set[str]:
+        return set()
+
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         write_over(self.weights(), weights)
 
