@@ -111,6 +111,13 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
+    if library.writable:  # a view is written, or refused
+        whole = library.made(np.zeros((3, 4), np.float32))
+        try:
+            assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None
+            assert (mscomm.arrays.memory(whole, "x", "test")[1] == 2).all()
+        except TypeError as error:
+            assert name == "mindspore" and "all_reduce: out is read-only" in str(error)
     sums = mscomm.all_reduce_many([library.made(np.ones(2)), np.ones(1, np.float32)])
     assert library.is_one(sums[0]) and isinstance(sums[1], np.ndarray)
     mscomm.send(library.made(np.full(2, rank)), 1 - rank) if rank == 0 else None
@@ -135,6 +142,14 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (mscomm.all_reduce(turned) == 2 - 4j).all()
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
         mscomm.all_reduce_(turned)
+    same = torch.ones(1).expand(3)
+    assert (mscomm.all_reduce(same) == 2).all()
+    with pytest.raises(TypeError, match="all_reduce: out is read-only"):
+        mscomm.all_reduce(torch.ones(3), out=same)
+    with torch.device("meta"):
+        assert mscomm.all_reduce(torch.ones(3, device="cpu")).tolist() == [2, 2, 2]
+    with pytest.raises(TypeError, match="recv: tensor is on meta"):
+        mscomm.communication.comm_func.recv(torch.ones(3, device="meta"), 0)
     weight = torch.nn.Parameter(torch.full((2, 3), float(rank)))
     total = mscomm.all_reduce(weight)
     assert not total.requires_grad and (total == 1).all()

@@ -333,8 +333,18 @@ def cases(names: list[str], n: int) -> Iterator[Case]:
 # --- the matrix -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.long] if n > 3 else []) for n in RANKS])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def is_long(algorithm: str, n: int) -> bool:
+    return n > (3 if algorithm in ("arena", "direct") else 2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n"),
+    [
+        pytest.param(algorithm, n, marks=[pytest.mark.long] if is_long(algorithm, n) else [])
+        for algorithm in ALGORITHMS
+        for n in RANKS
+    ],
+)
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
     names = [name for name, row in FUNCTIONS.items() if algorithm in algorithms_of(row.what)]

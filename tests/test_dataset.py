@@ -768,6 +768,21 @@ def test_a_new_pass_after_a_break_is_the_next_epoch():
     assert given_by(data) == second
 
 
+def test_a_state_behind_the_last_batch_goes_on_with_the_next_pass():
+    def pipeline() -> Any:  # of a source that only a pass can count
+        return ds.GeneratorDataset(lambda: iter([(i,) for i in range(4)]), ["x"]).batch(2)
+
+    first = pipeline()
+    rows = first.create_tuple_iterator(num_epochs=1)
+    next(rows), next(rows)
+    state = first.state_dict()  # before the pass has said that it is over
+    rows.close()
+    resumed = pipeline()
+    resumed.load_state_dict(state)
+    assert [x.tolist() for (x,) in resumed] == [[0, 1], [2, 3]]
+    assert [x.tolist() for (x,) in resumed] == [[0, 1], [2, 3]]
+
+
 def test_the_state_is_the_same_on_every_rank(folder):
     assert pipeline(folder, 2, 0).state_dict() == pipeline(folder, 2, 1).state_dict()
 

@@ -187,3 +187,23 @@ def test_a_state_that_was_loaded_is_compared_again(rank):
         ds.config.set_seed(3)
     data.load_state_dict({**data.state_dict(), "seed": rank})
     assert "seed 0" in refused(data)
+
+
+class Unsure:
+    """A source that cannot say how many rows it has, on rank 1."""
+
+    def __len__(self) -> int:
+        if mscomm.get_rank() == 1:
+            raise OSError("the index is gone")
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int]:
+        return (index,)
+
+
+@ranks(2)
+def test_a_source_that_fails_on_one_rank_is_told_on_the_other(rank, group):
+    data = ds.GeneratorDataset(Unsure(), ["x"], num_shards=2, shard_id=rank)
+    expected = OSError if rank == 1 else ValueError
+    with pytest.raises(expected, match="the index is gone"):
+        next(iter(data))

@@ -39,7 +39,10 @@ COLLECTIVES = {
     "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
     "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
 }
-each_algorithm = pytest.mark.parametrize("algo", ALGORITHMS)
+# The arena, and the one of several hosts; the others have the same mesh, and go with the long tests.
+each_algorithm = pytest.mark.parametrize(
+    "algo", [pytest.param(name, marks=[] if name in ("arena", "direct") else pytest.mark.long) for name in ALGORITHMS]
+)
 forced = {"MSCOMM_ALGO": "{algo}"}
 
 # MSCOMM_FAULT_RUNS=50 for the figure in a release note.

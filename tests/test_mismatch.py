@@ -85,7 +85,7 @@ def one_life(life: int) -> None:
     mscomm.release()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("algo", ["arena", "direct", "ring", "tree"])
 def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Path) -> None:
     lives = PAIRS if algo == "arena" else 20

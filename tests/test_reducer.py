@@ -87,14 +87,45 @@ def test_reduce_has_the_bits_of_all_reduce(rank, group, mean, bucket_mb):
 
 
 @ranks(2)
-def test_gradients_that_lie_in_the_buffers_are_not_copied(rank, group):
-    reducer = GradientReducer([np.zeros((20, 30)), np.zeros(7)])
+def test_gradients_may_lie_in_the_buffers(rank, group):
+    reducer = GradientReducer([np.zeros((20, 30)), np.zeros(7), np.zeros(7)])
+    first, second, third = reducer.buffers
+    assert all(is_shared(buffer.ctypes.data) for buffer in reducer.buffers)
     for buffer in reducer.buffers:
         buffer[...] = rank
     got = reducer.reduce(reducer.buffers)
     assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
     assert all((one == 0.5).all() for one in got)
-    assert is_shared(reducer.buffers[0].ctypes.data)
+    first[...], second[...], third[...] = 1, 2, 3
+    got = reducer.reduce([first, third, second])  # in each other's place
+    assert (got[0] == 1).all() and (got[1] == 3).all() and (got[2] == 2).all()
+
+
+@ranks(2)
+def test_a_dict_goes_by_its_names(rank, group):
+    reducer = GradientReducer({"w": np.zeros(2), "v": np.zeros(2), "own": np.zeros(1)}, exclude=["own"])
+    mine = {"v": np.full(2, 1.0), "w": np.full(2, 10.0 + rank), "own": np.full(1, rank)}
+    got = reducer.reduce(mine if rank == 0 else dict(reversed(mine.items())))
+    assert (got["v"] == 1).all() and (got["w"] == 10.5).all() and (got["own"] == rank).all()
+    assert list(got) == list(mine if rank == 0 else reversed(mine))
+    with pytest.raises(ValueError, match="there is no gradient of 'w'; the parameters are w, v"):
+        reducer.reduce({"v": np.ones(2)})
+    with pytest.raises(ValueError, match="there is a gradient of 'x'"):
+        reducer.reduce({**mine, "x": np.ones(2)})
+
+
+@ranks(3)
+def test_what_goes_wrong_in_a_step_reaches_the_others_and_ends_the_reducer(rank, group):
+    reducer = GradientReducer([np.zeros(3)])
+    expected = KeyError if rank == 1 else mscomm.Aborted
+    with pytest.raises(expected, match="a batch is broken") as caught, reducer.join():
+        for step in range(5):
+            if (rank, step) == (1, 2):
+                raise KeyError("a batch is broken")
+            reducer.reduce([np.ones(3)])
+    assert rank == 1 or "rank 1: a step of GradientReducer: KeyError" in str(caught.value)
+    with pytest.raises(RuntimeError, match="a step of this one has failed; make a new one on every rank"):
+        reducer.reduce([np.ones(3)])
 
 
 @ranks(2)
@@ -111,6 +142,8 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
         GradientReducer({"v": np.ones(2), "w": np.ones(3 + rank // 2, np.float32)})
     with pytest.raises(ValueError, match="rank 1 of the group has 2 parameters, rank 0 has 1"):
         GradientReducer([np.ones(2)] * (2 if rank == 1 else 1))
+    with pytest.raises(ValueError, match="compression is 'bf16' on rank 1 of the group, None on rank 0"):
+        GradientReducer([np.ones(2, np.float32)], compression="bf16" if rank == 1 else None)
     with pytest.raises(ValueError, match="there are no parameters"):
         GradientReducer([])
     with pytest.raises(TypeError, match="steps is of dtype int64, which has no gradient; exclude it"):
@@ -131,17 +164,11 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
 @ranks(2)
 def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
-    rng = np.random.default_rng(rank)
-    exact, got = np.zeros(1000), np.zeros(1000)
-    for step in range(50):
-        x = rng.normal(size=1000).astype(np.float32)
-        if compression == "fp16" and step == 3:
-            x[0] = 100_000  # beyond its range: the rest comes in the next step
-        exact += mscomm.all_reduce(x.astype(np.float64), "avg")
-        got += reducer.reduce([x])[0]
-        # Both ranks' residuals: half a unit of 16 bits in the last place of a number below 8, and its rounded mean's.
-        if compression == "bf16" or step not in (3, 4):  # in step 4 comes the rest of step 3, and its residual
-            assert np.abs(exact - got).max() < 0.2
+    odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)  # between two of 16 bits
+    got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
+    # Without feedback each step would lose a quarter of a unit at least; with it, one unit stays owed at most.
+    unit = 2.0**-7 if compression == "bf16" else 2.0**-10
+    assert np.abs(got - 64 * odd.astype(np.float64)).max() <= unit
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
 
 
@@ -169,6 +196,27 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
         going_on.load_state_dict({"order": [rank, 1 - rank], "residual": {}})
     with pytest.raises(ValueError, match="the state is not of these 2 parameters"):
         going_on.load_state_dict({"order": [0, 1, 2], "residual": {}})
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@ranks(2)
+def test_what_is_beyond_the_range_of_float16_comes_later(rank, group, mean):
+    reducer = GradientReducer([np.zeros(3, np.float32)], compression="fp16", mean=mean)
+    large = 100_000 if mean else 40_000  # two of these are too much for a sum
+    got = [
+        reducer.reduce([np.full(3, large if step == 0 else 0, np.float32)])[0].astype(np.float64) for step in range(6)
+    ]
+    assert np.isfinite(got).all() and np.abs(sum(got) - (large if mean else 2 * large)).max() < 1
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+@ranks(2)
+def test_what_is_not_finite_arrives_and_leaves_nothing_behind(rank, group, compression):
+    reducer = GradientReducer([np.zeros(4, np.float32)], compression=compression)
+    for bad in (np.inf, np.nan):
+        got = reducer.reduce([np.array([1, bad if rank else 0, 2, 3], np.float32)])[0]
+        assert not np.isfinite(got[1]) and (got[[0, 2, 3]] == [1, 2, 3]).all()
+    assert (reducer.reduce([np.full(4, rank, np.float32)])[0] == 0.5).all()
 
 
 @ranks(3)
@@ -351,6 +399,11 @@ def test_misuse_is_told(rank, group):
         GradientReducer({"weight": model.weight, "other": np.ones(2)})
     reducer.carry(1)
     model(torch.ones(1, 3)).sum().backward()
+    words = r"no_sync: gradients of a backward pass are on their way; call wait\(\)"
+    with pytest.raises(RuntimeError, match=words), reducer.no_sync():
+        pass
+    with pytest.raises(RuntimeError, match="zero_grad: gradients of a backward pass are on their way"):
+        reducer.zero_grad()
     with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
         reducer.carry(2)
     reducer.wait()
@@ -364,6 +417,49 @@ def test_misuse_is_told(rank, group):
     reducer = GradientReducer(table.parameters())
     with pytest.raises(TypeError, match=r"a gradient of layout torch\.sparse_coo; use dense gradients"):
         table(torch.tensor([1])).sum().backward()
+
+
+@needs_torch
+@ranks(2)
+def test_gradients_that_the_program_changes_or_replaces(rank, group):
+    import torch
+
+    weight, own = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    reducer = GradientReducer([("weight", weight), ("own", own)], exclude=["own"])
+
+    def step() -> None:
+        (weight * (rank + 1)).sum().backward()
+        (own * (rank + 1)).sum().backward()
+        reducer.wait()
+        assert (weight.grad == 1.5).all() and (own.grad == rank + 1).all()
+
+    step()
+    weight.grad.data = weight.grad.data.clamp(-1, 1)
+    reducer.zero_grad()
+    step()
+    with torch.no_grad():
+        weight.grad = weight.grad.clone()
+    reducer.zero_grad()
+    step()
+    weight.grad = None
+    reducer.zero_grad()
+    step()
+    reducer.zero_grad()
+    second = GradientReducer([("weight", weight)])  # takes the parameter over
+    (weight * (rank + 1)).sum().backward()
+    assert not reducer._step.begun
+    second.wait()
+    assert (weight.grad == 1.5).all()
+    second.zero_grad()
+    (weight**2 * (rank + 1) + weight * (rank + 1)).sum().backward(create_graph=True)
+    second.wait()
+    assert (weight.grad == 1.5).all() and not weight.grad.requires_grad
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None) if rank == 1 else None)
+    third = GradientReducer([("weight", weight)])
+    third.zero_grad()
+    (weight * 3).sum().backward()
+    third.wait()
+    assert (weight.grad == 1.5).all()  # rank 1's was taken away before
 
 
 @needs_torch

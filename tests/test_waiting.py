@@ -42,7 +42,13 @@ def waits_idle(rank, call):
         assert used < SHARE * waited, f"{1000 * used:.0f} ms of CPU in {waited:.1f} s"
 
 
-@pytest.mark.parametrize(("algo", "host"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    ("algo", "host"),
+    [
+        pytest.param(*way, id=name, marks=[pytest.mark.long] if name in ("ring", "tree") else [])
+        for name, way in WAYS.items()
+    ],
+)
 @ranks(8, env={"MSCOMM_ALGO": "{algo}", "MSCOMM_HOST_ID": "{host}"})
 def test_seven_ranks_wait_for_the_eighth(rank, group, algo, host):
     x = np.ones(5000)

@@ -131,7 +131,7 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
   return 0;
 }
 
-void answer(char* text) {
+void answer(int answers, char* text) {
   iovec line{text, strlen(text) + 1};  // with its zero: a message of no bytes would look like none
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
@@ -146,7 +146,7 @@ void answer(char* text) {
     header->cmsg_len = CMSG_LEN(sizeof connection);
     memcpy(CMSG_DATA(header), &connection, sizeof connection);
   }
-  if (sendmsg(STDOUT_FILENO, &message, 0) < 0) fail("the answer to stdout", strerror(errno));
+  if (sendmsg(answers, &message, 0) < 0) fail("the answer to stdout", strerror(errno));
 }
 
 }  // namespace
@@ -154,6 +154,8 @@ void answer(char* text) {
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
   prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive the rank
+  const int answers = dup(STDOUT_FILENO);  // what libraries print is no answer
+  dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
   const Pmix pmix = open_first(argv + 4);
   Process me{};
@@ -161,7 +163,7 @@ int main(int argc, char** argv) {
   char text[VALUE_MAX + 1] = {};
   const int status = puts ? put(pmix, argv[2]) : get(pmix, me, argv[2], atoi(argv[3]), text);
   pmix.finalize(nullptr, 0);  // without it the launcher reports the job as failed
-  answer(text);
+  answer(answers, text);
   if (status == PMIX_ERR_TIMEOUT) fail("PMIx_Get", "rank 0 has published nothing", TIMED_OUT);
   if (status) fail(puts ? "PMIx_Put" : "PMIx_Get", pmix.error_string(status));
   _exit(0);  // libpmix's exit handlers have nothing left to do

@@ -135,7 +135,7 @@ std::optional<uint64_t> Heap::exclusive(const void* memory, size_t bytes) const 
   if (after == used_.begin()) return std::nullopt;
   const auto& [start, room] = *std::prev(after);
   const uint64_t end = offset + bytes, last = start + room.asked;
-  const bool to_the_end = end == last && room.bytes % page == 0;  // then the rest of the last page is nobody's
+  const bool to_the_end = end == last && (start + room.bytes) % page == 0;  // then the rest of the last page is nobody's
   return offset % page == 0 && end <= last && (end % page == 0 || to_the_end) ? std::optional(offset) : std::nullopt;
 }
 

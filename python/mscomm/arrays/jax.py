@@ -30,5 +30,7 @@ def memory(x: jax.Array) -> np.ndarray[Any, Any]:
 
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
+    if not getattr(x, "committed", True):  # JAX may still move it to where it is needed
+        return filled, lambda: jax.device_put(filled)
     where = x.sharding if shape == x.shape else next(iter(x.devices()))
     return filled, lambda: jax.device_put(filled, where)

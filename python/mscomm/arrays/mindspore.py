@@ -1,4 +1,4 @@
-"""MindSpore tensors on the CPU, in PyNative mode: `asnumpy()` is a view of their memory, which writes reach."""
+"""MindSpore tensors on the CPU, in PyNative mode: `asnumpy()` shares the memory of all but views of others."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def is_array(x: Any) -> bool:
 
 def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
     there: np.ndarray[Any, Any] = x.asnumpy()
+    if x.asnumpy().__array_interface__["data"] != there.__array_interface__["data"]:
+        there.flags.writeable = False  # of a view it is a copy, and what is written to that is lost
     # MindSpore has a bfloat16 dtype of its own for NumPy.
     return there.view(dtype_of(_BFLOAT16)) if there.dtype.name == "bfloat16" else there
 

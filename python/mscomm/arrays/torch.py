@@ -27,6 +27,10 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         resolved.flags.writeable = False
         return resolved
     x = x.detach()
+    if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
+        expanded = memory(x.contiguous())  # one element stands for several
+        expanded.flags.writeable = False
+        return expanded
     if x.dtype is torch.bfloat16:  # which NumPy has not of itself
         return x.view(torch.int16).numpy().view(dtype_of(_BFLOAT16))  # type: ignore[no-any-return]
     try:
@@ -36,7 +40,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], torch.Tensor]]:
-    made = torch.empty(shape, dtype=x.dtype)
+    made = torch.empty(shape, dtype=x.dtype, device=x.device)
     return memory(made), lambda: made
 
 

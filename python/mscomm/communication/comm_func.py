@@ -11,7 +11,7 @@ import operator
 from typing import Any
 
 from mscomm import collectives, messages
-from mscomm.arrays import library
+from mscomm.arrays import library, memory
 from mscomm.communication.management import GlobalComm
 from mscomm.groups import Group, resolve
 
@@ -65,7 +65,8 @@ def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int
 
 def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
     """mscomm.recv from rank src of the world, into a new array of the shape and dtype that tensor has."""
-    target, result = library(tensor, "tensor", "recv").new(tensor, tuple(tensor.shape))
+    shape = memory(tensor, "tensor", "recv").shape
+    target, result = library(tensor, "tensor", "recv").new(tensor, shape)
     messages.recv(target, _rank_in(group, "recv", "src", src), tag, group=group)
     return result()
 

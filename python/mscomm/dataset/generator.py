@@ -75,10 +75,16 @@ class GeneratorDataset(Source):
         # The checks of what is left; the sampler is not asked for the order.
         self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
 
-    def compare(self, facts: dict[str, Any]) -> None:
-        if self._random_access:
-            facts = {"rows": len(self._source), **facts}
-            agree.compare("GeneratorDataset", self._sampler.num_shards, facts, type(self._source).__name__, None)
+    def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
+        if not self._random_access:
+            return
+        mine: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            mine = {"rows": len(self._source), **facts()}
+        except Exception as error:  # of the user's __len__: the others must hear of it
+            problem = error
+        agree.compare("GeneratorDataset", self._sampler.num_shards, mine, type(self._source).__name__, problem)
 
     def tickets(self, seed: int, epoch: int) -> Tickets:
         if self._random_access:

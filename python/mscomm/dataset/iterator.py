@@ -34,7 +34,7 @@ class DatasetIterator:
         self._as_dict = as_dict
         self._left = num_epochs
         self._rows: Prefetch | Generator[Any, None, None] | None = None
-        self._epoch = self._batch = 0
+        self._epoch = self._batch = self._first = 0
 
     def __iter__(self) -> DatasetIterator:
         return self
@@ -49,6 +49,8 @@ class DatasetIterator:
             row = next(self._rows)
         except StopIteration:
             self._rows = None
+            if 0 < self._batch == self._first:  # the state was taken behind the last batch of that pass
+                return next(self)
             self._left -= self._left > 0
             self._dataset.position = (self._epoch + 1, 0)
             raise
@@ -62,6 +64,7 @@ class DatasetIterator:
 
     def _begin(self) -> None:
         seed, self._epoch, self._batch = self._dataset.begin_pass()
+        self._first = self._batch
         rows = _rows(self._dataset, seed, self._epoch, self._batch)
         ahead = config.get_prefetch_size()
         self._rows = Prefetch(rows, ahead) if ahead else rows

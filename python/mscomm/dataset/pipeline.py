@@ -204,7 +204,8 @@ class Dataset(ABC):
         """For DatasetIterator: seed, epoch, and the batch to begin with. At the first pass the ranks compare."""
         seed = config.get_seed() if self._seed is None else self._seed
         if not self._agreed:
-            self.source().compare({"seed": seed, "position": list(self._next), "pipeline": self._described()})
+            begin = list(self._next)
+            self.source().compare(lambda: {"seed": seed, "position": begin, "pipeline": self._described()})
             self._agreed = True
         self._seed = seed
         (epoch, batch), self._next = self._next, (self._next[0] + 1, 0)
@@ -248,8 +249,8 @@ class Source(Dataset):
         return self
 
     @abstractmethod
-    def compare(self, facts: dict[str, Any]) -> None:
-        """Get ready for a pass; see with the other ranks that what a rank reads, and facts, are the same for all."""
+    def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Get ready for a pass; see with the other ranks that what a rank reads, and facts(), are the same for all."""
 
 
 class _Step(Dataset):

@@ -4,80 +4,95 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from mscomm.arrays import torch as arrays
+from mscomm.train.step import Step
+
+_alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 
 
 class Autograd:
-    """Keeps the gradients of the parameters in the reducer's buffers."""
+    """Keeps the gradients of the parameters in the step's buffers. others: parameters that it only zeroes."""
 
-    def __init__(self, reducer: Any, parameters: list[torch.nn.Parameter]) -> None:
-        self._reducer = weakref.proxy(reducer)
+    def __init__(self, step: Step, parameters: list[Any], others: Iterable[Any]) -> None:
+        self._step = step
         self._parameters = parameters
-        self._views: list[torch.Tensor] = []
-        self._look_at_buffers()
-        # The hooks live as long as the parameters; they do nothing when the reducer, and so this, is gone.
+        self._others = list(others)
+        self._hooks: list[Any] = []
+        self.syncing = True  # False inside no_sync()
+        mine = {id(parameter) for parameter in parameters}
+        for earlier in list(_alive):  # two would write to one gradient
+            if any(id(parameter) in mine for parameter in earlier._parameters):
+                earlier.end()
+        # The hooks know the object weakly, so that they end with the reducer and not with the parameters.
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, this, index))
             for index, parameter in enumerate(parameters)
         ]
+        _alive.add(self)
+        self._look_at_buffers()
 
-    def close(self) -> None:
+    def end(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
+    def __del__(self) -> None:
+        self.end()
+
     def _look_at_buffers(self) -> None:
-        self._views = [arrays.over(buffer) for buffer in self._reducer.buffers]
+        self._views = [arrays.over(buffer) for buffer in self._step.buffers]
+        # A gradient is told by its address: users may exchange the memory of a tensor that they were given.
+        self._addresses = [view.data_ptr() for view in self._views]
 
     def accumulated(self, index: int) -> None:
         """The backward pass has put this gradient where it belongs."""
-        if self._reducer.syncing:
-            self._put(index)
-            self._reducer.ready(index)
+        if self.syncing and self._put(index):
+            self._step.ready(index)
 
-    def _put(self, index: int) -> None:
-        """The gradient into its buffer, if autograd made a new tensor for it."""
+    def _put(self, index: int) -> bool:
+        """The gradient into its buffer, if autograd made a new tensor for it. False: there is none."""
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # a hook before ours took it away
+            return False
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"GradientReducer: a gradient of layout {gradient.layout}; use dense gradients (sparse=False), or"
                 " exclude the parameter"
             )
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            view.copy_(gradient)
-            parameter.grad = view
+        if gradient.data_ptr() != self._addresses[index] or gradient.stride() != view.stride():
+            view.copy_(gradient.detach())
+            parameter.grad = view.detach()
+        return True
 
     def gather(self) -> None:
         """At the end of the backward pass: what took no part in it, but has a gradient of passes before."""
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and self._reducer.is_missing(index):
+            if parameter.grad is not None and self._step.is_missing(index):
                 self._put(index)
-                self._reducer.ready(index)
+                self._step.ready(index)
 
-    def hand_out(self) -> None:
-        """After the step: the gradients that other ranks had."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None and self._reducer.was_used(index):
-                parameter.grad = self._views[index]
+    def hand_out(self, moved: bool) -> None:
+        """After the step: the gradients, also those that only other ranks had. moved: they are in new buffers."""
+        if moved:
+            self._look_at_buffers()
+        for index, (view, parameter) in enumerate(zip(self._views, self._parameters, strict=True)):
+            if (moved and parameter.grad is not None) or (parameter.grad is None and self._step.was_used(index)):
+                parameter.grad = view.detach()
 
     def zero(self) -> None:
-        self._reducer.clear()
-        for view, parameter in zip(self._views, self._parameters, strict=True):
+        self._step.clear()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and parameter.grad.data_ptr() != self._addresses[index]:
+                parameter.grad = self._views[index].detach()
+        for parameter in self._others:
             if parameter.grad is not None:
-                parameter.grad = view
-
-    def move(self) -> None:
-        """The buckets were laid out anew, and the gradients are in the new ones."""
-        self._look_at_buffers()
-        for view, parameter in zip(self._views, self._parameters, strict=True):
-            if parameter.grad is not None:
-                parameter.grad = view
+                parameter.grad = torch.zeros_like(parameter.grad)
 
 
 def _accumulated(autograd: weakref.ref[Autograd], index: int, _parameter: torch.Tensor) -> None:

@@ -118,7 +118,7 @@ class Bucket:
     def start(self, op: str, group: Group) -> None:
         """Begin to reduce it, in place."""
         if self.residual is not None:
-            self._narrow(self.residual)
+            self._narrow(self.residual, LARGEST[self._wire.dtype.name] / (group.size if op == "sum" else 1))
         self.work = collectives.all_reduce(self._wire, op, out=self._wire, group=group, async_op=True)
 
     def finish(self) -> None:
@@ -129,13 +129,18 @@ class Bucket:
         if self._wire is not self.memory:
             self.memory[:] = self._wire
 
-    def _narrow(self, residual: np.ndarray[Any, Any]) -> None:
+    def _narrow(self, residual: np.ndarray[Any, Any], largest: float) -> None:
         """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et
-        al., "1-bit stochastic gradient descent", 2014), also what is beyond the narrow type's range."""
+        al., "1-bit stochastic gradient descent", 2014), also what is beyond the narrow type's range. Infinities and NaN
+        go as they are, for who looks for them, and leave nothing behind."""
         end = self.layout.marks
         gradients, wire = self.memory[:end], self._wire[:end]
         gradients += residual
-        largest = LARGEST[self._wire.dtype.name]
-        wire[:] = np.clip(gradients, -largest, largest, out=residual)
-        np.subtract(gradients, wire, out=residual, dtype=residual.dtype, casting="unsafe")
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(gradients.sum()):
+                wire[:] = np.clip(gradients, -largest, largest, out=residual)
+                np.subtract(gradients, wire, out=residual, dtype=residual.dtype, casting="unsafe")
+            else:
+                wire[:] = gradients
+                residual[:] = 0
         self._wire[end:] = self.memory[end:]  # marks are 0 or 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,8 @@ from mscomm.arrays import library, memory
 from mscomm.arrays.numpy import readable
 from mscomm.group import Group
 from mscomm.groups import resolve
-from mscomm.train.buckets import COMPRESSIONS, Bucket, layouts
+from mscomm.train.buckets import COMPRESSIONS
+from mscomm.train.step import Step
 
 BUCKET_MB = 4.0  # where ranks share a host, larger ones gain nothing: see docs/performance.md
 # Libraries that compute gradients by themselves and say when each is there; of the others reduce() is given them.
@@ -70,11 +70,7 @@ class GradientReducer:
             raise ValueError(f"GradientReducer: compression {compression!r} is none of {', '.join(COMPRESSIONS)}, None")
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"GradientReducer: bucket_mb is {bucket_mb}; it must be more than 0")
-        self._group = resolve(group)
-        self._op = "avg" if mean else "sum"
-        self._compression = compression
-        self._bucket_bytes = int((bucket_mb or BUCKET_MB) * (1 << 20))
-        self._names, self._parameters = _chosen(parameters, list(exclude), trained=True)
+        self._names, self._parameters, self._others = _chosen(parameters, list(exclude))
         self._arrays = _one_library(self._names, self._parameters)
         seen = [memory(p, name, "GradientReducer") for name, p in zip(self._names, self._parameters, strict=True)]
         self._shapes = [p.shape for p in seen]
@@ -82,50 +78,71 @@ class GradientReducer:
         for name, (dtype, _) in zip(self._names, self._kinds, strict=True):
             if dtype.kind not in "fc" and dtype.name != "bfloat16":
                 raise TypeError(f"GradientReducer: {name} is of dtype {dtype}, which has no gradient; exclude it")
-        self._check_alike()
-        self.syncing = True  # False inside no_sync()
-        self.carried = 0.0
-        """The mean over the ranks of what they gave to carry() in the last step."""
-        self.waited_s = 0.0
-        """Seconds that this rank has spent in wait() and reduce(): communication that no computing hid."""
-        self._carry = 0.0
-        self._joining = False
-        self._active = 1  # 0 when this rank has run out of batches
-        path = _AUTOGRAD.get(self._arrays.__name__.rpartition(".")[2])
-        indices = list(range(len(self._kinds)))
-        self._order_is_final = path is None
-        self._order: list[int] = []  # in which this step's gradients became ready
-        self._laid_out: list[int] | None = None  # the order of rank 0's, when it is known
-        self._started = 0  # buckets of this step, the first ones
-        self._lay_out(indices[::-1] if path else indices)
-        self._autograd = importlib.import_module(path).Autograd(self, self._parameters) if path else None
+        library_name = self._arrays.__name__.rpartition(".")[2]
+        within = resolve(group)
+        options: dict[str, Any] = {
+            "library": library_name,
+            "mean": bool(mean),
+            "bucket_mb": float(bucket_mb or BUCKET_MB),
+            "compression": compression,
+        }
+        _check_alike(options, self._names, self._kinds, self._shapes, within)
+        path = _AUTOGRAD.get(library_name)
+        self._step = Step(
+            self._names,
+            self._kinds,
+            self._shapes,
+            op="avg" if mean else "sum",
+            group=within,
+            bucket_bytes=int(options["bucket_mb"] * (1 << 20)),
+            compression=compression,
+            in_order=path is None,
+        )
+        self._autograd: Any = None
+        if path is not None:
+            self._autograd = importlib.import_module(path).Autograd(self._step, self._parameters, self._others.values())
+
+    @property
+    def buffers(self) -> list[np.ndarray[Any, Any]]:
+        """NumPy arrays, one a parameter and of its shape: where its gradient lies when it is reduced."""
+        return list(self._step.buffers)
 
     def carry(self, value: float) -> None:
         """Take a number along with this step's gradients, as the loss: `carried` is its mean over the ranks then.
 
         Before the backward pass, or reduce(): RuntimeError when the bucket that carries it is on its way.
         """
-        if self._carrier in self._buckets[: self._started]:
-            raise RuntimeError("GradientReducer.carry: too late for this step; call it before backward()")
-        self._carry = float(value)
+        self._step.carry(float(value))
+
+    @property
+    def carried(self) -> float:
+        """The mean over the ranks of what they gave to carry() in the last step; who gave nothing counts as 0."""
+        return self._step.carried
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent at the end of its steps: communication that no computing hid."""
+        return self._step.waited_s
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """For loops that have fewer steps on some ranks: who leaves goes on with nothing until all have left.
 
-        The mean is that of the ranks that still have batches. Every rank's loop stands in a join(), and each of its
-        steps reduces once.
+        The mean is that of the ranks that still have batches. Every rank's loop stands in a join(), each of its steps
+        reduces once, and it makes no other calls on the group. An exception in it is raised on the others as Aborted.
         """
-        if self._joining:
+        self._step.check_between("join")
+        if self._step.joining:
             raise RuntimeError("GradientReducer.join: this reducer is in a join() already")
-        self._joining = True
+        self._step.joining = True
         try:
-            yield
-            self._active = 0
-            while self._finish_step():
-                continue
+            with self._step.owed():
+                yield
+                self._step.active = 0
+                while self._step.finish()[0]:
+                    continue
         finally:
-            self._joining, self._active = False, 1
+            self._step.joining, self._step.active = False, 1
 
     # -- going on later
 
@@ -135,12 +152,8 @@ class GradientReducer:
         {"order": the parameters' numbers as the buckets have them, or None; "residual": {name: array}}, where the
         arrays are what compression still owes, copies of the parameters' shapes; {} without compression.
         """
-        residual = {}
-        for index, name in enumerate(self._names):
-            owed = self._residual(index)
-            if owed is not None:
-                residual[name] = owed.copy()
-        return {"order": self._laid_out, "residual": residual}
+        self._step.check_between("state_dict")
+        return self._step.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as state_dict() says. All ranks call it at the same point, each with its own state, between two steps.
@@ -148,38 +161,18 @@ class GradientReducer:
         A residual counts where this reducer compresses. ValueError if the state is of other parameters; on all ranks
         if their orders differ.
         """
-        order, residual = state["order"], state["residual"]
-        everybodys = objects.all_gather_object(order, group=self._group)
-        for rank, theirs in enumerate(everybodys):
-            if theirs != everybodys[0]:
-                raise ValueError(f"load_state_dict: the states of ranks 0 and {rank} of the group are of two trainings")
-        if order is not None and sorted(order) != list(range(len(self._names))):
-            raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
-        if order is not None and self._autograd is not None:
-            self._lay_out_anew(order)
-        for index, name in enumerate(self._names):
-            owed = self._residual(index)
-            if owed is None or name not in residual:
-                continue
-            if residual[name].shape != owed.shape:
-                theirs, mine = list(residual[name].shape), list(owed.shape)
-                raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
-            owed[...] = residual[name]
-
-    def _residual(self, index: int) -> np.ndarray[Any, Any] | None:
-        bucket, turn = self._bucket_of[index]
-        if bucket.residual is None:
-            return None
-        place = bucket.layout.places[turn]
-        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
+        self._step.check_between("load_state_dict")
+        self._step.load(state)
+        if self._autograd is not None:
+            self._autograd.hand_out(True)
 
     def close(self) -> None:
         """The end: backward passes leave their gradients alone from now on. Its memory lasts while a gradient uses it.
 
-        PyTorch: a second reducer of the same parameters needs the first one closed.
+        A reducer that nobody refers to is closed; so is one whose parameters another one takes over.
         """
         if self._autograd is not None:
-            self._autograd.close()
+            self._autograd.end()
 
     # -- PyTorch
 
@@ -189,25 +182,35 @@ class GradientReducer:
         Gradients that this rank does not have count as zeros. RuntimeError inside no_sync().
         """
         autograd = self._by_autograd("wait", "use reduce(gradients)")
-        if not self.syncing:
+        if not autograd.syncing:
             raise RuntimeError("GradientReducer.wait: inside no_sync() gradients stay on their rank")
-        autograd.gather()
-        self._finish_step()
-        autograd.hand_out()
+        with self._step.owed():
+            autograd.gather()
+            _, laid_out = self._step.finish()
+        autograd.hand_out(laid_out)
 
     def zero_grad(self) -> None:
-        """Every gradient zero where it lies: as `optimizer.zero_grad(set_to_none=False)`, without a loop."""
-        self._by_autograd("zero_grad", "reduce(gradients) overwrites them").zero()
+        """Every gradient zero where it lies, also of what is excluded: as `optimizer.zero_grad(set_to_none=False)`.
+
+        RuntimeError between backward() and wait(). To give a step up, call wait() and then this.
+        """
+        autograd = self._by_autograd("zero_grad", "reduce(gradients) overwrites them")
+        self._step.check_between("zero_grad")
+        autograd.zero()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add to this rank's gradients alone: for the accumulation of several batches."""
-        self._by_autograd("no_sync", "add the gradients up before reduce(gradients)")
-        before, self.syncing = self.syncing, False
+        """Backward passes in here add to this rank's gradients alone: for the accumulation of several batches.
+
+        They come before the pass that reduces: RuntimeError between backward() and wait().
+        """
+        autograd = self._by_autograd("no_sync", "add the gradients up before reduce(gradients)")
+        self._step.check_between("no_sync")
+        before, autograd.syncing = autograd.syncing, False
         try:
             yield
         finally:
-            self.syncing = before
+            autograd.syncing = before
 
     def _by_autograd(self, function: str, instead: str) -> Any:
         if self._autograd is None:
@@ -219,30 +222,47 @@ class GradientReducer:
     def reduce(self, gradients: Any) -> Any:
         """The combined gradients, in the form in which they were given: a list, a tuple or a dict.
 
-        Their number, shapes and dtypes are those of the parameters; ValueError otherwise. NumPy's and MindSpore's
-        results lie in the buckets, where the next call overwrites them; who computes gradients into `buffers` in the
-        first place saves a copy. JAX's are arrays of their own.
+        A list has the order of the parameters, without those that are excluded; a dict has their names, and entries
+        that are excluded come back as they are. Shapes and dtypes are those of the parameters; ValueError otherwise.
+        NumPy's and MindSpore's results lie in the buckets, where the next call overwrites them; who computes gradients
+        into `buffers` in the first place saves a copy. JAX's are arrays of their own.
         """
         if self._autograd is not None:
             raise RuntimeError("GradientReducer.reduce: PyTorch's gradients are reduced by backward() and wait()")
-        given = list(gradients.values()) if isinstance(gradients, dict) else list(gradients)
-        if len(given) != len(self._names):
-            raise ValueError(f"reduce: {len(given)} gradients, there are {len(self._names)} parameters")
-        sources = [readable(memory(x, f"gradients[{i}]", "reduce")) for i, x in enumerate(given)]
+        self._step.check_between("reduce")
+        given = self._in_order(gradients)
+        sources = [readable(memory(x, name, "reduce")) for name, x in zip(self._names, given, strict=True)]
         for name, x, shape, (dtype, _) in zip(self._names, sources, self._shapes, self._kinds, strict=True):
             if (x.shape, x.dtype) != (shape, dtype):
                 theirs = f"{x.dtype}{list(x.shape)}"
                 raise ValueError(f"reduce: the gradient of {name} is {theirs}, the parameter {dtype}{list(shape)}")
-        for index in [place.number for bucket in self._buckets for place in bucket.layout.places]:
-            source, buffer = sources[index], self.buffers[index]
-            if source.__array_interface__["data"] != buffer.__array_interface__["data"]:
-                buffer[...] = source
-            self.ready(index)
-        self._finish_step()
-        results = [self._result(p, buffer) for p, buffer in zip(self._parameters, self.buffers, strict=True)]
+        buffers = self._step.buffers
+        for index, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
+            if not _is_same(source, buffer) and any(np.may_share_memory(source, other) for other in buffers):
+                sources[index] = source.copy()  # it would be overwritten before its turn
+        with self._step.owed():
+            for index in self._step.order:
+                if not _is_same(sources[index], buffers[index]):
+                    buffers[index][...] = sources[index]
+                self._step.ready(index)
+            self._step.finish()
+        results = [self._result(p, buffer) for p, buffer in zip(self._parameters, buffers, strict=True)]
         if isinstance(gradients, dict):
-            return dict(zip(gradients, results, strict=True))
+            return {**gradients, **dict(zip(self._names, results, strict=True))}
         return tuple(results) if isinstance(gradients, tuple) else results
+
+    def _in_order(self, gradients: Any) -> list[Any]:
+        if not isinstance(gradients, dict):
+            given = list(gradients)
+            if len(given) != len(self._names):
+                raise ValueError(f"reduce: {len(given)} gradients, there are {len(self._names)} parameters")
+            return given
+        missing = [name for name in self._names if name not in gradients]
+        unknown = [name for name in gradients if name not in self._names and name not in self._others]
+        if missing or unknown:
+            wrong = f"no gradient of {missing[0]!r}" if missing else f"a gradient of {unknown[0]!r}"
+            raise ValueError(f"reduce: there is {wrong}; the parameters are {', '.join(self._names)}")
+        return [gradients[name] for name in self._names]
 
     def _result(self, parameter: Any, buffer: np.ndarray[Any, Any]) -> Any:
         if hasattr(self._arrays, "over"):
@@ -250,128 +270,6 @@ class GradientReducer:
         target, result = self._arrays.new(parameter, buffer.shape)
         target[...] = buffer
         return result()
-
-    # -- the step; Autograd calls the public ones
-
-    def ready(self, index: int) -> None:
-        """That gradient lies in its buffer; what is complete is reduced, strictly in the order of the buckets."""
-        bucket, turn = self._bucket_of[index]
-        if index not in bucket.missing:
-            raise RuntimeError(
-                f"GradientReducer: the gradient of {self._names[index]} came twice in one step: call wait() after each"
-                " backward pass, or use no_sync() to add several up"
-            )
-        bucket.missing.discard(index)
-        bucket.marks[turn] = 1
-        self._order.append(index)
-        self._start_complete()
-
-    def is_missing(self, index: int) -> bool:
-        """Whether this step's gradient has not come yet."""
-        return index in self._bucket_of[index][0].missing
-
-    def was_used(self, index: int) -> bool:
-        """After the step: whether some rank had that gradient."""
-        bucket, turn = self._bucket_of[index]
-        return bool(bucket.marks[turn] != 0)
-
-    def clear(self) -> None:
-        """All gradients zero."""
-        for bucket in self._buckets:
-            bucket.memory[: bucket.layout.marks] = 0
-
-    def _lay_out(self, order: list[int]) -> None:
-        """The buckets, for gradients that become ready in that order."""
-        self._buckets = [Bucket(one, self._compression) for one in layouts(self._kinds, order, self._bucket_bytes)]
-        self._bucket_of = {
-            place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
-        }
-        # The last bucket whose dtype holds a loss well enough; None: it has a call of its own.
-        wide = [bucket for bucket in self._buckets if bucket.layout.dtype.itemsize >= 4]
-        self._carrier = wide[-1] if wide and self._compression is None else None
-        self.buffers: list[np.ndarray[Any, Any]] = []
-        """NumPy arrays, one a parameter and of its shape: where its gradient lies when it is reduced."""
-        for index, shape in enumerate(self._shapes):
-            bucket, turn = self._bucket_of[index]
-            self.buffers.append(bucket.of(bucket.layout.places[turn]).reshape(shape))
-
-    def _start_complete(self) -> None:
-        """Begin to reduce the buckets that are next in turn and miss nothing."""
-        for bucket in self._buckets[self._started :]:
-            if bucket.missing:
-                return
-            bucket.carried = self._carry if bucket is self._carrier else 0.0
-            bucket.start(self._op, self._group)
-            self._started += 1
-
-    def _finish_step(self) -> int:
-        """Reduce all that has not been, with zeros for what is missing. How many ranks had a batch."""
-        began = time.monotonic()
-        active = self._finish()
-        self.waited_s += time.monotonic() - began
-        return active
-
-    def _finish(self) -> int:
-        for bucket in self._buckets[self._started :]:
-            for turn, place in enumerate(bucket.layout.places):
-                if place.number in bucket.missing:
-                    bucket.of(place)[:] = 0
-                    bucket.marks[turn] = 0
-            bucket.missing.clear()
-        self._start_complete()
-        active = self._group.size
-        if self._joining or self._carrier is None:
-            facts = np.array([self._carry * self._active, self._active])
-            total, active = collectives.all_reduce(facts, group=self._group, async_op=True).wait()
-        for bucket in self._buckets:
-            bucket.finish()
-            if self._op == "avg" and 0 < active < self._group.size:
-                bucket.memory[: bucket.layout.marks] *= bucket.layout.dtype.type(self._group.size / active)
-        if self._carrier is not None and not self._joining:
-            total = self._carrier.carried * (self._group.size if self._op == "avg" else 1)
-        self.carried, self._carry = float(total) / max(active, 1), 0.0
-        if not self._order_is_final and active == self._group.size:
-            self._take_order_of_rank_0()
-        self._order.clear()
-        self._started = 0
-        for bucket in self._buckets:
-            bucket.missing = {place.number for place in bucket.layout.places}
-        return int(active)
-
-    def _take_order_of_rank_0(self) -> None:
-        """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
-        last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
-        order = objects.broadcast_object([*self._order, *last], 0, group=self._group)
-        self._lay_out_anew(order)
-
-    def _lay_out_anew(self, order: list[int]) -> None:
-        before = self._bucket_of
-        self._lay_out(order)
-        self._order_is_final, self._laid_out = True, order
-        for index, (bucket, turn) in self._bucket_of.items():
-            old, old_turn = before[index]
-            bucket.take(turn, old, old_turn)
-        if self._autograd is not None:
-            self._autograd.move()
-
-    def _check_alike(self) -> None:
-        """ValueError on all ranks where one has other parameters than rank 0."""
-        mine = [
-            [name, dtype.name, list(shape)]
-            for name, (dtype, _), shape in zip(self._names, self._kinds, self._shapes, strict=True)
-        ]
-        everybodys = objects.all_gather_object(mine, group=self._group)
-        for rank, theirs in enumerate(everybodys):
-            if theirs == everybodys[0]:
-                continue
-            if len(theirs) != len(everybodys[0]):
-                raise ValueError(
-                    f"GradientReducer: rank {rank} of the group has {len(theirs)} parameters, rank 0 has"
-                    f" {len(everybodys[0])}"
-                )
-            i = next(i for i, (one, other) in enumerate(zip(theirs, everybodys[0], strict=True)) if one != other)
-            there, at_0 = (f"{name}, {dtype}{shape}" for name, dtype, shape in (theirs[i], everybodys[0][i]))
-            raise ValueError(f"GradientReducer: parameter {i} is {there} on rank {rank} of the group, {at_0} on rank 0")
 
 
 def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str | None = None) -> Any:
@@ -383,9 +281,8 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str |
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
     resolved = resolve(group)
-    names, arrays = _chosen(parameters, [], trained=False)
     works, results = [], []
-    for name, x in zip(names, arrays, strict=True):
+    for name, x in _named(parameters):
         writable = memory(x, name, "broadcast_parameters").flags.writeable
         works.append(collectives.broadcast(x, root, out=x if writable else None, group=resolved, async_op=True))
     for work in works:
@@ -395,21 +292,64 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str |
     return tuple(results) if isinstance(parameters, tuple) else results
 
 
-def _chosen(parameters: Any, exclude: list[Any], *, trained: bool) -> tuple[list[str], list[Any]]:
-    """Names and parameters, but those that are excluded; of those that are trained, but those that need no gradient."""
+def _named(parameters: Any) -> list[tuple[str, Any]]:
     entries = list(parameters.items()) if isinstance(parameters, dict) else list(parameters)
-    if not entries or not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in entries):
-        entries = [(f"parameter {i}", one) for i, one in enumerate(entries)]
+    if entries and all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in entries):
+        return entries
+    return [(f"parameter {i}", one) for i, one in enumerate(entries)]
+
+
+def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any]]:
+    """Names and parameters, but those that are excluded or need no gradient, which come as a dict behind."""
+    entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
         raise ValueError(f"GradientReducer: exclude names {unknown[0]!r}, which is none of {', '.join(dict(entries))}")
-    kept = [
-        (name, p)
-        for name, p in entries
-        if getattr(p, "requires_grad", True) or not trained
-        if not any(one == name if isinstance(one, str) else one is p for one in exclude)
-    ]
-    return [name for name, _ in kept], [p for _, p in kept]
+    names, kept, others = [], [], {}
+    for name, p in entries:
+        if any(one == name if isinstance(one, str) else one is p for one in exclude) or not getattr(
+            p, "requires_grad", True
+        ):
+            others[name] = p
+        else:
+            names.append(name)
+            kept.append(p)
+    return names, kept, others
+
+
+def _is_same(source: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any]) -> bool:
+    return bool(source.__array_interface__["data"][0] == buffer.__array_interface__["data"][0])
+
+
+def _check_alike(
+    options: dict[str, Any],
+    names: list[str],
+    kinds: list[tuple[np.dtype[Any], int]],
+    shapes: list[tuple[int, ...]],
+    group: Group,
+) -> None:
+    """ValueError on all ranks where one has other parameters or options than rank 0."""
+    mine = [[name, dtype.name, list(shape)] for name, (dtype, _), shape in zip(names, kinds, shapes, strict=True)]
+    everybodys = objects.all_gather_object([options, mine], group=group)
+    (options_of_0, parameters_of_0), *_ = everybodys
+    for rank, (theirs, parameters) in enumerate(everybodys):
+        for name, value in theirs.items():
+            if value != options_of_0[name]:
+                at_0 = options_of_0[name]
+                raise ValueError(
+                    f"GradientReducer: {name} is {value!r} on rank {rank} of the group, {at_0!r} on rank 0"
+                )
+        if len(parameters) != len(parameters_of_0):
+            raise ValueError(
+                f"GradientReducer: rank {rank} of the group has {len(parameters)} parameters, rank 0 has"
+                f" {len(parameters_of_0)}"
+            )
+        for i, pair in enumerate(zip(parameters, parameters_of_0, strict=True)):
+            there, at_0 = (f"{name}, {dtype}{shape}" for name, dtype, shape in pair)
+            if there != at_0:
+                raise ValueError(
+                    f"GradientReducer: parameter {i} is {there} on rank {rank} of the group, {at_0} on rank 0"
+                )
 
 
 def _one_library(names: list[str], parameters: list[Any]) -> ModuleType:

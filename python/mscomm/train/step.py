@@ -1,0 +1,230 @@
+"""One step after the other: which gradients are there, which buckets are on their way, and what came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mscomm import collectives, objects
+from mscomm.group import Group
+from mscomm.train.buckets import Bucket, layouts
+
+
+class Step:
+    """The buckets and the state of the current step. Between two steps nothing is on its way.
+
+    kinds: dtype and number of elements of each gradient; names and shapes likewise. in_order: they become ready in this
+    order; else in the reverse, until the first step has shown rank 0's.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kinds: Sequence[tuple[np.dtype[Any], int]],
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        op: str,
+        group: Group,
+        bucket_bytes: int,
+        compression: str | None,
+        in_order: bool,
+    ) -> None:
+        self._names = names
+        self._kinds = kinds
+        self._shapes = shapes
+        self._op = op
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._order_is_final = in_order
+        self._order: list[int] = []  # in which this step's gradients became ready
+        self._started = 0  # buckets of this step, the first ones
+        self._failed = False
+        self.joining = False
+        self.active = 1  # 0 when this rank has run out of batches
+        self._carry = 0.0
+        self.carried = 0.0
+        self.waited_s = 0.0
+        self._laid_out: list[int] | None = None  # the order of rank 0's, when it is known
+        self._lay_out(list(range(len(kinds))) if in_order else list(range(len(kinds)))[::-1])
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of this step are there already, and perhaps on their way."""
+        return bool(self._order)
+
+    def check_between(self, function: str) -> None:
+        """RuntimeError in the middle of a step, and after one that failed."""
+        self._check_usable()
+        if self.begun:
+            raise RuntimeError(
+                f"GradientReducer.{function}: gradients of a backward pass are on their way; call wait() first"
+            )
+
+    def _check_usable(self) -> None:
+        if self._failed:
+            raise RuntimeError("GradientReducer: a step of this one has failed; make a new one on every rank")
+
+    @contextlib.contextmanager
+    def owed(self) -> Iterator[None]:
+        """Inside, the others wait for this rank's part of the step: an exception reaches them, and ends this object."""
+        self._check_usable()
+        try:
+            with self._group.committed("a step of GradientReducer"):
+                yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    # -- a gradient
+
+    def ready(self, index: int) -> None:
+        """That gradient lies in its buffer; what is complete is reduced, strictly in the order of the buckets."""
+        self._check_usable()
+        bucket, turn = self._bucket_of[index]
+        if index not in bucket.missing:
+            raise RuntimeError(
+                f"GradientReducer: the gradient of {self._names[index]} came twice in one step: call wait() after each"
+                " backward pass, or use no_sync() to add several up"
+            )
+        bucket.missing.discard(index)
+        bucket.marks[turn] = 1
+        self._order.append(index)
+        self._start_complete()
+
+    def is_missing(self, index: int) -> bool:
+        """Whether this step's gradient has not come yet."""
+        return index in self._bucket_of[index][0].missing
+
+    def was_used(self, index: int) -> bool:
+        """After the step: whether some rank had that gradient."""
+        bucket, turn = self._bucket_of[index]
+        return bool(bucket.marks[turn] != 0)
+
+    def clear(self) -> None:
+        """All gradients zero."""
+        for bucket in self._buckets:
+            bucket.memory[: bucket.layout.marks] = 0
+
+    def carry(self, value: float) -> None:
+        self._check_usable()
+        if self._carrier in self._buckets[: self._started]:
+            raise RuntimeError("GradientReducer.carry: too late for this step; call it before backward()")
+        self._carry = value
+
+    @property
+    def order(self) -> list[int]:
+        """The gradients in the order of the buckets."""
+        return [place.number for bucket in self._buckets for place in bucket.layout.places]
+
+    # -- going on later
+
+    def state(self) -> dict[str, Any]:
+        """The order of the gradients and what compression owes; see GradientReducer.state_dict."""
+        owed = {name: self._residual(index) for index, name in enumerate(self._names)}
+        residual = {name: array.copy() for name, array in owed.items() if array is not None}
+        return {"order": self._laid_out, "residual": residual}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on as state() says; ValueError on all ranks if their orders differ."""
+        order, residual = state["order"], state["residual"]
+        everybodys = objects.all_gather_object(order, group=self._group)
+        for rank, theirs in enumerate(everybodys):
+            if theirs != everybodys[0]:
+                raise ValueError(f"load_state_dict: the states of ranks 0 and {rank} of the group are of two trainings")
+        if order is not None and sorted(order) != list(range(len(self._names))):
+            raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
+        if order is not None and not self._order_is_final:
+            self._lay_out_anew(order)
+        for index, name in enumerate(self._names):
+            owed = self._residual(index)
+            if owed is None or name not in residual:
+                continue
+            if residual[name].shape != owed.shape:
+                theirs, mine = list(residual[name].shape), list(owed.shape)
+                raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
+            owed[...] = residual[name]
+
+    def _residual(self, index: int) -> np.ndarray[Any, Any] | None:
+        bucket, turn = self._bucket_of[index]
+        if bucket.residual is None:
+            return None
+        place = bucket.layout.places[turn]
+        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
+
+    # -- all of them
+
+    def finish(self) -> tuple[int, bool]:
+        """Reduce all that has not been, with zeros for what is missing, and wait. How many ranks had a batch; whether
+        the buffers were laid out anew."""
+        began = time.monotonic()
+        result = self._finish()
+        self.waited_s += time.monotonic() - began
+        return result
+
+    def _finish(self) -> tuple[int, bool]:
+        for bucket in self._buckets[self._started :]:
+            for turn, place in enumerate(bucket.layout.places):
+                if place.number in bucket.missing:
+                    bucket.of(place)[:] = 0
+                    bucket.marks[turn] = 0
+            bucket.missing.clear()
+        self._start_complete()
+        active = self._group.size
+        if self.joining or self._carrier is None:
+            facts = np.array([self._carry * self.active, self.active])
+            total, active = collectives.all_reduce(facts, group=self._group, async_op=True).wait()
+        for bucket in self._buckets:
+            bucket.finish()
+            if self._op == "avg" and 0 < active < self._group.size:
+                bucket.memory[: bucket.layout.marks] *= bucket.layout.dtype.type(self._group.size / active)
+        if self._carrier is not None and not self.joining:
+            total = self._carrier.carried * (self._group.size if self._op == "avg" else 1)
+        self.carried, self._carry = float(total) / max(active, 1), 0.0
+        laid_out = not self._order_is_final and active == self._group.size
+        if laid_out:
+            self._take_order_of_rank_0()
+        self._order.clear()
+        self._started = 0
+        for bucket in self._buckets:
+            bucket.missing = {place.number for place in bucket.layout.places}
+        return int(active), laid_out
+
+    def _start_complete(self) -> None:
+        """Begin to reduce the buckets that are next in turn and miss nothing."""
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            bucket = self._buckets[self._started]
+            bucket.carried = self._carry if bucket is self._carrier else 0.0
+            bucket.start(self._op, self._group)
+            self._started += 1
+
+    def _lay_out(self, order: list[int]) -> None:
+        """The buckets, for gradients that become ready in that order."""
+        self._buckets = [Bucket(one, self._compression) for one in layouts(self._kinds, order, self._bucket_bytes)]
+        self._bucket_of = {
+            place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
+        }
+        # The last bucket whose dtype holds a loss well enough; None: it has a call of its own.
+        wide = [bucket for bucket in self._buckets if bucket.layout.dtype.itemsize >= 4]
+        self._carrier = wide[-1] if wide and self._compression is None else None
+        self.buffers: list[np.ndarray[Any, Any]] = []
+        for index, shape in enumerate(self._shapes):
+            bucket, turn = self._bucket_of[index]
+            self.buffers.append(bucket.of(bucket.layout.places[turn]).reshape(shape))
+
+    def _take_order_of_rank_0(self) -> None:
+        """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
+        last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
+        order = objects.broadcast_object([*self._order, *last], 0, group=self._group)
+        self._lay_out_anew(order)
+
+    def _lay_out_anew(self, order: list[int]) -> None:
+        before = self._bucket_of
+        self._lay_out(order)
+        self._order_is_final, self._laid_out = True, order
+        for index, (bucket, turn) in self._bucket_of.items():
+            bucket.take(turn, *before[index])
