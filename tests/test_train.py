@@ -520,7 +520,10 @@ def test_a_trace_of_the_steps(rank, group):
         assert told.exit_code == 0, told.output
         events = [event for event in json.loads(merged.read_text())["traceEvents"] if event["ph"] == "X"]
     for pid in range(2):
-        of_rank = {name: [one for one in events if (one["pid"], one["name"]) == (pid, name)] for name in NAMES}
+        of_rank = {
+            name: [one for one in events if (one["pid"], one["name"]) == (pid, name)]
+            for name in ("data", "step", "all_reduce")
+        }
         steps, calls = of_rank["step"], of_rank["all_reduce"]
         assert [one["args"]["call"].split()[1] for one in steps] == [f"#{step}" for step in range(3, 9)]
         assert len(of_rank["data"]) == len(calls) == 6  # one bucket
@@ -528,9 +531,6 @@ def test_a_trace_of_the_steps(rank, group):
             assert step["ts"] - 1000 <= call["ts"] <= call["ts"] + call["dur"] <= step["ts"] + step["dur"] + 1000
     with pytest.raises(ValueError, match="steps 3 to 2"):
         StepTrace(folder, 3, 2)
-
-
-NAMES = ("data", "step", "all_reduce")
 
 
 @pytest.mark.parametrize("library", [if_here("mindspore")])
