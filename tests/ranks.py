@@ -163,6 +163,7 @@ def _be_a_rank(where: dict[str, Any]) -> None:
     """The child's side: join, run the body, leave."""
     import mscomm
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     spec = importlib.util.spec_from_file_location("under_test", where["file"])
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -79,21 +79,21 @@ class GradientReducer:
             if dtype.kind not in "fc" and dtype.name != "bfloat16":
                 raise TypeError(f"GradientReducer: {name} is of dtype {dtype}, which has no gradient; exclude it")
         library_name = self._arrays.__name__.rpartition(".")[2]
-        within = resolve(group)
+        self._group = resolve(group)
         options: dict[str, Any] = {
             "library": library_name,
             "mean": bool(mean),
             "bucket_mb": float(bucket_mb or BUCKET_MB),
             "compression": compression,
         }
-        _check_alike(options, self._names, self._kinds, self._shapes, within)
+        _check_alike(options, self._names, self._kinds, self._shapes, self._group)
         path = _AUTOGRAD.get(library_name)
         self._step = Step(
             self._names,
             self._kinds,
             self._shapes,
             op="avg" if mean else "sum",
-            group=within,
+            group=self._group,
             bucket_bytes=int(options["bucket_mb"] * (1 << 20)),
             compression=compression,
             in_order=path is None,
@@ -121,8 +121,13 @@ class GradientReducer:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent at the end of its steps: communication that no computing hid."""
+        """Seconds that this rank has spent in wait() and reduce(): communication that no computing hid."""
         return self._step.waited_s
+
+    def close(self) -> None:
+        """The end: backward passes leave their gradients alone from now on."""
+        if self._autograd is not None:
+            self._autograd.end()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -153,7 +158,9 @@ class GradientReducer:
         arrays are what compression still owes, copies of the parameters' shapes; {} without compression.
         """
         self._step.check_between("state_dict")
-        return self._step.state()
+        owed = {name: self._step.residual(index) for index, name in enumerate(self._names)}
+        residual = {name: array.copy() for name, array in owed.items() if array is not None}
+        return {"order": self._step.order_of_rank_0, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as state_dict() says. All ranks call it at the same point, each with its own state, between two steps.
@@ -162,17 +169,24 @@ class GradientReducer:
         if their orders differ.
         """
         self._step.check_between("load_state_dict")
-        self._step.load(state)
-        if self._autograd is not None:
+        order, residual = state["order"], state["residual"]
+        everybodys = objects.all_gather_object(order, group=self._group)
+        for rank, theirs in enumerate(everybodys):
+            if theirs != everybodys[0]:
+                raise ValueError(f"load_state_dict: the states of ranks 0 and {rank} of the group are of two trainings")
+        if order is not None and sorted(order) != list(range(len(self._names))):
+            raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
+        if order is not None and self._autograd is not None:
+            self._step.take_order(order)
             self._autograd.hand_out(True)
-
-    def close(self) -> None:
-        """The end: backward passes leave their gradients alone from now on. Its memory lasts while a gradient uses it.
-
-        A reducer that nobody refers to is closed; so is one whose parameters another one takes over.
-        """
-        if self._autograd is not None:
-            self._autograd.end()
+        for index, name in enumerate(self._names):
+            owed = self._step.residual(index)
+            if owed is None or name not in residual:
+                continue
+            if residual[name].shape != owed.shape:
+                theirs, mine = list(residual[name].shape), list(owed.shape)
+                raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
+            owed[...] = residual[name]
 
     # -- PyTorch
 

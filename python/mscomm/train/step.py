@@ -41,6 +41,7 @@ class Step:
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._order_is_final = in_order
+        self.order_of_rank_0: list[int] | None = None  # when it is known
         self._order: list[int] = []  # in which this step's gradients became ready
         self._started = 0  # buckets of this step, the first ones
         self._failed = False
@@ -49,7 +50,6 @@ class Step:
         self._carry = 0.0
         self.carried = 0.0
         self.waited_s = 0.0
-        self._laid_out: list[int] | None = None  # the order of rank 0's, when it is known
         self._lay_out(list(range(len(kinds))) if in_order else list(range(len(kinds)))[::-1])
 
     @property
@@ -121,52 +121,12 @@ class Step:
         """The gradients in the order of the buckets."""
         return [place.number for bucket in self._buckets for place in bucket.layout.places]
 
-    # -- going on later
-
-    def state(self) -> dict[str, Any]:
-        """The order of the gradients and what compression owes; see GradientReducer.state_dict."""
-        owed = {name: self._residual(index) for index, name in enumerate(self._names)}
-        residual = {name: array.copy() for name, array in owed.items() if array is not None}
-        return {"order": self._laid_out, "residual": residual}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on as state() says; ValueError on all ranks if their orders differ."""
-        order, residual = state["order"], state["residual"]
-        everybodys = objects.all_gather_object(order, group=self._group)
-        for rank, theirs in enumerate(everybodys):
-            if theirs != everybodys[0]:
-                raise ValueError(f"load_state_dict: the states of ranks 0 and {rank} of the group are of two trainings")
-        if order is not None and sorted(order) != list(range(len(self._names))):
-            raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
-        if order is not None and not self._order_is_final:
-            self._lay_out_anew(order)
-        for index, name in enumerate(self._names):
-            owed = self._residual(index)
-            if owed is None or name not in residual:
-                continue
-            if residual[name].shape != owed.shape:
-                theirs, mine = list(residual[name].shape), list(owed.shape)
-                raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
-            owed[...] = residual[name]
-
-    def _residual(self, index: int) -> np.ndarray[Any, Any] | None:
-        bucket, turn = self._bucket_of[index]
-        if bucket.residual is None:
-            return None
-        place = bucket.layout.places[turn]
-        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
-
     # -- all of them
 
     def finish(self) -> tuple[int, bool]:
         """Reduce all that has not been, with zeros for what is missing, and wait. How many ranks had a batch; whether
         the buffers were laid out anew."""
         began = time.monotonic()
-        result = self._finish()
-        self.waited_s += time.monotonic() - began
-        return result
-
-    def _finish(self) -> tuple[int, bool]:
         for bucket in self._buckets[self._started :]:
             for turn, place in enumerate(bucket.layout.places):
                 if place.number in bucket.missing:
@@ -187,11 +147,13 @@ class Step:
         self.carried, self._carry = float(total) / max(active, 1), 0.0
         laid_out = not self._order_is_final and active == self._group.size
         if laid_out:
-            self._take_order_of_rank_0()
+            last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
+            self.take_order(objects.broadcast_object([*self._order, *last], 0, group=self._group))
         self._order.clear()
         self._started = 0
         for bucket in self._buckets:
             bucket.missing = {place.number for place in bucket.layout.places}
+        self.waited_s += time.monotonic() - began
         return int(active), laid_out
 
     def _start_complete(self) -> None:
@@ -216,15 +178,20 @@ class Step:
             bucket, turn = self._bucket_of[index]
             self.buffers.append(bucket.of(bucket.layout.places[turn]).reshape(shape))
 
-    def _take_order_of_rank_0(self) -> None:
-        """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
-        last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
-        order = objects.broadcast_object([*self._order, *last], 0, group=self._group)
-        self._lay_out_anew(order)
+    # -- what a later one needs to go on
 
-    def _lay_out_anew(self, order: list[int]) -> None:
+    def take_order(self, order: list[int]) -> None:
+        """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
         before = self._bucket_of
         self._lay_out(order)
-        self._order_is_final, self._laid_out = True, order
+        self._order_is_final, self.order_of_rank_0 = True, order
         for index, (bucket, turn) in self._bucket_of.items():
             bucket.take(turn, *before[index])
+
+    def residual(self, index: int) -> np.ndarray[Any, Any] | None:
+        """What compression owes that gradient, to be read and written; None without compression."""
+        bucket, turn = self._bucket_of[index]
+        if bucket.residual is None:
+            return None
+        place = bucket.layout.places[turn]
+        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
