@@ -57,7 +57,7 @@ test-python: $(VENV)/.dev $(MPICH)/.installed
 
 # MindSpore needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed
-	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py
+	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py
 
 # auditwheel names the wheel after the oldest glibc that has all it needs, and refuses other libraries of this machine.
 # The trial is outside the source tree, where nothing but the installed wheel can be imported.

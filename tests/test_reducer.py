@@ -172,6 +172,32 @@ def test_what_compression_takes_away_is_added_later(rank, group, compression):
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
 
 
+@ranks(2)
+def test_a_reducer_goes_on_where_another_was(rank, group):
+    def steps(reducer: GradientReducer, first: int, end: int) -> list[Any]:
+        rows = [
+            np.random.default_rng((rank, step)).normal(size=(2, 500)).astype(np.float32) for step in range(first, end)
+        ]
+        return [one.copy() for row in rows for one in reducer.reduce(list(row))]
+
+    parameters = {"a": np.zeros(500, np.float32), "b": np.zeros(500, np.float32)}
+    whole, begun, going_on = (GradientReducer(parameters, compression="bf16") for _ in range(3))
+    expected = steps(whole, 0, 6)
+    steps(begun, 0, 3)
+    state = begun.state_dict()
+    assert set(state["residual"]) == set(parameters) and np.abs(state["residual"]["b"]).max() > 0
+    going_on.load_state_dict(state)
+    got = steps(going_on, 3, 6)
+    assert all((bits(x) == bits(y)).all() for x, y in zip(got, expected[6:], strict=True))
+    assert GradientReducer(parameters).state_dict() == {"order": None, "residual": {}}
+    with pytest.raises(ValueError, match=r"b is \[3\] in the state, the parameter is \[500\]"):
+        going_on.load_state_dict({"order": None, "residual": {"b": np.zeros(3)}})
+    with pytest.raises(ValueError, match="the states of ranks 0 and 1 of the group are of two trainings"):
+        going_on.load_state_dict({"order": [rank, 1 - rank], "residual": {}})
+    with pytest.raises(ValueError, match="the state is not of these 2 parameters"):
+        going_on.load_state_dict({"order": [0, 1, 2], "residual": {}})
+
+
 @pytest.mark.parametrize("mean", [True, False])
 @ranks(2)
 def test_what_is_beyond_the_range_of_float16_comes_later(rank, group, mean):
@@ -298,6 +324,18 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
         assert all(is_shared(p.grad.data_ptr()) for p in model.parameters())
         addresses.append([p.grad.data_ptr() for p in model.parameters()])
     assert addresses[1] == addresses[2] == addresses[3]  # after the first step, whose order they then have
+    order = reducer.state_dict()["order"]
+    assert sorted(order) == list(range(len(addresses[0])))
+    reducer.close()
+    for _ in range(2):  # which would be told: came twice in one step
+        loss_of(model, *batch(rank, 8)).backward()
+    again = GradientReducer(model.parameters())
+    again.load_state_dict({"order": order, "residual": {}})
+    again.zero_grad()
+    loss_of(model, *batch(0, 8)).backward()
+    before = [p.grad.data_ptr() for p in model.parameters()]
+    again.wait()
+    assert before == [p.grad.data_ptr() for p in model.parameters()]  # the first step moves nothing
 
 
 class Branches:

@@ -86,7 +86,28 @@ _WHERE = {
         "uint32",
         "uint64",
     ),
-    "context": ("GRAPH_MODE", "PYNATIVE_MODE", "get_context", "set_context", "set_ps_context"),
+    "context": (
+        "GRAPH_MODE",
+        "PYNATIVE_MODE",
+        "ParallelMode",
+        "get_auto_parallel_context",
+        "get_context",
+        "reset_auto_parallel_context",
+        "set_auto_parallel_context",
+        "set_context",
+        "set_ps_context",
+    ),
+    "train": (
+        "Callback",
+        "CheckpointConfig",
+        "LossMonitor",
+        "Model",
+        "ModelCheckpoint",
+        "TimeMonitor",
+        "load_checkpoint",
+        "load_param_into_net",
+        "save_checkpoint",
+    ),
 }
 # After a bare `import mscomm` too, as in MindSpore.
 _MODULES = ("common", "communication", "context", "dataset", "dtype", "ops", "train")
@@ -133,7 +154,11 @@ if TYPE_CHECKING:
     from mscomm.collectives import zeros as zeros
     from mscomm.context import GRAPH_MODE as GRAPH_MODE
     from mscomm.context import PYNATIVE_MODE as PYNATIVE_MODE
+    from mscomm.context import ParallelMode as ParallelMode
+    from mscomm.context import get_auto_parallel_context as get_auto_parallel_context
     from mscomm.context import get_context as get_context
+    from mscomm.context import reset_auto_parallel_context as reset_auto_parallel_context
+    from mscomm.context import set_auto_parallel_context as set_auto_parallel_context
     from mscomm.context import set_context as set_context
     from mscomm.context import set_ps_context as set_ps_context
     from mscomm.dtype import bool_ as bool_
@@ -182,3 +207,12 @@ if TYPE_CHECKING:
     from mscomm.messages import send as send
     from mscomm.objects import all_gather_object as all_gather_object
     from mscomm.objects import broadcast_object as broadcast_object
+    from mscomm.train import Callback as Callback
+    from mscomm.train import CheckpointConfig as CheckpointConfig
+    from mscomm.train import LossMonitor as LossMonitor
+    from mscomm.train import Model as Model
+    from mscomm.train import ModelCheckpoint as ModelCheckpoint
+    from mscomm.train import TimeMonitor as TimeMonitor
+    from mscomm.train import load_checkpoint as load_checkpoint
+    from mscomm.train import load_param_into_net as load_param_into_net
+    from mscomm.train import save_checkpoint as save_checkpoint

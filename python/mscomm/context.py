@@ -5,7 +5,8 @@ Only what has a meaning on the CPU core does something.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from mscomm.errors import BackendUnavailable
 
@@ -68,3 +69,142 @@ def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
 def plain_links_permitted() -> bool:
     """Whether the user has said set_ps_context(enable_ssl=False)."""
     return _plain_links
+
+
+class ParallelMode:
+    """How the ranks share the work of a training; see set_auto_parallel_context."""
+
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    HYBRID_PARALLEL = "hybrid_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+
+
+def _mode(value: Any) -> None:
+    modes = [mode for name, mode in vars(ParallelMode).items() if name.isupper()]
+    if value not in modes:
+        raise ValueError(f"{value!r} is none of {', '.join(modes)}")
+    if value not in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL):
+        raise NotImplementedError(
+            f"{value} divides a model's operators over the ranks: planned as mscomm.parallel, not in this release;"
+            " ParallelMode.DATA_PARALLEL trains one model on shards of the data"
+        )
+
+
+def _bool(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"is a {type(value).__name__}; expected True or False")
+
+
+def _int(low: int, high: int) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"is a {type(value).__name__}; expected an int")
+        if not low <= value <= high:
+            raise ValueError(f"{value}; expected {low} to {high}")
+
+    return check
+
+
+def _fusion(value: Any) -> None:
+    """As MindSpore spells it: {"allreduce": {"mode": "size", "config": 32}}."""
+    if not isinstance(value, dict) or not value.keys() <= {"allreduce", "allgather", "reducescatter", "openstate"}:
+        raise ValueError(f'{value!r}; expected {{"allreduce": {{"mode": "auto" or "size", "config": MiB or None}}}}')
+    said = value.get("allreduce", {"mode": "auto"})
+    mode, config = said.get("mode"), said.get("config")
+    if mode == "index":
+        raise NotImplementedError('mode "index": buckets follow the order of the gradients here; use mode "size"')
+    if mode not in ("auto", "size") or (mode == "auto" and config is not None):
+        raise ValueError(f'allreduce={said!r}; expected mode "auto" and no config, or mode "size" and config in MiB')
+    if mode == "size":
+        _int(1, 1 << 20)(config)
+
+
+def _only(*values: Any) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value not in values:
+            expected = " or ".join(repr(one) for one in values)
+            raise NotImplementedError(f"{value!r} is not in this release; expected {expected}")
+
+    return check
+
+
+def _anything(value: Any) -> None:
+    """Has no meaning in data parallel training."""
+
+
+class _Option(NamedTuple):
+    default: Any
+    check: Callable[[Any], None]
+
+
+_AUTO_PARALLEL = {
+    "parallel_mode": _Option(ParallelMode.STAND_ALONE, _mode),
+    "gradients_mean": _Option(False, _bool),
+    "parameter_broadcast": _Option(False, _bool),
+    "device_num": _Option(1, _int(1, 4096)),
+    "global_rank": _Option(0, _int(0, 4095)),
+    "comm_fusion": _Option(None, _fusion),
+    "enable_parallel_optimizer": _Option(False, _only(False)),
+    "pipeline_stages": _Option(1, _only(1)),
+    # Of other modes, or of a compiled graph.
+    "all_reduce_fusion_config": _Option([], _anything),
+    "auto_parallel_search_mode": _Option("recursive_programming", _anything),
+    "dataset_strategy": _Option("data_parallel", _only("data_parallel", "full_batch")),
+    "enable_alltoall": _Option(False, _anything),
+    "force_fp32_communication": _Option(False, _anything),
+    "full_batch": _Option(False, _anything),
+    "gradient_fp32_sync": _Option(True, _anything),
+    "loss_repeated_mean": _Option(True, _anything),
+    "parallel_optimizer_config": _Option(None, _anything),
+    "search_mode": _Option("recursive_programming", _anything),
+    "strategy_ckpt_config": _Option(None, _anything),
+    "strategy_ckpt_load_file": _Option("", _anything),
+    "strategy_ckpt_save_file": _Option("", _anything),
+}
+_auto_parallel: dict[str, Any] = {}  # what was set; the others have their defaults
+
+
+def set_auto_parallel_context(**options: Any) -> None:
+    """How Model.train shares the work among the ranks; MindSpore's names and defaults.
+
+    * parallel_mode: ParallelMode.STAND_ALONE, the default: each rank trains a model of its own. DATA_PARALLEL: one
+      model, each rank on its shard of the data. The others: NotImplementedError.
+    * gradients_mean: False, the default: the ranks' gradients are summed; True: their mean.
+    * parameter_broadcast: True: all ranks begin with rank 0's weights. False, the default: ranks that begin with
+      different ones are an error.
+    * device_num, global_rank: compared with the group when a training begins.
+    * comm_fusion: {"allreduce": {"mode": "size", "config": 32}}: MiB in a fusion bucket; mode "auto": mscomm's own.
+
+    MindSpore's other options are accepted where they mean nothing in data parallel training. An unknown name is a
+    ValueError; so is a wrong value, or a TypeError, or a NotImplementedError for what this release has not. Nothing is
+    set then.
+
+    >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+    """
+    for name, value in options.items():
+        if name not in _AUTO_PARALLEL:
+            raise ValueError(f"set_auto_parallel_context: {name!r} is none of {', '.join(_AUTO_PARALLEL)}")
+        try:
+            _AUTO_PARALLEL[name].check(value)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise type(error)(f"set_auto_parallel_context: {name}: {error}") from None
+    _auto_parallel.update(options)
+
+
+def get_auto_parallel_context(name: str) -> Any:
+    """The value of one option of set_auto_parallel_context; ValueError if there is none of that name."""
+    if name not in _AUTO_PARALLEL:
+        raise ValueError(f"get_auto_parallel_context: {name!r} is none of {', '.join(_AUTO_PARALLEL)}")
+    return _auto_parallel.get(name, _AUTO_PARALLEL[name].default)
+
+
+def reset_auto_parallel_context() -> None:
+    """Every option of set_auto_parallel_context at its default."""
+    _auto_parallel.clear()
+
+
+def auto_parallel_was_set(name: str) -> bool:
+    """Whether the user has said it; else it has its default."""
+    return name in _auto_parallel

@@ -1,5 +1,38 @@
 """Data-parallel training: every rank computes the gradients of its part of the batch, and all take the same step."""
 
+from mscomm.train import callback as callback
+from mscomm.train import model as model
+from mscomm.train import serialization as serialization
+from mscomm.train.callback import (
+    Callback,
+    CheckpointConfig,
+    LossMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+    RunContext,
+    StepTrace,
+    TimeMonitor,
+)
+from mscomm.train.model import Model
+from mscomm.train.optimizers import SGD, Momentum
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
+from mscomm.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
 
-__all__ = ["GradientReducer", "broadcast_parameters"]
+__all__ = [
+    "SGD",
+    "Callback",
+    "CheckpointConfig",
+    "GradientReducer",
+    "LossMonitor",
+    "Model",
+    "ModelCheckpoint",
+    "Momentum",
+    "ProgressBar",
+    "RunContext",
+    "StepTrace",
+    "TimeMonitor",
+    "broadcast_parameters",
+    "load_checkpoint",
+    "load_param_into_net",
+    "save_checkpoint",
+]

@@ -1,0 +1,200 @@
+"""ModelCheckpoint: a training's state in files, from which Model.resume goes on with the same bits.
+
+On each rank a file holds what that rank alone knows, too: its random numbers, its place in its data, what compression
+owes. So each rank writes into a directory of its own. In data parallel training a rank that has reduced the gradients
+of step k + 1 knows that all have ended step k with what they save: only then it deletes what step k has replaced, and
+the newest checkpoint that every rank has is always there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mscomm import collectives
+from mscomm.train import serialization, tensorfile
+from mscomm.train.hooks import Callback, RunContext
+
+
+class CheckpointConfig:
+    """When ModelCheckpoint writes, and what it keeps; MindSpore's names and defaults.
+
+    save_checkpoint_steps: each so many steps; 0 or None: save_checkpoint_seconds decides, on the first rank's clock.
+    keep_checkpoint_max: so many files; the oldest are deleted; 0 or None: keep_checkpoint_per_n_minutes decides: one in
+    so many minutes, and the newest. integrated_save, async_save: accepted; files hold whole weights, and are there when
+    the step ends. TypeError for what is no number, ValueError below 0 and if all four are 0 or None,
+    NotImplementedError for MindSpore's other options.
+
+    >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_max=5)
+    """
+
+    def __init__(
+        self,
+        save_checkpoint_steps: int | None = 1,
+        save_checkpoint_seconds: float | None = 0,
+        keep_checkpoint_max: int | None = 5,
+        keep_checkpoint_per_n_minutes: float | None = 0,
+        integrated_save: bool = True,
+        async_save: bool = False,
+        **others: Any,
+    ) -> None:
+        numbers = {
+            "save_checkpoint_steps": save_checkpoint_steps,
+            "save_checkpoint_seconds": save_checkpoint_seconds,
+            "keep_checkpoint_max": keep_checkpoint_max,
+            "keep_checkpoint_per_n_minutes": keep_checkpoint_per_n_minutes,
+        }
+        for name, value in numbers.items():
+            kinds = (int,) if name in ("save_checkpoint_steps", "keep_checkpoint_max") else (int, float)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+                raise TypeError(f"CheckpointConfig: {name} is a {type(value).__name__}; expected a number")
+            if value is not None and value < 0:
+                raise ValueError(f"CheckpointConfig: {name} is {value}; expected 0 or more")
+        if not any(numbers.values()):
+            raise ValueError(f"CheckpointConfig: one of {', '.join(numbers)} must be more than 0")
+        for name, value in others.items():
+            if name not in ("saved_network", "append_info", "enc_key", "enc_mode", "exception_save", "crc_check"):
+                raise TypeError(f"CheckpointConfig: unknown option {name!r}")
+            if value and not (name == "enc_mode" and others.get("enc_key") is None):
+                raise NotImplementedError(f"CheckpointConfig: {name} is not in this release")
+        self.save_checkpoint_steps = save_checkpoint_steps or 0
+        self.save_checkpoint_seconds = 0 if save_checkpoint_steps else save_checkpoint_seconds or 0
+        self.keep_checkpoint_max = keep_checkpoint_max or (0 if keep_checkpoint_per_n_minutes else 1)
+        self.keep_checkpoint_per_n_minutes = 0 if keep_checkpoint_max else keep_checkpoint_per_n_minutes or 0
+        self.integrated_save = integrated_save
+        self.async_save = async_save
+
+
+class ModelCheckpoint(Callback):
+    """Writes `<prefix>-<epoch>_<step>.safetensors` into a directory of this rank's own, and after the last step.
+
+    prefix: of the files' names; where files of that prefix are there already, it becomes `<prefix>_1` and so on, but
+    after Model.resume(directory) the series goes on. directory: None for the working directory; made if it is not
+    there. Two ranks of one host with one directory are an error on all ranks before training begins. config: a
+    CheckpointConfig.
+
+    A file gets its name when all of it is on the disk. It has the weights under their own names, which any reader of
+    safetensors files can read, and epoch, step, the optimizer's state, random states, the dataset's position and what
+    compression owes, as text and arrays; nothing in it can be executed. There is one file more than keep_checkpoint_max
+    until every rank is known to have the newest.
+
+    TypeError for a prefix or config of another type, ValueError for a prefix with a slash; OSError where a file cannot
+    be written: those before it are untouched.
+
+    >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100)
+    >>> directory = f"checkpoints/{mscomm.get_rank()}"
+    >>> model.train(10, dataset, callbacks=[mscomm.ModelCheckpoint("resnet", directory, config)])
+    """
+
+    def __init__(
+        self,
+        prefix: str = "CKP",
+        directory: str | os.PathLike[str] | None = None,
+        config: CheckpointConfig | None = None,
+    ) -> None:
+        if not isinstance(prefix, str):
+            raise TypeError(f"ModelCheckpoint: prefix is a {type(prefix).__name__}; expected a str")
+        if not prefix or "/" in prefix:
+            raise ValueError(f"ModelCheckpoint: prefix {prefix!r} must be part of a file's name, without a slash")
+        if config is not None and not isinstance(config, CheckpointConfig):
+            raise TypeError(f"ModelCheckpoint: config is a {type(config).__name__}; expected a CheckpointConfig")
+        self._given_prefix = self._prefix = prefix
+        self._directory = Path(directory or os.curdir)
+        self._config = config or CheckpointConfig()
+        self._kept: list[tuple[Path, float]] = []  # files of this series and when they were written, oldest first
+        self._saved_step = 0
+        self._saved_at = 0.0  # on the monotonic clock
+        self._minute_mark = 0.0  # when the last file was written that is kept for its minutes
+
+    @property
+    def latest_ckpt_file_name(self) -> str:
+        """The newest file's path; "" before the first."""
+        return str(self._kept[-1][0]) if self._kept else ""
+
+    def writes_to(self) -> list[str]:
+        return [os.path.realpath(self._directory)]
+
+    def begin(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for left in self._directory.glob(f".*{serialization.SUFFIX}.*{tensorfile.PARTIAL}"):
+            left.unlink()  # of a process that was killed
+        there = serialization.named_like_one(self._directory)
+        self._kept = []
+        resumed = now.resumed_from
+        if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
+            self._prefix = resumed.prefix
+            mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
+            for epoch, step, path in mine:
+                if (epoch, step) > (resumed.epoch, resumed.step):
+                    path.unlink()  # not every rank has it: the steps up to there come again
+                else:
+                    self._kept.append((path, path.stat().st_mtime))
+        else:
+            numbers = [self._number(prefix) for _, prefix, *_ in there if self._is_of_series(prefix)]
+            self._prefix = f"{self._given_prefix}_{max(numbers) + 1}" if numbers else self._given_prefix
+        self._saved_step, self._saved_at, self._minute_mark = now.cur_step_num, time.monotonic(), time.time()
+
+    def step_end(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        self._delete_surplus()
+        if self._is_due(now):
+            self._save(now)
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        is_last = now.cur_epoch_num == now.epoch_num or run_context.get_stop_requested()
+        if is_last and self._saved_step != now.cur_step_num:
+            self._save(now)
+
+    def end(self, run_context: RunContext) -> None:
+        self._delete_surplus()
+
+    def _is_due(self, now: Any) -> bool:
+        if self._config.save_checkpoint_steps:
+            return bool(now.cur_step_num % self._config.save_checkpoint_steps == 0)
+        if not self._config.save_checkpoint_seconds:
+            return False
+        due = np.array([time.monotonic() - self._saved_at >= self._config.save_checkpoint_seconds])
+        if now.all_ranks_save:  # the ranks' clocks differ, and what one has alone nobody can resume from
+            collectives.broadcast_(due, group=now.group)
+        return bool(due[0])
+
+    def _save(self, now: Any) -> None:
+        weights, state = now.training_state()
+        written = time.time()
+        path = self._directory / f"{self._prefix}-{state['epoch']}_{state['step']}{serialization.SUFFIX}"
+        serialization.save_training(path, weights, state, written)
+        self._kept = [*((old, at) for old, at in self._kept if old != path), (path, written)]
+        self._saved_step, self._saved_at = now.cur_step_num, time.monotonic()
+
+    def _delete_surplus(self) -> None:
+        """Every rank has the newest: keep what the config says."""
+        if self._config.keep_checkpoint_max:
+            surplus = self._kept[: -self._config.keep_checkpoint_max]
+        else:
+            surplus = []
+            for path, written in self._kept[:-1]:
+                if written <= self._minute_mark:
+                    continue  # judged before
+                if written - self._minute_mark >= 60 * self._config.keep_checkpoint_per_n_minutes:
+                    self._minute_mark = written
+                else:
+                    surplus.append((path, written))
+        for path, _ in surplus:
+            path.unlink(missing_ok=True)
+        self._kept = [one for one in self._kept if one not in surplus]
+
+    def _is_here(self, path: Path) -> bool:
+        return os.path.realpath(path.parent) == os.path.realpath(self._directory)
+
+    def _is_of_series(self, prefix: str) -> bool:
+        return re.fullmatch(rf"{re.escape(self._given_prefix)}(_\d+)?", prefix) is not None
+
+    def _number(self, prefix: str) -> int:
+        return int(prefix[len(self._given_prefix) + 1 :] or 0)

@@ -1,0 +1,110 @@
+"""Callbacks: what Model.train calls at each step, in MindSpore's words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class RunContext:
+    """What a callback is given: where the training is, and a way to end it."""
+
+    def __init__(self, arguments: SimpleNamespace) -> None:
+        self._arguments = arguments
+        self._stop = False
+
+    def original_args(self) -> SimpleNamespace:
+        """The training's values, as attributes.
+
+        * cur_epoch_num, cur_step_num: from 1; the step counts over all epochs. epoch_num: the last epoch. batch_num:
+          steps in an epoch.
+        * net_outputs: the step's loss, a NumPy scalar of the loss's dtype; in data parallel training the mean over the
+          ranks, the same bits on all. local_loss: this rank's own.
+        * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode, as given.
+        * train_dataset_element: the batch, as a tuple.
+        * group: the ranks that train together, None if this one is alone; device_number: how many there are; rank: this
+          one's rank among them, or in the job.
+        * communication_s: seconds that this rank has waited for communication, since the training began.
+        * training_state: a function that gives what ModelCheckpoint writes: (weights, state).
+        """
+        return self._arguments
+
+    def request_stop(self) -> None:
+        """End the training after this step.
+
+        In data parallel training every rank asks for it at the same step, as a decision by net_outputs does.
+        """
+        self._stop = True
+
+    def get_stop_requested(self) -> bool:
+        """Whether somebody has asked for it."""
+        return self._stop
+
+
+class Callback:
+    """Derive from it, and override what you need; each is called with a RunContext.
+
+    on_train_begin, on_train_epoch_begin, on_train_step_begin, on_train_step_end, on_train_epoch_end, on_train_end call
+    begin, epoch_begin, step_begin, step_end, epoch_end and end: override either. A callback is a context manager,
+    entered before begin and left however the training ends.
+
+    >>> class StopAt(mscomm.Callback):
+    ...     def step_end(self, run_context):
+    ...         if run_context.original_args().net_outputs < 0.1:
+    ...             run_context.request_stop()
+    """
+
+    def __enter__(self) -> Callback:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def writes_to(self) -> list[str]:
+        """The folders that this callback alone writes to. Where two ranks name the same one, training is refused."""
+        return []
+
+    def begin(self, run_context: RunContext) -> None:
+        """Before the first step."""
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        """Before each epoch."""
+
+    def step_begin(self, run_context: RunContext) -> None:
+        """Before each step."""
+
+    def step_end(self, run_context: RunContext) -> None:
+        """After each step."""
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        """After each epoch."""
+
+    def end(self, run_context: RunContext) -> None:
+        """After the last step; every rank has done its own by then."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self.begin(run_context)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self.epoch_begin(run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        self.step_begin(run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self.step_end(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        self.epoch_end(run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self.end(run_context)
+
+
+def checked(callbacks: Any) -> list[Callback]:
+    """One callback, several or None as a list; TypeError for what is none."""
+    given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    for one in given:
+        if not isinstance(one, Callback):
+            raise TypeError(f"Model.train: callbacks has a {type(one).__name__}; expected a mscomm.train.Callback")
+    return given

@@ -1,0 +1,448 @@
+"""Model: the data-parallel training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mscomm import collectives, context, log, objects
+from mscomm.arrays import memory
+from mscomm.arrays.numpy import readable
+from mscomm.context import ParallelMode
+from mscomm.group import Group
+from mscomm.groups import is_initialized, resolve
+from mscomm.train import hooks, networks, randomness, serialization
+from mscomm.train.hooks import RunContext
+from mscomm.train.reducer import GradientReducer, broadcast_parameters
+
+BATCHES = "batches in an epoch"
+_told: set[str] = set()  # what is said once in a process
+
+
+class Model:
+    """A network with a loss function and an optimizer, and the loop that trains it on one rank or many.
+
+    network, loss_fn, optimizer:
+
+    * PyTorch: a torch.nn.Module; loss_fn(output, label) gives a tensor of one element; an optimizer of torch.optim.
+    * MindSpore in PyNative mode: a cell, a loss, an optimizer of mindspore.nn.
+    * JAX: a function loss(parameters, *batch), or with a loss_fn output(parameters, *data); mscomm.train.Momentum or
+      SGD over the parameters, which after training are `optimizer.parameters`.
+    * NumPy: an object with `parameters`, float arrays in a dict, and `loss_and_gradients(*batch)`, which gives the loss
+      and the gradients in a dict; Momentum or SGD over the same parameters, which are changed in place.
+
+    Without a loss_fn the network gives the loss. compression: "bf16" or "fp16", as GradientReducer's. group: the ranks
+    that train together, None for all. TypeError for a network of another kind.
+
+    >>> mscomm.init()
+    >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+    >>> model = mscomm.Model(net, torch.nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), 0.01, 0.9))
+    >>> model.train(10, dataset, callbacks=[mscomm.LossMonitor()])
+    epoch: 1 step: 1, loss is 2.3025854
+    ...
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        loss_fn: Any = None,
+        optimizer: Any = None,
+        *,
+        compression: str | None = None,
+        group: Group | str | None = None,
+    ) -> None:
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"Model: loss_fn is a {type(loss_fn).__name__}; expected a callable(output, label)")
+        self._given = {"network": network, "loss_fn": loss_fn, "optimizer": optimizer}
+        self._network = networks.adapt(network, loss_fn, optimizer)
+        self._compression = compression
+        self._group = group
+        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # for the next train()
+
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+    ) -> None:
+        """Train until the end of that epoch.
+
+        epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len(),
+        which gives an epoch's batches each time: tuples, lists or dicts of arrays, NumPy's or the network's own; with a
+        loss_fn (data, ..., label). For PyTorch a label of integers becomes int64. callbacks: a Callback or several.
+        dataset_sink_mode, sink_size: accepted; as on MindSpore's CPU each step is one of its own. initial_epoch: begin
+        after that epoch; 0 after resume(), which knows it.
+
+        In data parallel mode (set_auto_parallel_context) the ranks of the group train one model, each on the batches of
+        its own dataset, and take the same steps; the loss that callbacks see is their mean. In stand-alone mode, the
+        default, each trains by itself.
+
+        TypeError, ValueError for wrong arguments. ValueError on all ranks if they differ in the number of batches or
+        epochs or begin with different weights, or if two of one host write checkpoints into one directory. RuntimeError
+        for a dataset with fewer batches than it said. Else errors as in all_reduce.
+        """
+        listed = hooks.checked(callbacks)
+        batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
+        if self._given["optimizer"] is None:
+            raise ValueError("Model.train: there is no optimizer; give one to Model()")
+        group = self._training_group("train")
+        done = self._steps_done(batches, initial_epoch)
+        folders = [folder for one in listed for folder in one.writes_to()]
+        all_ranks_save = _agree(group, {BATCHES: batches, "epochs": epoch, "first step": done + 1}, folders)
+        resumed, state = self._resumed or (None, None)
+        self._resumed = None
+
+        if group is not None and resumed is None and context.get_auto_parallel_context("parameter_broadcast"):
+            own = self._network.own()
+            shared = {name: x for name, x in self._network.weights().items() if name not in own}
+            sent = broadcast_parameters(shared, group=group)
+            self._network.load({name: memory(x, name, "Model.train") for name, x in sent.items()})
+        _check_same_start(group, self._network.trained())
+        reducer = self._reducer(group)
+        if reducer is not None and state is not None and state["reducer"] is not None:
+            reducer.load_state_dict(state["reducer"])
+
+        now = SimpleNamespace(
+            **self._given,
+            train_network=self._given["network"],
+            train_dataset=train_dataset,
+            list_callback=listed,
+            parallel_mode=context.get_auto_parallel_context("parallel_mode"),
+            dataset_sink_mode=dataset_sink_mode,
+            epoch_num=epoch,
+            batch_num=batches,
+            cur_epoch_num=done // batches + 1,
+            cur_step_num=done,
+            net_outputs=None,
+            local_loss=None,
+            train_dataset_element=None,
+            communication_s=0.0,
+            group=group,
+            rank=resolve(group).rank if is_initialized() else 0,
+            device_number=1 if group is None else group.size,
+            all_ranks_save=all_ranks_save,
+            resumed_from=resumed,
+            epoch_random=None,
+        )
+        now.training_state = lambda: (self._network.weights(), self._state(now, reducer))
+        try:
+            self._loop(now, reducer, state)
+        finally:
+            if reducer is not None:
+                reducer.close()
+
+    def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
+        """Take over a checkpoint, so that the next train() goes on behind it with the bits of a run without a break.
+
+        path: a directory that ModelCheckpoint has written to, on each rank its own; or a file. Of directories the
+        newest checkpoint counts that every rank has, whole. In data parallel mode all ranks call it together, after
+        set_auto_parallel_context. Gives its (epoch, step), or None where no rank has any: training then begins at the
+        beginning, so a script can always call it.
+
+        The dataset goes on by its load_state_dict(); of one that has none, the batches that were done are read again
+        and left out. Training with other numbers of ranks or batches is refused; load_checkpoint has the weights for
+        that.
+
+        ValueError on all ranks if some have no checkpoint, or there is none that all have; and for a file that is
+        truncated, or no checkpoint, or of another network.
+
+        >>> model.resume(f"checkpoints/{mscomm.get_rank()}")
+        (3, 100)
+        """
+        group = self._training_group("resume")
+        given = Path(path)
+        found, problem = [], ""
+        try:
+            is_file = given.is_file() or given.suffix == serialization.SUFFIX
+            found = [serialization.saved(given)] if is_file else serialization.series(given)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if group is None:
+            if problem:
+                raise ValueError(f"Model.resume: {problem}")
+            everybodys: list[Any] = [[[(one.epoch, one.step) for one in found], "", str(path)]]
+        else:
+            mine = [[(one.epoch, one.step) for one in found], problem, os.path.realpath(path)]
+            everybodys = objects.all_gather_object(mine, group=group)
+        place = _newest_of_all(everybodys)
+        if place is None:
+            return None
+        chosen = next(one for one in found if (one.epoch, one.step) == place)
+        self._take_over(chosen, group, directory=given.is_dir())
+        return place
+
+    def _steps_done(self, batches: int, initial_epoch: int) -> int:
+        """How many steps lie before the first one of a training."""
+        if self._resumed is None:
+            return initial_epoch * batches
+        resumed, state = self._resumed
+        if initial_epoch:
+            raise ValueError(f"Model.train: initial_epoch={initial_epoch} after resume(), which says where to begin")
+        if state["batch_num"] != batches:
+            raise ValueError(
+                f"Model.train: an epoch has {batches} batches; it had {state['batch_num']} when {resumed.path.name} was"
+                " written"
+            )
+        return (resumed.epoch - 1) * batches + resumed.step
+
+    def _take_over(self, chosen: serialization.Saved, group: Group | None, directory: bool) -> None:
+        weights, state = serialization.load_training(chosen.path)
+        ranks, mine = state["ranks"], _place(group)
+        if ranks[1] != mine[1]:
+            raise ValueError(
+                f"Model.resume: {chosen.path} was written by one of {ranks[1]} ranks, now there are {mine[1]}; its"
+                " weights alone: load_param_into_net(net, load_checkpoint(file))"
+            )
+        if ranks[0] != mine[0]:
+            log.warn(
+                f"Model.resume: rank {mine[0]} goes on from what rank {ranks[0]} wrote, {chosen.path}: with that rank's"
+                " random numbers, running means and residual of compression"
+            )
+        there = self._network.weights()
+        differing = [*(weights.keys() - there.keys()), *(there.keys() - weights.keys())]
+        if differing:
+            raise ValueError(
+                f"Model.resume: {chosen.path} is of another network: {sorted(differing)[0]} is in one alone"
+            )
+        try:
+            self._network.load(weights)
+            self._network.load_optimizer_state(state["optimizer"])
+        except ValueError as error:
+            raise ValueError(f"Model.resume: {chosen.path}: {error}") from error
+        # Out of a file on its own a new series begins; the directory's other files stay.
+        self._resumed = (chosen if directory else chosen._replace(prefix=""), state)
+
+    def _training_group(self, function: str) -> Group | None:
+        """The ranks that train together; None: this one is alone."""
+        if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
+            if (
+                is_initialized()
+                and resolve(self._group).size > 1
+                and not context.auto_parallel_was_set("parallel_mode")
+            ):
+                _tell_once(
+                    resolve(self._group),
+                    f"Model.{function}: each of the {resolve(self._group).size} ranks trains a model of its own; for"
+                    " one model: set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL)",
+                )
+            return None
+        group = resolve(self._group)
+        for name, mine, what in (("device_num", group.size, "ranks"), ("global_rank", group.rank, "as this rank")):
+            said = context.get_auto_parallel_context(name)
+            if context.auto_parallel_was_set(name) and said != mine:
+                raise ValueError(f"Model.{function}: {name}={said} was set, the group has {mine} {what}")
+        return group
+
+    def _reducer(self, group: Group | None) -> GradientReducer | None:
+        if group is None:
+            return None
+        mean = context.get_auto_parallel_context("gradients_mean")
+        if group.size > 1 and not mean:
+            _tell_once(
+                group,
+                f"Model.train: the gradients of {group.size} ranks are summed, as gradients_mean is False (MindSpore's"
+                " default); for their mean: set_auto_parallel_context(gradients_mean=True)",
+            )
+        fusion = (context.get_auto_parallel_context("comm_fusion") or {}).get("allreduce", {})
+        return GradientReducer(
+            self._network.trained(),
+            mean=mean,
+            bucket_mb=fusion.get("config"),
+            compression=self._compression,
+            group=group,
+        )
+
+    def _loop(self, now: SimpleNamespace, reducer: GradientReducer | None, state: dict[str, Any] | None) -> None:
+        run_context = RunContext(now)
+        with contextlib.ExitStack() as entered:
+            for one in now.list_callback:
+                entered.enter_context(one)
+
+            def call(hook: str) -> None:
+                for one in now.list_callback:
+                    getattr(one, f"on_train_{hook}")(run_context)
+
+            self._network.begin()
+            call("begin")
+            while now.cur_step_num < now.epoch_num * now.batch_num and not run_context.get_stop_requested():
+                now.cur_epoch_num = now.cur_step_num // now.batch_num + 1
+                call("epoch_begin")
+                for batch in self._rest_of_epoch(now, state):
+                    now.train_dataset_element = networks.as_tuple(batch)
+                    now.cur_step_num += 1
+                    call("step_begin")
+                    self._step(now, reducer)
+                    call("step_end")
+                    if run_context.get_stop_requested():
+                        break
+                state = None
+                call("epoch_end")
+            if now.group is not None:
+                collectives.barrier(group=now.group)
+            call("end")
+
+    def _step(self, now: SimpleNamespace, reducer: GradientReducer | None) -> None:
+        loss = self._network.step(now.train_dataset_element, reducer)
+        if loss.shape != ():
+            raise ValueError(f"Model.train: the loss has the shape {list(loss.shape)}; it must be one number")
+        now.local_loss = now.net_outputs = loss
+        if reducer is not None:
+            now.net_outputs = loss.dtype.type(reducer.carried)
+            now.communication_s = reducer.waited_s
+
+    def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
+        """The batches of the current epoch that are still to come. state: of a checkpoint to go on from."""
+        dataset, first = now.train_dataset, now.cur_step_num % now.batch_num
+        knows_its_place = hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
+        taken = first
+        if state is not None:
+            if knows_its_place and state["dataset"] is not None:
+                dataset.load_state_dict(state["dataset"])
+            else:
+                taken = 0
+            # The order of an epoch may be drawn where it begins.
+            randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
+        now.epoch_random = None if knows_its_place else randomness.states()
+        batches = iter(dataset)
+        while taken < now.batch_num:
+            if taken == first > 0 and state is not None:
+                randomness.restore(state["random"])
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise RuntimeError(
+                    f"Model.train: epoch {now.cur_epoch_num} ended after {taken} batches; the dataset said that there"
+                    f" are {now.batch_num}"
+                ) from None
+            taken += 1
+            if taken > first:
+                yield batch
+
+    def _state(self, now: SimpleNamespace, reducer: GradientReducer | None) -> dict[str, Any]:
+        """What a checkpoint holds beside the weights."""
+        dataset = now.train_dataset
+        return {
+            "epoch": now.cur_epoch_num,
+            "step": (now.cur_step_num - 1) % now.batch_num + 1,
+            "batch_num": now.batch_num,
+            "ranks": _place(now.group),
+            "optimizer": self._network.optimizer_state(),
+            "reducer": None if reducer is None else reducer.state_dict(),
+            "random": randomness.states(),
+            "epoch_random": now.epoch_random,
+            "dataset": dataset.state_dict() if now.epoch_random is None else None,
+        }
+
+
+def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any) -> int:
+    """The number of batches; TypeError and ValueError for wrong arguments of train()."""
+    for name, value, low in (("epoch", epoch, 1), ("sink_size", sink_size, -1), ("initial_epoch", initial_epoch, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"Model.train: {name} is a {type(value).__name__}; expected an int")
+        if value < low or (name == "sink_size" and value == 0):
+            raise ValueError(
+                f"Model.train: {name}={value}; expected {'-1 or ' if low < 0 else ''}{max(low, 0)} or more"
+            )
+    if initial_epoch >= epoch:
+        raise ValueError(f"Model.train: initial_epoch={initial_epoch} must be less than epoch={epoch}")
+    if hasattr(train_dataset, "get_dataset_size"):
+        size = int(train_dataset.get_dataset_size())
+    elif hasattr(train_dataset, "__len__"):
+        size = len(train_dataset)
+    else:
+        raise TypeError(
+            f"Model.train: train_dataset is a {type(train_dataset).__name__}, which has neither get_dataset_size() nor"
+            " len()"
+        )
+    if size < 1:
+        raise ValueError("Model.train: the dataset has no batches on this rank")
+    return size
+
+
+def _place(group: Group | None) -> list[int]:
+    """This rank among those that train together, and how many there are."""
+    return [0, 1] if group is None else [group.rank, group.size]
+
+
+def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> bool:
+    """ValueError on all ranks if they are not about to do the same. Whether all of them write files."""
+    if group is None:
+        return False
+    everybodys = objects.all_gather_object([facts, folders], group=group)
+    for name in facts:
+        values = [theirs[name] for theirs, _ in everybodys]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            advice = "; give every rank a shard of the same size (num_shards, shard_id, drop_remainder)"
+            raise ValueError(
+                f"Model.train: ranks differ in {name}: {values[0]} on rank 0, {values[other]} on rank {other} of the"
+                f" group{advice if name == BATCHES else ''}"
+            )
+    owners: dict[tuple[int, str], int] = {}
+    for rank, (_, theirs) in enumerate(everybodys):
+        for folder in set(theirs):
+            first = owners.setdefault((group.hosts[rank], folder), rank)
+            if first != rank:
+                raise ValueError(
+                    f"Model.train: ranks {first} and {rank} of the group write checkpoints into one directory,"
+                    f" {folder};"
+                    ' give each its own, as directory=f"checkpoints/{get_rank()}"'
+                )
+    return all(len(theirs) == len(folders) > 0 for _, theirs in everybodys)
+
+
+def _check_same_start(group: Group | None, parameters: dict[str, Any]) -> None:
+    """ValueError on all ranks if they begin with different weights."""
+    if group is None or group.size == 1:
+        return
+    sums = [
+        zlib.crc32(readable(memory(x, name, "Model")).reshape(-1).view(np.uint8).data) for name, x in parameters.items()
+    ]
+    everybodys = objects.all_gather_object([list(parameters), sums], group=group)
+    names, first = everybodys[0]
+    for rank, (theirs, their_sums) in enumerate(everybodys):
+        if theirs == names and their_sums != first:  # other parameters: GradientReducer says more
+            name = next(name for name, one, other in zip(names, their_sums, first, strict=True) if one != other)
+            raise ValueError(
+                f"Model.train: ranks 0 and {rank} of the group begin with different weights, of {name}; use the same"
+                " seed on every rank, or set_auto_parallel_context(parameter_broadcast=True)"
+            )
+
+
+def _newest_of_all(everybodys: list[Any]) -> tuple[int, int] | None:
+    """The newest (epoch, step) that all ranks have. For each rank: what it has, what is wrong, where."""
+    for rank, (_, problem, _) in enumerate(everybodys):
+        if problem:
+            raise ValueError(f"Model.resume: rank {rank} of the group: {problem}")
+    have = [{tuple(place) for place in places} for places, *_ in everybodys]
+    if not any(have):
+        return None
+    for rank, (places, (*_, path)) in enumerate(zip(have, everybodys, strict=True)):
+        if not places:
+            other = next(i for i, theirs in enumerate(have) if theirs)
+            raise ValueError(
+                f"Model.resume: rank {rank} of the group has no checkpoint in {path}, rank {other} has"
+                f" {len(have[other])}; delete those to begin anew"
+            )
+    common = set.intersection(*have)
+    if not common:
+        newest = ", ".join("{}_{}".format(*max(places)) + f" on rank {rank}" for rank, places in enumerate(have))
+        raise ValueError(f"Model.resume: there is no checkpoint that every rank has; the newest are {newest}")
+    epoch, step = max(common)
+    return epoch, step
+
+
+def _tell_once(group: Group, text: str) -> None:
+    if group.rank == 0 and text not in _told:
+        _told.add(text)
+        log.warn(text)

@@ -1,0 +1,118 @@
+"""Callbacks that say how the training goes: LossMonitor, TimeMonitor, ProgressBar."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from mscomm.train.hooks import Callback, RunContext
+
+
+class LossMonitor(Callback):
+    """Prints `epoch: 1 step: 1, loss is 2.3025854` on every rank: the mean over the ranks, the same bits on all.
+
+    per_print_times: each so many steps; 0: never. local: the loss of this rank's own batch instead. A loss that is NaN
+    or infinite ends the training with a ValueError on every rank, whatever is printed.
+
+    TypeError for a per_print_times that is no int, ValueError below 0.
+
+    >>> model.train(10, dataset, callbacks=[mscomm.LossMonitor()])
+    """
+
+    def __init__(self, per_print_times: int = 1, local: bool = False) -> None:
+        if isinstance(per_print_times, bool) or not isinstance(per_print_times, int):
+            raise TypeError(f"LossMonitor: per_print_times is a {type(per_print_times).__name__}; expected an int")
+        if per_print_times < 0:
+            raise ValueError(f"LossMonitor: per_print_times is {per_print_times}; expected 0 or more")
+        self._per_print_times = per_print_times
+        self._local = local
+
+    def step_end(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        step = (now.cur_step_num - 1) % now.batch_num + 1
+        where = f"epoch: {now.cur_epoch_num} step: {step}"
+        if not np.isfinite(now.net_outputs):
+            raise ValueError(
+                f"{where}. Invalid loss {now.net_outputs!s} ({now.local_loss!s} on rank {now.rank}): training ends here"
+            )
+        if self._per_print_times and now.cur_step_num % self._per_print_times == 0:
+            loss = now.local_loss if self._local else now.net_outputs
+            print(f"{where}, loss is {loss!s}", flush=True)  # as str shortens a float32; format would widen it
+
+
+class TimeMonitor(Callback):
+    """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
+
+    data_size: steps in an epoch, where it is not the dataset's. data_time is accepted as in MindSpore, without effect.
+    """
+
+    def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
+        del data_time
+        self._steps = data_size
+        self._began = 0.0
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        self._began = time.monotonic()
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        took_ms = 1e3 * (time.monotonic() - self._began)
+        each_ms = took_ms / (self._steps or run_context.original_args().batch_num)
+        print(f"Train epoch time: {took_ms:5.3f} ms, per step time: {each_ms:5.3f} ms", flush=True)
+
+
+class ProgressBar(Callback):
+    """A bar on rank 0's terminal: epoch, steps, loss, rows of data a second over all ranks, and the share of the time
+    in which the ranks wait for communication that no computing hid.
+
+    console: a rich.console.Console, stderr's by default. Where that is no terminal only the last state is shown.
+
+    >>> model.train(10, dataset, callbacks=[mscomm.train.ProgressBar()])
+    """
+
+    def __init__(self, console: Any = None) -> None:
+        self._console = console
+        self._bar: Any = None
+        self._task: Any = None
+        self._rows = 0
+        self._began = 0.0
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def begin(self, run_context: RunContext) -> None:
+        if run_context.original_args().rank != 0:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        says = TextColumn("loss {task.fields[loss]}  {task.fields[rate]} images/s  {task.fields[share]} communication")
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            says,
+            console=self._console or Console(stderr=True),
+        )
+        self._task = self._bar.add_task("", total=0, loss="-", rate="-", share="-")
+        self._bar.start()
+        self._rows, self._began = 0, time.monotonic()
+
+    def step_end(self, run_context: RunContext) -> None:
+        if self._bar is None:
+            return
+        now = run_context.original_args()
+        self._rows += len(now.train_dataset_element[0]) * now.device_number
+        took = max(time.monotonic() - self._began, 1e-9)
+        self._bar.update(
+            self._task,
+            description=f"epoch {now.cur_epoch_num}/{now.epoch_num}",
+            total=now.batch_num,
+            completed=(now.cur_step_num - 1) % now.batch_num + 1,
+            loss=f"{now.net_outputs:.4f}",
+            rate=f"{self._rows / took:.0f}",
+            share=f"{100 * now.communication_s / took:.0f} %",
+        )

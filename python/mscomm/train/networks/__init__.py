@@ -1,0 +1,99 @@
+"""What Model trains: one file a library, found by the type of the network.
+
+Such a file has a class Network(network, loss_fn, optimizer), with the members of the protocol below.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from mscomm.arrays import memory
+from mscomm.train.reducer import GradientReducer
+
+# The top-level package of a network's type, and the module here.
+LIBRARIES = {"torch": "torch", "mindspore": "mindspore", "jax": "jax", "jaxlib": "jax"}
+
+
+class Network(Protocol):
+    """A network with its loss function and its optimizer."""
+
+    def trained(self) -> dict[str, Any]:
+        """The arrays whose gradients the ranks combine, by name, in the same order on every rank."""
+
+    def weights(self) -> dict[str, Any]:
+        """What is saved: those, and what else the network learns, as running means."""
+
+    def own(self) -> set[str]:
+        """The names of those weights that each rank keeps for itself."""
+
+    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Take over weights, of the names, shapes and dtypes of weights()."""
+
+    def begin(self) -> None:
+        """Before the first step of a training."""
+
+    def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
+        """Train with one batch, of NumPy arrays or of the library's own; the loss on this rank.
+
+        The loss goes along with the gradients (reducer.carry).
+        """
+
+    def optimizer_state(self) -> Any: ...
+
+    def load_optimizer_state(self, state: Any) -> None: ...
+
+
+def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
+    """The network as Model uses it. TypeError for what no file here knows."""
+    for kind in type(network).__mro__:
+        name = LIBRARIES.get(kind.__module__.partition(".")[0])
+        if name is not None:
+            break
+    else:
+        if hasattr(network, "loss_and_gradients"):
+            name = "numpy"
+        elif callable(network) and not hasattr(network, "parameters"):
+            name = "jax"
+        else:
+            raise TypeError(
+                f"Model: network is a {type(network).__name__}; expected a torch.nn.Module, a MindSpore cell, a JAX"
+                " function, or an object with parameters and loss_and_gradients(*batch)"
+            )
+    made: Network = importlib.import_module(f"mscomm.train.networks.{name}").Network(network, loss_fn, optimizer)
+    return made
+
+
+def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Put the given numbers where the weights of these names lie. ValueError for another shape or kind of dtype."""
+    for name, x in given.items():
+        there = memory(weights[name], name, "load")
+        if there.shape != x.shape:
+            raise ValueError(f"{name} is {list(x.shape)} in the file, the network's is {list(there.shape)}")
+        if there.dtype != x.dtype and not (_is_float(there.dtype) and _is_float(x.dtype)):
+            raise ValueError(f"{name} is {x.dtype} in the file, the network's is {there.dtype}")
+    for name, x in given.items():
+        memory(weights[name], name, "load")[...] = x
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" or dtype.name == "bfloat16"  # whose kind is none of NumPy's
+
+
+def as_tuple(batch: Any) -> tuple[Any, ...]:
+    """What a dataset gave as a tuple: of a dict its values."""
+    if isinstance(batch, dict):
+        return tuple(batch.values())
+    if isinstance(batch, tuple | list):
+        return tuple(batch)
+    return (batch,)
+
+
+def data_and_label(batch: tuple[Any, ...]) -> tuple[Iterable[Any], Any]:
+    """For a loss_fn: the last of a batch is the label."""
+    if len(batch) < 2:
+        raise ValueError(f"Model: with a loss_fn a batch is (data, label); this one has {len(batch)} arrays")
+    return batch[:-1], batch[-1]

@@ -1,0 +1,70 @@
+"""JAX: a function loss(parameters, *batch), or with a loss_fn a function output(parameters, *data).
+
+The parameters are those of the optimizer, mscomm.train.Momentum or SGD over a dict (a list, nested ones) of JAX arrays,
+or an object of your own with `parameters`, step(gradients), state_dict() and load_state_dict(). The function is
+compiled with jax.jit, the reduction is outside of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from mscomm.train import trees
+from mscomm.train.networks import data_and_label
+from mscomm.train.reducer import GradientReducer
+from mscomm.train.states import with_arrays
+
+
+class Network:
+    def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
+        def loss(parameters: Any, *batch: Any) -> Any:
+            if loss_fn is None:
+                return network(parameters, *batch)
+            data, label = data_and_label(batch)
+            return loss_fn(network(parameters, *data), label)
+
+        self._optimizer = optimizer
+        self._loss_and_gradients = jax.jit(jax.value_and_grad(loss))
+
+    def trained(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            raise TypeError("Model: a JAX function's parameters are its optimizer's, and there is no optimizer")
+        return trees.leaves(self._optimizer.parameters)
+
+    def weights(self) -> dict[str, Any]:
+        return self.trained()
+
+    def own(self) -> set[str]:
+        return set()
+
+    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
+        before = self.trained()
+        for name, x in weights.items():
+            if (x.shape, x.dtype) != (before[name].shape, before[name].dtype):
+                mine = f"{before[name].dtype}{list(before[name].shape)}"
+                raise ValueError(f"{name} is {x.dtype}{list(x.shape)} in the file, the network's is {mine}")
+        loaded = before | {name: jax.device_put(x) for name, x in weights.items()}
+        self._optimizer.parameters = trees.rebuilt(self._optimizer.parameters, list(loaded.values()))
+
+    def begin(self) -> None:
+        pass
+
+    def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
+        loss, gradients = self._loss_and_gradients(self._optimizer.parameters, *batch)
+        result: Any = np.asarray(loss)[()]
+        if reducer is not None:
+            reducer.carry(float(result))
+            named = trees.leaves(gradients)  # whose dicts jax has sorted
+            reduced = reducer.reduce({name: named[name] for name in self.trained()})
+            gradients = trees.rebuilt(self._optimizer.parameters, list(reduced.values()))
+        self._optimizer.step(gradients)
+        return result  # type: ignore[no-any-return]
+
+    def optimizer_state(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: Any) -> None:
+        self._optimizer.load_state_dict(with_arrays(state, jax.device_put))

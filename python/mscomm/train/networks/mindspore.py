@@ -1,0 +1,78 @@
+"""MindSpore cells in PyNative mode, with optimizers of mindspore.nn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore
+import numpy as np
+
+from mscomm.train.networks import data_and_label, write_over
+from mscomm.train.reducer import GradientReducer
+
+
+class Network:
+    """loss_fn(output, label), or without one what the cell gives is the loss. Parameters with layerwise_parallel are
+    each rank's own."""
+
+    def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
+        self._cell = network
+        self._optimizer = optimizer
+
+        def loss(*batch: Any) -> Any:
+            if loss_fn is None:
+                return network(*batch)
+            data, label = data_and_label(batch)
+            return loss_fn(network(*data), label)
+
+        self._parameters = list(network.trainable_params())
+        self._loss_and_gradients = mindspore.value_and_grad(loss, None, self._parameters)
+
+    def trained(self) -> dict[str, Any]:
+        return {p.name: p for p in self._parameters if not p.layerwise_parallel}
+
+    def weights(self) -> dict[str, Any]:
+        return {p.name: p for p in self._cell.get_parameters()}
+
+    def own(self) -> set[str]:
+        return {p.name for p in self._cell.get_parameters() if p.layerwise_parallel}
+
+    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
+        write_over(self.weights(), weights)
+
+    def begin(self) -> None:
+        if mindspore.get_context("mode") != mindspore.PYNATIVE_MODE:
+            raise RuntimeError(
+                "Model.train: mscomm trains MindSpore's cells in PyNative mode:"
+                " mindspore.set_context(mode=mindspore.PYNATIVE_MODE)"
+            )
+        self._cell.set_train(True)
+
+    def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
+        loss, gradients = self._loss_and_gradients(*(_tensor(x) for x in batch))
+        result: Any = loss.asnumpy()[()]
+        if reducer is not None:
+            reducer.carry(float(result))
+            named = dict(zip((p.name for p in self._parameters), gradients, strict=True))
+            named |= reducer.reduce({name: named[name] for name in self.trained()})
+            gradients = named.values()
+        self._optimizer(tuple(gradients))
+        return result  # type: ignore[no-any-return]
+
+    def optimizer_state(self) -> Any:
+        return self._own_parameters()
+
+    def load_optimizer_state(self, state: Any) -> None:
+        mine = self._own_parameters()
+        if state.keys() != mine.keys():
+            raise ValueError(f"the optimizer's state has {', '.join(state)}, this optimizer {', '.join(mine)}")
+        write_over(mine, state)
+
+    def _own_parameters(self) -> dict[str, Any]:
+        """Moments, the step's number and a learning rate that changes; not the cell's weights."""
+        ours = {id(p) for p in self._cell.get_parameters()}
+        return {p.name: p for p in self._optimizer.get_parameters() if id(p) not in ours}
+
+
+def _tensor(x: Any) -> Any:
+    return mindspore.Tensor(x) if isinstance(x, np.ndarray) else x

@@ -1,0 +1,56 @@
+"""NumPy: an object that computes its gradients by itself.
+
+`parameters`: float arrays in a dict (a list, nested ones). `loss_and_gradients(*batch)` gives the loss, and the
+gradients in the form of the parameters. The optimizer is mscomm.train.Momentum or SGD over the same `parameters`, or an
+object of your own with step(gradients), state_dict() and load_state_dict().
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mscomm.train import trees
+from mscomm.train.networks import write_over
+from mscomm.train.reducer import GradientReducer
+
+
+class Network:
+    def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
+        if loss_fn is not None:
+            raise TypeError("Model: loss_and_gradients() computes the loss; leave loss_fn out")
+        self._network = network
+        self._optimizer = optimizer
+
+    def trained(self) -> dict[str, Any]:
+        return trees.leaves(self._network.parameters)
+
+    def weights(self) -> dict[str, Any]:
+        return self.trained()
+
+    def own(self) -> set[str]:
+        return set()
+
+    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
+        write_over(self.weights(), weights)
+
+    def begin(self) -> None:
+        stepped = trees.leaves(getattr(self._optimizer, "parameters", self._network.parameters))
+        if [id(x) for x in stepped.values()] != [id(x) for x in self.trained().values()]:
+            raise ValueError("Model.train: the optimizer's parameters are not the arrays in network.parameters")
+
+    def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
+        loss, gradients = self._network.loss_and_gradients(*batch)
+        result: Any = np.asarray(loss)[()]
+        if reducer is not None:
+            reducer.carry(float(result))
+            gradients = trees.rebuilt(gradients, list(reducer.reduce(trees.leaves(gradients)).values()))
+        self._optimizer.step(gradients)
+        return result  # type: ignore[no-any-return]
+
+    def optimizer_state(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state)

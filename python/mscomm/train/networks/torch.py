@@ -1,0 +1,73 @@
+"""PyTorch modules, with optimizers of torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mscomm.arrays import torch as arrays
+from mscomm.train.networks import data_and_label, write_over
+from mscomm.train.reducer import GradientReducer
+from mscomm.train.states import with_arrays
+
+
+class Network:
+    """loss_fn(output, label), or without one what the module gives is the loss."""
+
+    def __init__(self, network: torch.nn.Module, loss_fn: Any, optimizer: Any) -> None:
+        self._module = network
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+
+    def trained(self) -> dict[str, Any]:
+        return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+
+    def weights(self) -> dict[str, Any]:
+        return dict(self._module.state_dict())
+
+    def own(self) -> set[str]:
+        return set()
+
+    def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
+        write_over(self.weights(), weights)
+
+    def begin(self) -> None:
+        self._module.train()
+
+    def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
+        if reducer is None:
+            self._optimizer.zero_grad()
+        else:
+            reducer.zero_grad()
+        loss = self._loss(tuple(_tensor(x) for x in batch))
+        result: Any = arrays.memory(loss.detach())[()]
+        if reducer is not None:
+            reducer.carry(float(result))
+        loss.backward()
+        if reducer is not None:
+            reducer.wait()
+        self._optimizer.step()
+        return result  # type: ignore[no-any-return]
+
+    def _loss(self, batch: tuple[Any, ...]) -> torch.Tensor:
+        if self._loss_fn is None:
+            return self._module(*batch)
+        data, label = data_and_label(batch)
+        if not (label.is_floating_point() or label.is_complex() or label.dtype is torch.bool):
+            label = label.long()  # as PyTorch's losses want classes
+        return self._loss_fn(self._module(*data), label)
+
+    def optimizer_state(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: Any) -> None:
+        self._optimizer.load_state_dict(with_arrays(state, arrays.over))
+
+
+def _tensor(x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+    # PyTorch knows no negative strides, and warns of memory that cannot be written.
+    return arrays.over(x if x.flags.c_contiguous and x.flags.writeable else np.array(x, order="C"))

@@ -1,0 +1,127 @@
+"""Momentum and SGD for NumPy and JAX arrays. PyTorch and MindSpore have optimizers of their own.
+
+NumPy arrays are changed in place. JAX's cannot be: `parameters` then holds new ones after each step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mscomm.train import trees
+
+
+class _Optimizer:
+    """What both have: parameters, and a velocity for each."""
+
+    def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
+        name = type(self).__name__
+        numbers = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
+        for argument, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, float | int):
+                raise TypeError(f"{name}: {argument} is a {type(value).__name__}; expected a number")
+            if value < 0:
+                raise ValueError(f"{name}: {argument} is {value}; it must not be negative")
+        self.parameters = params
+        self.learning_rate = learning_rate
+        """May be set between steps."""
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self._velocities: list[Any] = []
+
+    def step(self, gradients: Any) -> None:
+        """Change the parameters by one step. gradients: arrays in the form of the parameters."""
+        before, given = trees.leaves(self.parameters), trees.leaves(gradients)
+        if given.keys() != before.keys():
+            raise ValueError(f"{type(self).__name__}.step: gradients of {list(given)}, parameters {list(before)}")
+        first = not self._velocities
+        after = []
+        for i, (name, parameter) in enumerate(before.items()):
+            gradient = given[name]
+            if self.weight_decay:
+                gradient = gradient + self.weight_decay * parameter
+            if self.momentum:
+                if first:
+                    self._velocities.append(gradient + 0)  # a copy: gradients are overwritten in the next step
+                else:
+                    self._velocities[i] = self._next(self._velocities[i], gradient)
+                gradient = self._direction(gradient, self._velocities[i])
+            changed = parameter - self.learning_rate * gradient
+            if isinstance(parameter, np.ndarray):
+                parameter[...] = changed
+                changed = parameter
+            after.append(changed)
+        self.parameters = trees.rebuilt(self.parameters, after)
+
+    def _next(self, velocity: Any, gradient: Any) -> Any:
+        return self.momentum * velocity + gradient
+
+    def _direction(self, gradient: Any, velocity: Any) -> Any:
+        return velocity
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: the learning rate and the velocities."""
+        return {"learning_rate": self.learning_rate, "velocities": list(self._velocities)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as state_dict() says; ValueError if it is of other parameters."""
+        shapes = [np.shape(one) for one in trees.leaves(self.parameters).values()]
+        velocities = list(state["velocities"])
+        if velocities and [np.shape(one) for one in velocities] != shapes:
+            raise ValueError(f"{type(self).__name__}.load_state_dict: the state is of other parameters")
+        self.learning_rate, self._velocities = state["learning_rate"], velocities
+
+
+class Momentum(_Optimizer):
+    """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
+
+    params: arrays in a list, a tuple or a dict, nested perhaps. use_nesterov: p = p - learning_rate (g + momentum v).
+    weight_decay: that much of p is added to g. TypeError, ValueError for numbers that are none, or negative.
+
+    >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
+    >>> optimizer.step({"w": np.ones((10, 3))})
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: float,
+        momentum: float,
+        weight_decay: float = 0.0,
+        *,
+        use_nesterov: bool = False,
+    ) -> None:
+        super().__init__(params, learning_rate, momentum, weight_decay)
+        self.use_nesterov = use_nesterov
+
+    def _direction(self, gradient: Any, velocity: Any) -> Any:
+        return gradient + self.momentum * velocity if self.use_nesterov else velocity
+
+
+class SGD(_Optimizer):
+    """Gradient descent: v = momentum v + (1 - dampening) g; p = p - learning_rate v. Without momentum v is g.
+
+    The first v is g. nesterov: p = p - learning_rate (g + momentum v). Arguments otherwise as Momentum's.
+
+    >>> optimizer = mscomm.train.SGD([np.zeros(3)], 0.1)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: float = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        super().__init__(params, learning_rate, momentum, weight_decay)
+        self.dampening = dampening
+        self.nesterov = nesterov
+
+    def _next(self, velocity: Any, gradient: Any) -> Any:
+        return self.momentum * velocity + (1 - self.dampening) * gradient
+
+    def _direction(self, gradient: Any, velocity: Any) -> Any:
+        return gradient + self.momentum * velocity if self.nesterov else velocity

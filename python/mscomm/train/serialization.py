@@ -1,0 +1,175 @@
+"""Weights in files, and the files of a directory: save_checkpoint, load_checkpoint, load_param_into_net."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mscomm import log
+from mscomm.arrays import memory
+from mscomm.train import networks, states, tensorfile, trees
+
+SUFFIX = ".safetensors"
+# Metadata of our files: where the training was, when the file was written, and its state or what append_dict had.
+EPOCH, STEP, SAVED, STATE, APPENDED = (f"mscomm.{word}" for word in ("epoch", "step", "saved", "state", "appended"))
+_NAME = re.compile(rf"(?P<prefix>.+)-(?P<epoch>\d+)_(?P<step>\d+){re.escape(SUFFIX)}")
+
+
+class Saved(NamedTuple):
+    """A checkpoint of a training."""
+
+    path: Path
+    prefix: str
+    epoch: int
+    step: int
+    time: float  # when it was written, seconds since 1970
+
+
+def save_checkpoint(
+    save_obj: Any,
+    ckpt_file_name: str | os.PathLike[str],
+    integrated_save: bool = True,
+    async_save: bool = False,
+    append_dict: dict[str, Any] | None = None,
+) -> None:
+    """Write a network's weights into a safetensors file, as a whole or not at all.
+
+    save_obj: a network as Model takes it, or a dict of arrays, nested perhaps. ckpt_file_name: a name without suffix
+    gets `.safetensors`; the format is that in any case. append_dict: numbers and texts that load_checkpoint gives back.
+    integrated_save: every rank has whole weights here, so both are the same. async_save: the file is there when the
+    call returns in any case.
+
+    TypeError for what a file cannot hold, OSError if it cannot be written; what was there then still is.
+
+    >>> mscomm.save_checkpoint(net, "resnet", append_dict={"accuracy": 0.93})
+    """
+    del integrated_save, async_save
+    weights = trees.leaves(save_obj) if isinstance(save_obj, dict) else networks.adapt(save_obj).weights()
+    arrays = {name: memory(x, name, "save_checkpoint") for name, x in weights.items()}
+    for name, value in (append_dict or {}).items():
+        if not isinstance(value, bool | int | float | str):
+            raise TypeError(f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected a number")
+    path = Path(ckpt_file_name)
+    path = path if path.suffix else path.with_suffix(SUFFIX)
+    tensorfile.write(path, arrays, {APPENDED: json.dumps(append_dict)} if append_dict else {})
+
+
+def load_checkpoint(
+    ckpt_file_name: str | os.PathLike[str],
+    net: Any = None,
+    strict_load: bool = False,
+    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+) -> dict[str, Any]:
+    """The weights of a file, or of a directory's newest complete checkpoint: {name: NumPy array}.
+
+    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to; a file in it that is
+    truncated or something else is told on stderr, and the newest complete one is taken. net: put them into it, too, as
+    load_param_into_net does. filter_prefix: leave out the names that begin so. The result has the entries of
+    save_checkpoint's append_dict besides; training states are for Model.resume.
+
+    FileNotFoundError if there is nothing, ValueError that says what is wrong with a file.
+
+    >>> weights = mscomm.load_checkpoint("checkpoints_0")
+    >>> mscomm.load_param_into_net(net, weights)
+    ([], [])
+    """
+    path = Path(ckpt_file_name)
+    if not path.exists() and path.with_name(path.name + SUFFIX).exists():
+        path = path.with_name(path.name + SUFFIX)
+    if path.is_dir():
+        found = series(path)
+        if not found:
+            raise FileNotFoundError(f"load_checkpoint: there is no checkpoint in {path}")
+        path = found[-1].path
+    arrays, metadata = tensorfile.read(path)
+    left_out = (filter_prefix,) if isinstance(filter_prefix, str) else tuple(filter_prefix or ())
+    result: dict[str, Any] = {name: x for name, x in arrays.items() if not name.startswith((states.PREFIX, *left_out))}
+    if APPENDED in metadata:
+        result |= json.loads(metadata[APPENDED])
+    if net is not None:
+        load_param_into_net(net, result, strict_load)
+    return result
+
+
+def load_param_into_net(
+    net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
+) -> tuple[list[str], list[str]]:
+    """Put weights into a network, by name: (names of the network that were not in the dict, the dict's others).
+
+    net: a network as Model takes it, but for a JAX function, which has no weights of its own. parameter_dict: what
+    load_checkpoint gives, or arrays of any known library. strict_load: dtypes are the network's; else float weights of
+    another precision are converted. ValueError for another shape or dtype; the network then is as it was.
+    """
+    network = networks.adapt(net)
+    there = network.weights()
+    given = {name: memory(x, name, "load_param_into_net") for name, x in parameter_dict.items() if name in there}
+    if strict_load:
+        for name, x in given.items():
+            mine = memory(there[name], name, "load_param_into_net").dtype
+            if x.dtype != mine:
+                raise ValueError(f"load_param_into_net: {name} is {x.dtype}, the network's is {mine}")
+    try:
+        network.load(given)
+    except ValueError as error:
+        raise ValueError(f"load_param_into_net: {error}") from None
+    return [name for name in there if name not in given], [name for name in parameter_dict if name not in given]
+
+
+def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float) -> None:
+    """What load_training gives. state has at least epoch and step."""
+    text, arrays = states.to_text(state)
+    arrays |= {name: memory(x, name, "ModelCheckpoint") for name, x in weights.items()}
+    place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
+    tensorfile.write(path, arrays, {**place, STATE: text})
+
+
+def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Weights and state; ValueError for a file that has weights alone."""
+    arrays, metadata = tensorfile.read(path)
+    if STATE not in metadata:
+        raise ValueError(f"{path}: has weights, but no state of a training; use load_checkpoint for the weights")
+    weights = {name: x for name, x in arrays.items() if not name.startswith(states.PREFIX)}
+    return weights, states.from_text(metadata[STATE], arrays)
+
+
+def saved(path: Path) -> Saved:
+    """What a file is; ValueError if it is no complete checkpoint of a training."""
+    metadata = tensorfile.read_header(path).metadata
+    name = _NAME.fullmatch(path.name)
+    try:
+        epoch, step, time = int(metadata[EPOCH]), int(metadata[STEP]), float(metadata[SAVED])
+    except (KeyError, ValueError):
+        raise ValueError(f"{path}: a safetensors file, but not one of ModelCheckpoint") from None
+    return Saved(path, name["prefix"] if name else "", epoch, step, time)
+
+
+def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
+    """The files with names of checkpoints: path, prefix, epoch, step."""
+    found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return [(path, name["prefix"], int(name["epoch"]), int(name["step"])) for path, name in found if name]
+
+
+def series(directory: Path) -> list[Saved]:
+    """The complete checkpoints of the training that wrote last into a directory, oldest first.
+
+    Those that are not complete are told; ValueError if there are only such.
+    """
+    found, faults = [], []
+    for path, *_ in named_like_one(directory) if directory.is_dir() else []:
+        try:
+            found.append(saved(path))
+        except (OSError, ValueError) as error:
+            faults.append(str(error))
+    if faults and not found:
+        raise ValueError(f"no complete checkpoint in {directory}: {'; '.join(faults)}")
+    for fault in faults:
+        log.warn(f"checkpoint left out: {fault}")
+    if not found:
+        return []
+    newest = max(found, key=lambda one: one.time).prefix
+    return sorted((one for one in found if one.prefix == newest), key=lambda one: (one.epoch, one.step))

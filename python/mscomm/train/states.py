@@ -1,0 +1,75 @@
+"""A training's state as text and arrays: what state_dict() gives, in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mscomm.arrays import LIBRARIES, memory
+
+PREFIX = "mscomm.state."  # of the names of the arrays; what a file has beside them are weights
+
+
+def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
+    """JSON, in which an array is a reference, and the arrays by name.
+
+    state: None, bool, int, float, str, list, tuple, dict, arrays of a known library and NumPy scalars (which come back
+    as arrays); anything else is a TypeError that says where in state it is.
+    """
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+
+    def write(x: Any, where: str) -> Any:
+        if isinstance(x, np.generic):
+            x = np.asarray(x)
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        if isinstance(x, list):
+            return [write(one, f"{where}[{i}]") for i, one in enumerate(x)]
+        if isinstance(x, tuple):
+            return {"tuple": [write(one, f"{where}[{i}]") for i, one in enumerate(x)]}
+        if isinstance(x, Mapping):  # keys are of any type here, as torch's numbers of parameters
+            return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
+        if any(kind.__module__.partition(".")[0] in LIBRARIES for kind in type(x).__mro__):
+            name = f"{PREFIX}{len(arrays)}"
+            arrays[name] = memory(x, where, "checkpoint")
+            return {"array": name}
+        raise TypeError(f"checkpoint: {where} is a {type(x).__name__}; a checkpoint holds numbers, text and arrays")
+
+    return json.dumps(write(state, "state"), separators=(",", ":")), arrays
+
+
+def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+    """What to_text was given; arrays are NumPy's. ValueError for a text that it has not written."""
+
+    def read(x: Any) -> Any:
+        if isinstance(x, list):
+            return [read(one) for one in x]
+        if not isinstance(x, dict):
+            return x
+        ((kind, content),) = x.items()
+        if kind == "tuple":
+            return tuple(read(one) for one in content)
+        if kind == "dict":
+            return {read(key): read(value) for key, value in content}
+        if kind == "array":
+            return arrays[content]
+        raise ValueError(kind)
+
+    try:
+        return read(json.loads(text))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"this is no training state: {text!r:.100}") from error
+
+
+def with_arrays(state: Any, convert: Any) -> Any:
+    """state with each NumPy array converted."""
+    if isinstance(state, np.ndarray):
+        return convert(state)
+    if isinstance(state, dict):
+        return {key: with_arrays(value, convert) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(with_arrays(one, convert) for one in state)
+    return state

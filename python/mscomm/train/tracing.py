@@ -1,0 +1,77 @@
+"""StepTrace: when a rank computed, read data and communicated, for `mscomm trace`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from mscomm.train.hooks import Callback, RunContext
+
+
+class StepTrace(Callback):
+    """Writes `rank_<rank>.json` into a directory, the same one for all ranks, when the training ends.
+
+    It has when steps first_step to last_step of this training began and how long they took, the time before each in
+    which the data came, and the group's calls meanwhile, which run while the backward pass does. For Perfetto `mscomm
+    trace merge DIR -o FILE` makes one file of all ranks; `mscomm trace DIR` says which rank the others waited for.
+    ValueError if last_step is before first_step.
+
+    >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], first_step: int = 1, last_step: int = 20) -> None:
+        if not 0 < first_step <= last_step:
+            raise ValueError(
+                f"StepTrace: steps {first_step} to {last_step}; expected 1 or more, and the last not before"
+            )
+        self._directory = Path(directory)
+        self._first, self._last = first_step, last_step
+        self._calls: list[dict[str, Any]] = []
+        self._ended = self._began = 0.0  # the step before this one, and this one
+        self._steps = 0  # of this training
+        self._number = 0  # the group's last call that is noted
+        self._who: tuple[int, int] | None = None
+
+    def begin(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        self._calls, self._steps, self._ended = [], 0, time.time()
+        self._who = (now.rank, now.device_number)
+
+    def step_begin(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        self._began = time.time()
+        self._steps += 1
+        if self._steps == self._first and now.group is not None:
+            self._number = now.group.core.where()[0]
+
+    def step_end(self, run_context: RunContext) -> None:
+        now = run_context.original_args()
+        ended = time.time()
+        if self._first <= self._steps <= self._last:
+            self._note("data", now, self._ended, self._began)
+            self._note("step", now, self._began, ended)
+            for call in now.group.core.calls(self._number) if now.group is not None else ():
+                self._calls.append({**call, "group": now.group.name})
+                self._number = call["number"]
+        self._ended = ended
+
+    def __exit__(self, *error: object) -> None:
+        if self._who is None:
+            return
+        (rank, size), self._who = self._who, None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"rank_{rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(
+            json.dumps({"rank": rank, "size": size, "cause": "the training ended", "calls": self._calls})
+        )
+        partial.replace(path)
+
+    def _note(self, what: str, now: Any, began: float, ended: float) -> None:
+        number = now.cur_step_num
+        call = f"{what} #{number} (epoch {now.cur_epoch_num})"
+        span = {"number": number, "call": call, "state": "done", "began": began, "took": ended - began, "group": what}
+        self._calls.append(span)

@@ -1,0 +1,426 @@
+"""Checkpoints: the files by themselves, what ModelCheckpoint keeps, and what is said of files that are not whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from functions import bits
+
+import mscomm
+from mscomm.arrays.numpy import DTYPES, dtype_of
+from mscomm.train import (
+    SGD,
+    CheckpointConfig,
+    Model,
+    ModelCheckpoint,
+    Momentum,
+    load_checkpoint,
+    load_param_into_net,
+    save_checkpoint,
+    serialization,
+    states,
+    tensorfile,
+)
+
+needs_safetensors = pytest.mark.skipif(
+    not importlib.util.find_spec("safetensors"), reason="the package safetensors is not here"
+)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def some_arrays() -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.integers(0, 2, (3, 5)).astype(dtype_of(DTYPES.index(name)))
+        for name in DTYPES
+        if name in tensorfile.WORDS
+    }
+    return {**arrays, "scalar": np.array(2.5), "empty": np.zeros((0, 4), np.int16), "fortran": np.ones((2, 3)).T * 1.5}
+
+
+def test_every_dtype_that_mscomm_moves_has_a_word_or_is_refused(tmp_path):
+    assert set(DTYPES) - set(tensorfile.WORDS) == {"complex128"}
+    with pytest.raises(TypeError, match=r"x is of dtype complex128; safetensors files hold bool, int8"):
+        tensorfile.write(tmp_path / "file", {"x": np.zeros(2, complex)}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "file.safetensors"
+    tensorfile.write(path, some_arrays(), {"who": "me"})
+    arrays, metadata = tensorfile.read(path)
+    assert metadata == {"who": "me"} and set(arrays) == set(some_arrays())
+    for name, x in some_arrays().items():
+        assert arrays[name].dtype == x.dtype and arrays[name].shape == x.shape and (bits(arrays[name]) == bits(x)).all()
+    arrays["scalar"][...] = 3  # writable
+    tensorfile.write(path, {}, {})
+    assert tensorfile.read(path) == ({}, {})
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        calls.append(f"sync {os.readlink(f'/proc/self/fd/{fd}')} of {os.fstat(fd).st_size}")
+        fsync(fd)
+
+    def named(partial: Any, path: Any) -> None:
+        calls.append(f"{partial} becomes {path}")
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    tensorfile.write(tmp_path / "file", {"x": np.zeros(100_000)}, {})
+    size, folder = (tmp_path / "file").stat().st_size, tmp_path.stat().st_size
+    partial = calls[0].split()[1]
+    assert partial.startswith(f"{tmp_path}/.file.")
+    assert calls == [
+        *(f"sync {partial} of {size}", f"{partial} becomes {tmp_path / 'file'}", f"sync {tmp_path} of {folder}"),
+    ]
+
+
+@needs_safetensors
+def test_others_read_our_files_and_we_theirs(tmp_path):
+    import safetensors.numpy
+
+    expected = some_arrays()
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    tensorfile.write(ours, expected, {"who": "me"})
+    expected.pop("bfloat16")  # which its reader for NumPy does not know in all versions
+    expected["fortran"] = np.ascontiguousarray(expected["fortran"])
+    with safetensors.safe_open(ours, "np") as file:
+        assert file.metadata() == {"who": "me"}
+        assert all((file.get_tensor(name) == x).all() for name, x in expected.items())
+    safetensors.numpy.save_file(expected, theirs)
+    arrays, _ = tensorfile.read(theirs)
+    assert all((arrays[name] == x).all() and arrays[name].dtype == x.dtype for name, x in expected.items())
+
+
+def test_a_file_that_ends_early_anywhere_is_truncated(tmp_path):
+    path = tmp_path / "file"
+    tensorfile.write(path, {"x": np.arange(5.0)}, {"who": "me"})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"truncated: it has \d+|no safetensors file"):
+            tensorfile.read(path)
+    path.write_bytes(whole + b"1")
+    with pytest.raises(ValueError, match=f"has {len(whole) + 1} bytes where its header says {len(whole)}"):
+        tensorfile.read(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"x": {"dtype": "F8", "shape": [1], "data_offsets": [0, 8]}}, "dtype 'F8' is none of"),
+        ({"x": {"dtype": "F64", "shape": [2], "data_offsets": [0, 8]}}, r"F64\[2\] in 8 bytes"),
+        ({"x": {"dtype": "F64", "shape": [-1], "data_offsets": [8, 0]}}, "is no size"),
+        ({"x": {"dtype": "F64", "shape": [True], "data_offsets": [0, 8]}}, "is no size"),
+        ({"x": {"dtype": "F64", "shape": [1], "data_offsets": [8, 16]}}, "begins at byte 8"),
+        ({"x": {"dtype": "F64", "shape": [1]}}, "data_offsets"),
+        ({"x": [], "__metadata__": {"a": 1}}, "damaged"),
+        ({"__metadata__": {"a": 1}}, "metadata that is no text"),
+        ([1], "no safetensors file"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_told(tmp_path, header, says):
+    text = json.dumps(header).encode()
+    path = tmp_path / "file"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(ValueError, match=says):
+        tensorfile.read(path)
+
+
+def test_a_byte_that_differs_is_told_or_harmless(tmp_path):
+    path = tmp_path / "file"
+    tensorfile.write(path, {"x": np.arange(4.0), "y": np.zeros((2, 0), np.int8)}, {"who": "me"})
+    whole = path.read_bytes()
+    told = 0
+    for place in range(len(whole) - 32):
+        for byte in (0, 0x22, 0x2D, 0x31, 0x5B, 0x7D, 0xFF):
+            path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+            try:
+                tensorfile.read(path)
+            except ValueError as error:
+                told += str(path) in str(error)
+    assert told > 500
+
+
+def test_foreign_files_are_no_safetensors_files(tmp_path):
+    path = tmp_path / "net.ckpt"
+    for content in (b"", b"\x08\x96\x01" * 40, b"{" * 100, b"PK\x03\x04" + bytes(200)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"net\.ckpt: no safetensors file"):
+            load_checkpoint(path)
+    path.write_bytes((12).to_bytes(8, "little") + b"{not json...")
+    with pytest.raises(ValueError, match="the header is damaged: it is no JSON"):
+        load_checkpoint(path)
+    path.write_bytes((90_000).to_bytes(8, "little") + b"[" * 90_000)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        load_checkpoint(path)
+
+
+def test_a_write_that_fails_leaves_the_file_before_it(tmp_path):
+    path = tmp_path / "file"
+    tensorfile.write(path, {"x": np.ones(3)}, {})
+    code = (
+        "import resource, signal, sys; from pathlib import Path; import numpy as np\n"
+        "from mscomm.train import tensorfile\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "tensorfile.write(Path(sys.argv[1]), {'x': np.zeros(1_000_000)}, {})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert "OSError: [Errno 27]" in done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert (tensorfile.read(path)[0]["x"] == 1).all()
+
+
+def test_a_state_comes_back_with_its_types():
+    state = {
+        "lr": 0.1,
+        "betas": (0.9, float("inf")),
+        "flags": [True, None, "text", -(2**70)],
+        3: {"x": np.arange(3, dtype=ml_dtypes.bfloat16), "y": np.float32(2)},
+    }
+    text, arrays = states.to_text(state)
+    back = states.from_text(text, arrays)
+    assert {key: back[key] for key in ("lr", "betas", "flags")} == {key: state[key] for key in ("lr", "betas", "flags")}
+    assert (back[3]["x"] == state[3]["x"]).all() and back[3]["y"] == 2 and back[3]["y"].dtype == np.float32
+    with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is a set; a checkpoint holds numbers, text and arrays"):
+        states.to_text({"a": [1, {2}]})
+    with pytest.raises(ValueError, match="this is no training state"):
+        states.from_text('{"object": "os.system"}', {})
+
+
+# --- save_checkpoint, load_checkpoint, load_param_into_net ----------------------------------------------------------
+
+
+class Line:
+    """y = a x + b, with the gradients of the mean squared error."""
+
+    def __init__(self) -> None:
+        self.parameters = {"a": np.zeros(3), "b": np.zeros((), np.float32)}
+
+    def loss_and_gradients(self, x: Any, y: Any) -> Any:
+        off = x @ self.parameters["a"] + self.parameters["b"] - y
+        gradients = {"a": 2 * off @ x / len(x), "b": np.asarray(2 * off.mean(), np.float32)}
+        return (off**2).mean(), gradients
+
+
+class Batches:
+    """Rows about a known line; every pass has the same batches."""
+
+    def __init__(self, number: int = 5) -> None:
+        rng = np.random.default_rng(0)
+        self.all = []
+        for _ in range(number):
+            x = rng.normal(size=(8, 3))
+            self.all.append((x, x @ [1.0, -2.0, 0.5] + 0.25))
+
+    def get_dataset_size(self) -> int:
+        return len(self.all)
+
+    def __iter__(self) -> Any:
+        return iter(self.all)
+
+
+def test_weights_go_into_a_file_and_back(tmp_path):
+    net, other = Line(), Line()
+    net.parameters["a"][:] = [1, 2, 3]
+    save_checkpoint(net, tmp_path / "net", append_dict={"accuracy": 0.5})
+    weights = load_checkpoint(tmp_path / "net")
+    assert list(tmp_path.iterdir()) == [tmp_path / "net.safetensors"]
+    assert weights["accuracy"] == 0.5 and (weights["a"] == [1, 2, 3]).all()
+    assert load_param_into_net(other, weights) == ([], ["accuracy"]) and (other.parameters["a"] == [1, 2, 3]).all()
+    assert load_param_into_net(other, load_checkpoint(tmp_path / "net", filter_prefix="a"))[0] == ["a"]
+    save_checkpoint({"a": np.ones(3, np.float32)}, tmp_path / "net.ckpt")  # the name is the user's
+    load_checkpoint(tmp_path / "net.ckpt", net=other)
+    assert (other.parameters["a"] == 1).all() and other.parameters["a"].dtype == np.float64
+    load_param_into_net(other, {"a": np.full(3, 2, ml_dtypes.bfloat16)})
+    assert (other.parameters["a"] == 2).all()
+    for wrong, says in [
+        ({"a": np.ones(4)}, r"a is \[4\] in the file, the network's is \[3\]"),
+        ({"b": np.ones((), bool)}, "b is bool in the file, the network's is float32"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            load_param_into_net(other, wrong)
+    with pytest.raises(ValueError, match="a is float32, the network's is float64"):
+        load_param_into_net(other, {"a": np.ones(3, np.float32)}, strict_load=True)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(TypeError, match=r"append_dict\['net'\] is a Line; expected a number"):
+        save_checkpoint(net, tmp_path / "net", append_dict={"net": net})
+
+
+# --- ModelCheckpoint in a training of one ---------------------------------------------------------------------------
+
+
+class Drawn(Batches):
+    """Each pass in another order, of the generator that programs share."""
+
+    def __iter__(self) -> Any:
+        return iter([self.all[i] for i in np.random.permutation(len(self.all))])
+
+
+def model() -> Model:
+    net = Line()
+    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(one.name for one in directory.iterdir())
+
+
+def test_names_and_number_of_the_files(tmp_path):
+    callback = ModelCheckpoint("line", tmp_path / "new/one", CheckpointConfig(2, keep_checkpoint_max=2))
+    model().train(2, Batches(), [callback])
+    assert names(tmp_path / "new/one") == ["line-2_3.safetensors", "line-2_5.safetensors"]
+    assert callback.latest_ckpt_file_name == str(tmp_path / "new/one/line-2_5.safetensors")
+    model().train(1, Batches(), [ModelCheckpoint("line", tmp_path / "new/one", CheckpointConfig(5))])
+    model().train(1, Batches(), [ModelCheckpoint("line", tmp_path / "new/one", CheckpointConfig(4))])
+    assert set(names(tmp_path / "new/one")) == {
+        *("line-2_3.safetensors", "line-2_5.safetensors", "line_1-1_5.safetensors"),
+        *("line_2-1_4.safetensors", "line_2-1_5.safetensors"),
+    }
+    newest = load_checkpoint(tmp_path / "new/one")
+    assert (newest["a"] == load_checkpoint(tmp_path / "new/one/line_2-1_5.safetensors")["a"]).all()
+
+
+def test_the_last_complete_file_is_there_until_the_next_one_is(tmp_path, monkeypatch):
+    seen = []
+    real = os.replace
+
+    def replace(partial: Any, path: Any) -> None:
+        seen.append((names(tmp_path), Path(path).name))
+        real(partial, path)
+
+    monkeypatch.setattr(os, "replace", replace)
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, CheckpointConfig(keep_checkpoint_max=1))])
+    for step, (there, name) in enumerate(seen[1:], 2):
+        assert f"m-1_{step - 1}.safetensors" in there and name == f"m-1_{step}.safetensors"
+    assert names(tmp_path) == ["m-1_5.safetensors"]
+
+
+def test_seconds_and_minutes(tmp_path, monkeypatch):
+    import time
+
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: 1e9 + clock[0])
+
+    class Wait(mscomm.Callback):
+        def step_begin(self, run_context: Any) -> None:
+            clock[0] += 20
+
+    every = CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=40)
+    model().train(1, Batches(7), [Wait(), ModelCheckpoint("s", tmp_path / "seconds", every)])
+    assert names(tmp_path / "seconds") == [f"s-1_{step}.safetensors" for step in (2, 4, 6, 7)]
+    kept = CheckpointConfig(keep_checkpoint_max=0, keep_checkpoint_per_n_minutes=1)
+    model().train(1, Batches(7), [Wait(), ModelCheckpoint("m", tmp_path / "minutes", kept)])
+    assert names(tmp_path / "minutes") == [f"m-1_{step}.safetensors" for step in (3, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"save_checkpoint_steps": -1}, ValueError, "save_checkpoint_steps is -1"),
+        ({"save_checkpoint_steps": 1.5}, TypeError, "save_checkpoint_steps is a float"),
+        ({"save_checkpoint_steps": 0, "keep_checkpoint_max": None}, ValueError, "one of save_checkpoint_steps, "),
+        ({"exception_save": True}, NotImplementedError, "exception_save is not in this release"),
+        ({"steps": 3}, TypeError, "unknown option 'steps'"),
+    ],
+)
+def test_configurations_that_are_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        CheckpointConfig(**options)
+
+
+def test_checkpoints_that_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="prefix 'a/b' must be part of a file's name"):
+        ModelCheckpoint("a/b", tmp_path)
+    with pytest.raises(TypeError, match="config is a dict; expected a CheckpointConfig"):
+        ModelCheckpoint("a", tmp_path, {})
+    save_checkpoint(Line(), tmp_path / "a-1_1.safetensors")
+    with pytest.raises(ValueError, match="has weights, but no state of a training"):
+        serialization.load_training(tmp_path / "a-1_1.safetensors")
+
+
+def test_broken_files_are_told_and_the_older_one_is_used(tmp_path, capfd):
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path)])
+    newest, older = tmp_path / "m-1_5.safetensors", tmp_path / "m-1_4.safetensors"
+    expected = load_checkpoint(older)["a"]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    (tmp_path / "m-1_6.safetensors").write_bytes(b"\x08\x96\x01" * 40)
+    save_checkpoint(Line(), tmp_path / "m-1_7.safetensors")
+    (tmp_path / ".m-1_8.safetensors.0123abcd.partial").write_bytes(b"half")
+    assert (load_checkpoint(tmp_path)["a"] == expected).all()
+    told = capfd.readouterr().err
+    assert "m-1_5.safetensors: truncated: it has" in told and "m-1_6.safetensors: no safetensors file" in told
+    assert "m-1_7.safetensors: a safetensors file, but not one of ModelCheckpoint" in told
+    going_on = model()
+    assert going_on.resume(tmp_path) == (1, 4)
+    going_on.train(1, Batches(), [ModelCheckpoint("m", tmp_path)])
+    assert names(tmp_path) == [f"m-1_{step}.safetensors" for step in range(1, 6)]
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"")
+    for function in (load_checkpoint, model().resume):
+        with pytest.raises(ValueError, match=r"no complete checkpoint in .*m-1_1\.safetensors: no safetensors file"):
+            function(tmp_path)
+
+
+@pytest.mark.parametrize("at", [5, 7])
+def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
+    class Stop(mscomm.Callback):
+        def step_end(self, run_context: Any) -> None:
+            if run_context.original_args().cur_step_num == at:
+                run_context.request_stop()
+
+    whole, begun, going_on = model(), model(), model()
+    np.random.seed(1)
+    whole.train(3, Drawn(), [ModelCheckpoint("whole", tmp_path, CheckpointConfig(100))])
+    np.random.seed(1)
+    begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
+    np.random.seed(2)
+    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last, no multiple of 3
+    going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
+    expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
+    assert all((bits(got[name]) == bits(expected[name])).all() for name in expected)
+    places = ["1_3", "1_5", "2_1", "2_4", "3_2", "3_5"] if at == 5 else ["1_3", "2_1", "2_2", "2_4", "3_2", "3_5"]
+    assert names(tmp_path / "parts") == [f"part-{place}.safetensors" for place in places[1:]]
+
+
+def test_where_to_go_on(tmp_path):
+    going_on = model()
+    (tmp_path / "empty").mkdir()
+    assert going_on.resume(tmp_path / "empty") is None and going_on.resume(tmp_path / "nothing") is None
+    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
+    before = names(tmp_path / "parts")
+    going_on.resume(tmp_path / "parts/part-2_4.safetensors")
+    with pytest.raises(ValueError, match=r"an epoch has 4 batches; it had 5 when part-2_4\.safetensors was written"):
+        going_on.train(3, Batches(4))
+    other = Line()
+    other.parameters["c"] = np.zeros(1)
+    with pytest.raises(ValueError, match="is of another network: c is in one alone"):
+        Model(other, optimizer=SGD(other.parameters)).resume(tmp_path / "parts")
+    with pytest.raises(ValueError, match=r"initial_epoch=1 after resume\(\), which says where to begin"):
+        going_on.train(3, Batches(), initial_epoch=1)
+    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(100)))
+    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])  # another series
+    going_on.resume(tmp_path / "parts")
+    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # nothing to do
+    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])

@@ -1,0 +1,695 @@
+"""Model.train on real ranks, for each library that it knows: results, what is printed, errors, and resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from functions import bits
+from ranks import Job, ranks
+
+import mscomm
+from mscomm import dataset
+from mscomm.context import ParallelMode
+from mscomm.train import (
+    SGD,
+    LossMonitor,
+    Model,
+    ModelCheckpoint,
+    Momentum,
+    ProgressBar,
+    StepTrace,
+    TimeMonitor,
+    networks,
+)
+
+ROWS, COLUMNS, BATCHES = 8, 3, 6  # rows of all ranks' batches together
+
+
+def data_parallel(**options: Any) -> None:
+    mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL, gradients_mean=True, **options)
+
+
+# --- one problem, in every library ----------------------------------------------------------------------------------
+
+
+class Batches:
+    """This rank's part of each batch, as dataset pipelines give it: tuples of NumPy arrays."""
+
+    def __init__(self, rank: int = 0, size: int = 1, number: int = BATCHES) -> None:
+        rng = np.random.default_rng(0)
+        self.all = []
+        for _ in range(number):
+            x = rng.normal(size=(ROWS, COLUMNS)).astype(np.float32)
+            y = (x @ np.float32([1, -2, 0.5]) + np.float32(0.25))[:, None]
+            part = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+            self.all.append((x[part], y[part]))
+
+    def get_dataset_size(self) -> int:
+        return len(self.all)
+
+    def __iter__(self) -> Any:
+        return iter(self.all)
+
+
+def start(bias: float = 0) -> dict[str, Any]:
+    return {"weight": np.full((1, COLUMNS), 0.1, np.float32), "bias": np.full(1, bias, np.float32)}
+
+
+class Line:
+    """y = x weight + bias, with the gradients of the mean squared error."""
+
+    def __init__(self, parameters: dict[str, Any] | None = None) -> None:
+        self.parameters = parameters or start()
+
+    def loss_and_gradients(self, x: Any, y: Any) -> Any:
+        off = x @ self.parameters["weight"].T + self.parameters["bias"] - y
+        scale = np.float32(2 / len(x))
+        return (off**2).mean(), {"weight": scale * off.T @ x, "bias": scale * off.sum(0)}
+
+
+def numpy_line(bias: float = 0) -> tuple[Model, Any]:
+    net = Line(start(bias))
+    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), lambda: net.parameters
+
+
+def torch_line(bias: float = 0) -> tuple[Model, Any]:
+    import torch
+
+    net = torch.nn.Linear(COLUMNS, 1)
+    net.load_state_dict({name: torch.from_numpy(x) for name, x in start(bias).items()})
+    model = Model(net, torch.nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
+    return model, lambda: {name: p.detach().numpy() for name, p in net.named_parameters()}
+
+
+def jax_line(bias: float = 0) -> tuple[Model, Any]:
+    import jax.numpy as jnp
+
+    optimizer = Momentum({name: jnp.asarray(x) for name, x in start(bias).items()}, 0.05, 0.9)
+    model = Model(lambda p, x: x @ p["weight"].T + p["bias"], lambda out, y: ((out - y) ** 2).mean(), optimizer)
+    return model, lambda: {name: np.asarray(x) for name, x in optimizer.parameters.items()}
+
+
+def mindspore_line(bias: float = 0) -> tuple[Model, Any]:
+    import mindspore
+    from mindspore import nn
+
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    net = nn.Dense(COLUMNS, 1)
+    for p in net.get_parameters():
+        p.set_data(mindspore.Tensor(start(bias)[p.name]))
+    model = Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.05, 0.9))
+    return model, lambda: {p.name: p.asnumpy() for p in net.get_parameters()}
+
+
+LINES = {"numpy": numpy_line, "torch": torch_line, "jax": jax_line, "mindspore": mindspore_line}
+
+
+@contextlib.contextmanager
+def printed() -> Any:
+    into = io.StringIO()
+    with contextlib.redirect_stdout(into):
+        yield into
+
+
+class Losses(mscomm.Callback):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.mean: list[Any] = []
+        self.local: list[Any] = []
+
+    def step_end(self, run_context: Any) -> None:
+        now = run_context.original_args()
+        self.mean.append(now.net_outputs)
+        self.local.append(now.local_loss)
+        assert 0 <= now.communication_s < 60
+
+
+@contextlib.contextmanager
+def shared_folder(rank: int) -> Any:
+    """One folder for all ranks."""
+    folder = mscomm.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
+    yield folder
+    mscomm.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def stderr() -> Any:
+    """What goes to file descriptor 2 meanwhile."""
+    sys.stderr.flush()
+    kept, told = os.dup(2), []
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield told
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            told += file.read().decode().splitlines()
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def test_every_library_is_tried():
+    assert set(networks.LIBRARIES.values()) | {"numpy"} == set(LINES)
+
+
+def if_here(library: str) -> Any:
+    missing = not importlib.util.find_spec(library)
+    return pytest.param(library, marks=pytest.mark.skipif(missing, reason=f"{library} is not here"))
+
+
+@pytest.mark.parametrize("library", [if_here(library) for library in LINES])
+@ranks(2, timeout_s=120)
+def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(rank, group, library):
+    data_parallel(parameter_broadcast=True)
+    model, weights = LINES[library](bias=rank)
+    losses = Losses()
+    with printed() as out, tempfile.TemporaryDirectory() as folder:
+        files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(4))
+        model.train(2, Batches(rank, 2), [losses, LossMonitor(4), LossMonitor(11, local=True), files])
+        again, weights_again = LINES[library](bias=7)
+        (Path(folder) / "line-2_6.safetensors").unlink()
+        assert again.resume(folder) == (2, 2)
+        again.train(2, Batches(rank, 2))
+    for name, x in weights().items():
+        assert (bits(np.array(x)) == bits(np.array(weights_again()[name]))).all(), name
+        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # on all ranks
+
+    lines = [f"epoch: {e} step: {s}, loss is {losses.mean[i]!s}" for e, s, i in ((1, 4, 3), (2, 2, 7), (2, 6, 11))]
+    lines.insert(2, f"epoch: 2 step: 5, loss is {losses.local[10]!s}")
+    assert out.getvalue().splitlines() == lines and all(type(one) is np.float32 for one in losses.mean)
+    assert losses.local[0] != losses.mean[0] == mscomm.all_reduce(np.array(losses.local[0]), "avg")
+
+    mscomm.reset_auto_parallel_context()
+    net, alone = Line(), Losses()
+    Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)).train(2, Batches(), alone)
+    np.testing.assert_allclose(losses.mean, alone.mean, rtol=1e-4, atol=1e-6)
+    for name, x in weights().items():
+        np.testing.assert_allclose(x, net.parameters[name], rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_modes(rank, group):
+    def trained(rate: float) -> Any:
+        net = Line()
+        Model(net, optimizer=SGD(net.parameters, rate)).train(1, Batches(rank, 2))
+        return net.parameters["weight"]
+
+    with stderr() as told:
+        by_itself = trained(0.1)
+        trained(0.1)
+    assert [line.partition("WARN ")[2] for line in told] == [
+        "Model.train: each of the 2 ranks trains a model of its own; for one model:"
+        " set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL)"
+    ] * (rank == 0)
+    assert (mscomm.all_gather(by_itself).std(0) > 0).all()
+    with stderr() as told:
+        mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
+        trained(0.1)
+    assert told == []
+    with stderr() as told:
+        mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL, device_num=2, global_rank=rank)
+        summed = trained(0.05)
+        trained(0.05)
+    assert len(told) == (rank == 0) and all(
+        "the gradients of 2 ranks are summed, as gradients_mean" in one for one in told
+    )
+    with stderr() as told:
+        data_parallel(comm_fusion={"allreduce": {"mode": "size", "config": 1}})
+        mean = trained(0.1)
+    assert told == []
+    np.testing.assert_allclose(mean, summed, rtol=1e-5)
+    assert (mscomm.all_gather(mean) == mean).all()
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Short(Batches):
+    def __iter__(self) -> Any:
+        return iter(self.all[:2])
+
+
+@ranks(2)
+def test_ranks_that_do_not_fit_together_are_told_before_the_first_step(rank, group):
+    data_parallel()
+    with shared_folder(rank) as folder:
+        check_that_they_are_told(rank, folder)
+
+
+def check_that_they_are_told(rank: int, folder: str) -> None:
+    if rank == 0:
+        Path(folder, "link").symlink_to(folder)
+    mscomm.barrier()
+
+    def train(value: float = 0.0, data: Any = None, callbacks: Any = None, epochs: int = 1) -> None:
+        net = Line({"weight": np.full((1, COLUMNS), 1.0, np.float32), "bias": np.full(1, value, np.float32)})
+        model = Model(net, optimizer=SGD(net.parameters))
+        model.train(epochs, data or Batches(rank, 2), callbacks)
+
+    with pytest.raises(ValueError, match="differ in batches in an epoch: 6 on rank 0, 7 on rank 1 of the group; give"):
+        train(data=Batches(rank, 2, BATCHES + rank))
+    with pytest.raises(ValueError, match="differ in epochs: 1 on rank 0, 2 on rank 1"):
+        train(epochs=1 + rank)
+    with pytest.raises(ValueError, match=r"0 and 1 of the group begin with different weights, of bias; use the same"):
+        train(value=rank)
+    with pytest.raises(ValueError, match="ranks 0 and 1 of the group write checkpoints into one directory, " + folder):
+        train(callbacks=[ModelCheckpoint("line", Path(folder, "link") if rank else folder)])
+    data_parallel(parameter_broadcast=True)
+    train(value=rank, callbacks=ModelCheckpoint("line", folder) if rank == 0 else None)
+    assert rank == 1 or len(list(Path(folder).glob("line-*"))) == 5
+    mscomm.set_auto_parallel_context(device_num=8)
+    with pytest.raises(ValueError, match="device_num=8 was set, the group has 2 ranks"):
+        train()
+    data_parallel(device_num=2, global_rank=1 - rank)
+    with pytest.raises(ValueError, match=rf"global_rank={1 - rank} was set, the group has {rank} as this rank"):
+        train()
+    mscomm.reset_auto_parallel_context()
+    data_parallel()
+    with pytest.raises(RuntimeError, match="epoch 1 ended after 2 batches; the dataset said that there are 6"):
+        train(data=Short(rank, 2))
+    with pytest.raises(ValueError, match=rf"epoch: 1 step: 1\. Invalid loss nan \(\S+ on rank {rank}\): training"):
+        x = np.full((4, COLUMNS), np.nan if rank else 1.0, np.float32)
+        train(data=[(x, x[:, :1])], callbacks=LossMonitor(0))
+    assert (mscomm.all_reduce(np.ones(1)) == 2).all()
+
+
+@ranks(2)
+def test_checkpoints_that_the_ranks_do_not_share(rank, group):
+    data_parallel()
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder)
+        files = ModelCheckpoint("line", own, mscomm.CheckpointConfig(keep_checkpoint_max=3))
+        numpy_line()[0].train(1, Batches(rank, 2), files)
+        assert sorted(one.name for one in own.iterdir()) == [f"line-1_{step}.safetensors" for step in (4, 5, 6)]
+        if rank == 1:
+            (own / "line-1_6.safetensors").unlink()
+        model, _ = numpy_line()
+        assert model.resume(own) == (1, 5)
+        model.train(1, Batches(rank, 2), ModelCheckpoint("line", own))
+        if rank == 1:
+            (own / "line-1_4.safetensors").unlink()
+            (own / "line-1_5.safetensors").unlink()
+        else:
+            (own / "line-1_6.safetensors").unlink()
+        with pytest.raises(ValueError, match="no checkpoint that every rank has; the newest are 1_5 on rank 0, 1_6 on"):
+            model.resume(own)
+        if rank == 1:
+            (own / "line-1_6.safetensors").write_bytes(b"")
+        with pytest.raises(ValueError, match=r"rank 1 of the group: no complete checkpoint in .*: no safetensors file"):
+            model.resume(own)
+        if rank == 1:
+            (own / "line-1_6.safetensors").unlink()
+        with pytest.raises(ValueError, match=rf"rank 1 of the group has no checkpoint in {folder if rank else ''}"):
+            model.resume(own)
+        assert model.resume(own / "nothing") is None
+        with pytest.raises(ValueError, match=r"rank 0 of the group: \[Errno 2\] No such file .*none\.safetensors"):
+            model.resume(own / "none.safetensors")
+        file = mscomm.broadcast_object(str(own / "line-1_5.safetensors"))
+        with stderr() as told:
+            assert model.resume(file) == (1, 5)
+        assert len(told) == rank and all("rank 1 goes on from what rank 0 wrote" in line for line in told)
+        by_the_clock = mscomm.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=[1e-9, 1e9][rank])
+        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # rank 0's
+        assert len(list(own.glob("clock-*"))) == 5
+        mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
+        with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
+            model.resume(file)
+        mscomm.barrier()
+
+
+class Die(mscomm.Callback):
+    def step_end(self, run_context: Any) -> None:
+        if run_context.original_args().cur_step_num == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ranks(2, expect={1: -signal.SIGKILL})
+def test_what_a_lost_rank_had_is_kept_by_the_others(rank, group):
+    data_parallel()
+    with tempfile.TemporaryDirectory() as folder:
+        files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(keep_checkpoint_max=1))
+        with pytest.raises(mscomm.PeerLost, match="rank 1"):
+            numpy_line()[0].train(1, Batches(rank, 2), [*[Die()] * (rank == 1), files])
+        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest that rank 1 has
+        assert len(os.listdir(folder)) == 2
+
+
+def test_wrong_arguments():
+    net = Line()
+    model = Model(net, optimizer=SGD(net.parameters))
+    for arguments, error, says in [
+        ({"epoch": 0}, ValueError, "epoch=0; expected 1 or more"),
+        ({"epoch": 1.0}, TypeError, "epoch is a float; expected an int"),
+        ({"sink_size": 0}, ValueError, "sink_size=0; expected -1 or 0 or more"),
+        ({"initial_epoch": 2}, ValueError, "initial_epoch=2 must be less than epoch=2"),
+        ({"train_dataset": iter([])}, TypeError, "which has neither get_dataset_size"),
+        ({"train_dataset": []}, ValueError, "has no batches on this rank"),
+        (
+            {"callbacks": [print]},
+            TypeError,
+            "callbacks has a builtin_function_or_method; expected a mscomm.train.Callback",
+        ),
+    ]:
+        with pytest.raises(error, match=re.escape(says)):
+            model.train(**{"epoch": 2, "train_dataset": Batches(), **arguments})
+    with pytest.raises(ValueError, match="there is no optimizer"):
+        Model(net).train(1, Batches())
+    with pytest.raises(TypeError, match=r"network is a dict; expected a torch\.nn\.Module, a MindSpore cell"):
+        Model({})
+    with pytest.raises(TypeError, match="loss_fn is a int"):
+        Model(net, 3)
+    with pytest.raises(ValueError, match=r"the optimizer's parameters are not the arrays in network\.parameters"):
+        Model(net, optimizer=SGD(start())).train(1, Batches())
+    with pytest.raises(TypeError, match="leave loss_fn out"):
+        Model(net, print)
+    with pytest.raises(ValueError, match=r"the loss has the shape \[2\]; it must be one number"):
+        net.loss_and_gradients = lambda x, y: (np.zeros(2), net.parameters)
+        model.train(1, Batches())
+    for arguments, error in [((-0.1, 0.9), ValueError), ((0.1, "0.9"), TypeError), ((True, 0.9), TypeError)]:
+        with pytest.raises(error):
+            Momentum([np.zeros(1)], *arguments)
+    with pytest.raises(ValueError, match=r"gradients of \['a'\], parameters \['b'\]"):
+        SGD({"b": np.zeros(1)}).step({"a": np.zeros(1)})
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------------
+
+
+class Order(mscomm.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def note(self, hook: str, run_context: Any) -> None:
+        now = run_context.original_args()
+        self.seen.append(f"{hook} {now.cur_epoch_num}/{now.epoch_num} {now.cur_step_num} {now.batch_num}")
+
+    def begin(self, run_context: Any) -> None:
+        self.note("begin", run_context)
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        self.note("epoch_begin", run_context)
+
+    def step_begin(self, run_context: Any) -> None:
+        self.note("step_begin", run_context)
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        self.note("step_end", run_context)
+
+    def epoch_end(self, run_context: Any) -> None:
+        self.note("epoch_end", run_context)
+
+    def end(self, run_context: Any) -> None:
+        self.note("end", run_context)
+
+    def __exit__(self, *error: object) -> None:
+        self.seen.append("left")
+
+
+def test_callbacks_are_called_in_order():
+    order = Order()
+    numpy_line()[0].train(3, Batches(number=2), [order], dataset_sink_mode=True, sink_size=2, initial_epoch=1)
+    steps = [(epoch, step) for epoch in (2, 3) for step in (2 * epoch - 1, 2 * epoch)]
+    expected = ["begin 2/3 2 2"]
+    for epoch in (2, 3):
+        expected.append(f"epoch_begin {epoch}/3 {2 * epoch - 2} 2")
+        expected += [f"step_{w} {epoch}/3 {s} 2" for e, s in steps if e == epoch for w in ("begin", "end")]
+        expected.append(f"epoch_end {epoch}/3 {2 * epoch} 2")
+    assert order.seen == [*expected, "end 3/3 6 2", "left"]
+
+    class Fails(mscomm.Callback):
+        def step_end(self, run_context: Any) -> None:
+            raise KeyError("mine")
+
+    order = Order()
+    with pytest.raises(KeyError, match="mine"):
+        numpy_line()[0].train(1, Batches(), [order, Fails()])
+    assert order.seen[-2:] == ["step_end 1/1 1 6", "left"]
+
+
+@pytest.mark.parametrize(("dtype", "text"), [("f4", "2.3025854"), ("f8", "2.302585092994046"), ("f2", "2.303")])
+def test_a_loss_is_printed_with_the_digits_of_its_dtype(capsys, dtype, text):
+    net = Line()
+    net.loss_and_gradients = lambda x, y: (np.dtype(dtype).type(text), net.parameters)
+    Model(net, optimizer=SGD(net.parameters)).train(1, Batches(number=1), LossMonitor())
+    assert capsys.readouterr().out == f"epoch: 1 step: 1, loss is {text}\n"
+
+
+@ranks(2)
+def test_a_mean_is_printed_so_too(rank, group):
+    data_parallel()
+    net = Line()
+    net.loss_and_gradients = lambda x, y: (np.float32([2.25, 2.3551708][rank]), net.parameters)
+    with printed() as out:
+        Model(net, optimizer=SGD(net.parameters)).train(1, Batches(rank, 2, 1), LossMonitor())
+    assert out.getvalue() == "epoch: 1 step: 1, loss is 2.3025854\n"
+
+
+def test_the_first_program_of_the_page_prints_what_it_shows(tmp_path):
+    page = (Path(__file__).parent.parent / "docs/training.md").read_text()
+    code, shown = (re.search(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "console"))
+    (tmp_path / "line.py").write_text(code)
+    command = [sys.executable, "-m", "mscomm", *shown.splitlines()[0].split()[2:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    printed_lines, shown_lines = sorted(done.stdout.splitlines()), sorted(shown.splitlines()[1:])
+    assert len(printed_lines) == len(shown_lines) == 4
+    for mine, theirs in zip(printed_lines, shown_lines, strict=True):
+        (words, loss), (expected_words, expected) = (line.rsplit(" ", 1) for line in (mine, theirs))
+        assert words == expected_words and float(loss) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_times_of_an_epoch(capsys):
+    numpy_line()[0].train(2, Batches(), [TimeMonitor()])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        found = re.fullmatch(r"Train epoch time: (\d+\.\d{3}) ms, per step time: (\d+\.\d{3}) ms", line)
+        assert found and abs(float(found[1]) / BATCHES - float(found[2])) < 0.01
+    with pytest.raises(ValueError, match="per_print_times is -1"):
+        LossMonitor(-1)
+    with pytest.raises(TypeError, match="per_print_times is a float"):
+        LossMonitor(1.0)
+
+
+@ranks(2)
+def test_the_bar_is_rank_0s(rank, group):
+    from rich.console import Console
+
+    data_parallel()
+    console = Console(file=io.StringIO(), width=120)
+    numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
+    shown = console.file.getvalue()
+    expected = r"epoch 2/2 .* 6/6 loss \d+\.\d{4}  \d+ images/s  \d+ % communication\s*"
+    assert re.fullmatch(expected, shown) if rank == 0 else shown == ""
+
+
+@ranks(2)
+def test_a_trace_of_the_steps(rank, group):
+    from click.testing import CliRunner
+
+    from mscomm.cli import trace
+
+    data_parallel()
+    with shared_folder(rank) as folder:
+        numpy_line()[0].train(2, Batches(rank, 2), [StepTrace(folder, 3, 8)])
+        mscomm.barrier()
+        merged = Path(folder, f"merged_by_{rank}")
+        told = CliRunner().invoke(trace.command, ["merge", folder, "-o", str(merged)])
+        assert told.exit_code == 0, told.output
+        events = [event for event in json.loads(merged.read_text())["traceEvents"] if event["ph"] == "X"]
+    for pid in range(2):
+        of_rank = {
+            name: [one for one in events if (one["pid"], one["name"]) == (pid, name)]
+            for name in ("data", "step", "all_reduce")
+        }
+        steps, calls = of_rank["step"], of_rank["all_reduce"]
+        assert [one["args"]["call"].split()[1] for one in steps] == [f"#{step}" for step in range(3, 9)]
+        assert len(of_rank["data"]) == len(calls) == 6  # one bucket
+        for step, call in zip(steps, calls, strict=True):
+            assert step["ts"] - 1000 <= call["ts"] <= call["ts"] + call["dur"] <= step["ts"] + step["dur"] + 1000
+    with pytest.raises(ValueError, match="steps 3 to 2"):
+        StepTrace(folder, 3, 2)
+
+
+@pytest.mark.parametrize("library", [if_here("mindspore")])
+@ranks(2, timeout_s=120)
+def test_mindspores_layerwise_parameters_are_each_ranks_own(rank, group, library):
+    import mindspore
+    from mindspore import nn
+
+    data_parallel(parameter_broadcast=True)
+    net = nn.Dense(COLUMNS, 1)
+    net.weight.set_data(mindspore.Tensor(np.full((1, COLUMNS), rank + 1, np.float32)))
+    net.bias.layerwise_parallel = True
+    net.bias.set_data(mindspore.Tensor(np.full(1, rank, np.float32)))
+    Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.05, 0.9)).train(1, Batches(rank, 2))
+    weight, bias = net.weight.asnumpy(), net.bias.asnumpy()
+    assert (mscomm.all_gather(weight) == weight).all() and mscomm.all_gather(bias).std() > 0
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    with pytest.raises(RuntimeError, match=r"in PyNative mode: mindspore\.set_context"):
+        Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.05, 0.9)).train(1, Batches(rank, 2))
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", [if_here("torch")])
+@ranks(2, timeout_s=120)
+def test_what_pytorch_wants(rank, group, library):
+    import torch
+
+    torch.manual_seed(rank)
+    data_parallel(parameter_broadcast=True)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).eval()
+    frozen = net[0].weight.requires_grad_(False)
+    model = Model(net, torch.nn.CrossEntropyLoss(), torch.optim.Adam([p for p in net.parameters() if p.requires_grad]))
+    x = np.random.default_rng(rank).normal(size=(8, 4)).astype(np.float32)
+    fixed, labels = x[::-1].copy(), np.arange(8, dtype=np.uint32) % 3
+    fixed.flags.writeable = False
+    batches = [(x[::-1], labels), {"data": fixed, "label": labels.astype(np.int32)}, [torch.ones(8, 4), list(labels)]]
+    model.train(2, batches)
+    assert (mscomm.all_gather(frozen[None]) == frozen).all() and net.training
+    flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    assert (mscomm.all_gather(flat[None]) == flat).all()
+    net(torch.ones(2, 4)).sum().backward()  # nothing of the training is left at the parameters
+    net(torch.ones(2, 4)).sum().backward()
+    model.train(1, batches)
+
+    class Squares(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return (super().forward(x) ** 2).mean()
+
+    squares = Squares(4, 1)
+    losses = Losses()
+    Model(squares, optimizer=torch.optim.SGD(squares.parameters(), 0.01)).train(3, [[x]], losses)
+    assert losses.mean[0] > losses.mean[1] > losses.mean[2]
+    with pytest.raises(ValueError, match=r"with a loss_fn a batch is \(data, label\); this one has 1 arrays"):
+        model.train(1, [x])
+    assert mscomm.load_param_into_net(net, {"1.running_mean": np.ones(6), "x": np.ones(1)})[1] == ["x"]
+    assert (net[1].running_mean == 1).all()
+
+
+# --- after all ranks were killed ------------------------------------------------------------------------------------
+
+STEPS_AN_EPOCH, EPOCHS = 7, 4
+
+
+def pipeline(rank: int) -> Any:
+    """A shuffled one, which knows its place."""
+    rows = [(x[i], y[i]) for x, y in Batches(number=STEPS_AN_EPOCH).all for i in range(ROWS)]
+    return dataset.GeneratorDataset(rows, ["x", "y"], num_shards=2, shard_id=rank).shuffle(10).batch(ROWS // 2)
+
+
+class Noisy(Line):
+    """Draws from the generators that programs share."""
+
+    def loss_and_gradients(self, x: Any, y: Any) -> Any:
+        return super().loss_and_gradients(
+            x + np.random.normal(scale=0.1, size=x.shape).astype("f4") * random.random(), y
+        )
+
+
+def numpy_training(rank: int) -> tuple[Model, Any, Any]:
+    np.random.seed(rank)
+    random.seed(rank)
+    net = Noisy()
+    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), pipeline(rank), lambda: net.parameters
+
+
+def torch_training(rank: int) -> tuple[Model, Any, Any]:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    layers = [torch.nn.Linear(COLUMNS, 20), torch.nn.BatchNorm1d(20), torch.nn.Dropout(0.3), torch.nn.Linear(20, 1)]
+    net = torch.nn.Sequential(*layers)
+    x = torch.randn(4 * STEPS_AN_EPOCH, COLUMNS)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :1]), batch_size=4, shuffle=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    model = Model(net, torch.nn.MSELoss(), optimizer, compression="bf16")
+    return model, loader, lambda: {name: x.numpy() for name, x in net.state_dict().items()}
+
+
+TRAININGS = {"numpy": numpy_training, "torch": torch_training}
+
+
+class Slow(mscomm.Callback):
+    """So that it is killed somewhere after that step, and not after the last."""
+
+    def step_end(self, run_context: Any) -> None:
+        time.sleep(0.05 if run_context.original_args().cur_step_num < 20 else 120)
+
+
+def train_in(folder: Path, library: str, *callbacks: Any) -> None:
+    """A script that goes on where it was, if it was."""
+    model, data, weights = TRAININGS[library](mscomm.get_rank())
+    began = model.resume(folder)
+    print(f"begins after {began}", flush=True)
+    config = mscomm.CheckpointConfig(save_checkpoint_steps=3, keep_checkpoint_max=1)
+    model.train(EPOCHS, data, [LossMonitor(), ModelCheckpoint("t", folder, config), *callbacks])
+    for name, x in weights().items():
+        print("result", name, bits(np.array(x)).tobytes().hex(), flush=True)
+
+
+def run_training(library: str, folder: str, again: bool) -> None:
+    mscomm.init()
+    data_parallel(parameter_broadcast=True)
+    own = Path(folder, str(mscomm.get_rank()))
+    if not again:
+        train_in(own / "whole", library)
+        train_in(own / "parts", library, Slow())
+    else:
+        train_in(own / "parts", library)
+
+
+@pytest.mark.parametrize("library", [if_here(library) for library in TRAININGS])
+def test_a_training_whose_ranks_were_all_killed_ends_with_the_bits_of_one_that_was_not(library, tmp_path):
+    def job(name: str) -> Job:
+        (tmp_path / name).mkdir()
+        return Job(2, [sys.executable, "-u", __file__, library, str(tmp_path), name], tmp_path / name)
+
+    def told(job: Job, rank: int) -> list[str]:
+        return [line for line in job.output(rank).splitlines() if line.startswith(("begins", "epoch", "result"))]
+
+    broken = job("first")
+    until, seen = time.monotonic() + 120, re.compile(r"result.*begins.*epoch: 2 step: 4", re.S)
+    while not seen.search(broken.output(0)) and time.monotonic() < until:
+        time.sleep(0.005)
+    broken.kill()  # by SIGKILL
+    assert seen.search(broken.output(0)), broken.logs()
+    second = job("again")
+    assert second.wait(120) == [0, 0], second.logs()
+    for rank in range(2):
+        before, went_on = told(broken, rank), told(second, rank)
+        first = before.index("begins after None")
+        assert first == 0 and before.count("begins after None") == 2 and went_on[0] != "begins after None"
+        whole = before[1 : before.index("begins after None", 1)]
+        assert before[len(whole) + 2 :] == whole[: len(before) - len(whole) - 2]
+        assert len(whole) > len(went_on) > 5 and went_on[1:] == whole[-len(went_on) + 1 :]
+        assert sum(line.startswith("result") for line in went_on) >= 2
+
+
+if __name__ == "__main__":
+    run_training(sys.argv[1], sys.argv[2], sys.argv[3] == "again")
