@@ -139,7 +139,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
 
 def saved(path: Path) -> Saved:
     """What a file is; ValueError if it is no complete checkpoint of a training."""
-    metadata = tensorfile.read_header(path).metadata
+    metadata = tensorfile.read_metadata(path)
     name = _NAME.fullmatch(path.name)
     try:
         epoch, step, time = int(metadata[EPOCH]), int(metadata[STEP]), float(metadata[SAVED])
