@@ -317,7 +317,7 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
             model.resume(own)
         if rank == 1:
             (own / "line-1_6.safetensors").write_bytes(b"")
-        with pytest.raises(ValueError, match=r"rank 1 of the group: no complete checkpoint in .*: no safetensors file"):
+        with pytest.raises(ValueError, match=r"rank 1 of the group: no complete checkpoint .*: no whole safetensors"):
             model.resume(own)
         if rank == 1:
             (own / "line-1_6.safetensors").unlink()
