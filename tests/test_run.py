@@ -434,6 +434,22 @@ def test_programs_that_know_nothing_of_mscomm_need_no_hub(nodes):
         assert sorted(out.splitlines()) == [f"[{2 * node + i}] 4 {2 * node + i}" for i in range(2)]
 
 
+def test_node_0_waits_for_a_node_that_comes_after_its_own_ranks_have_ended(script, tmp_path):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    path = script(f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')")
+    node_0 = start_node(0, "-n", 1, path, port=port)
+    appears(tmp_path / "up0")
+    time.sleep(0.5)
+    assert node_0.poll() is None
+    node_1 = start_node(1, "-n", 1, path, port=port)
+    for process in (node_1, node_0):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert (tmp_path / "up1").exists()
+
+
 def test_off_loopback_several_nodes_need_a_key_or_permission():
     words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "0.0.0.0", "--master-port", "28118"]
     done = run(*words, "-n", 1, "true")

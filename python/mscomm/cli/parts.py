@@ -129,6 +129,8 @@ class Node0(_WithHub):
         self._permit_plain = permit_plain
         self._topo_timeout_s = topo_timeout_s
         self._keys: list[socket.socket] = []  # our ends of what the ranks read their key from
+        self._local: set[int] = set()  # ranks
+        self._job_began: bool | None = None  # known when they have ended
 
     def open(self, stack: ExitStack, log: Log) -> None:
         try:
@@ -154,6 +156,7 @@ class Node0(_WithHub):
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
         self._keys.append(ours)
+        self._local.add(rank)
         return theirs, variables
 
     def serve(self, stack: ExitStack) -> None:
@@ -161,8 +164,13 @@ class Node0(_WithHub):
 
     def needed(self, well: bool) -> bool:
         """Until the other nodes' ranks have left too; after a failure only until they have had time to hear of it."""
-        if not any(_was_read(ours) for ours in self._keys):
-            return False  # ranks that never called init(), without which no job begins
+        if self._job_began is None:  # asked once: the kernel tells of a reset once
+            self._job_began = any(_was_read(ours) for ours in self._keys)
+        if not self._job_began:  # ranks that never called init(), without which there is none
+            if self._hub.attended >= self.size - len(self._local):
+                return False
+            # A node that comes later would look for us in vain.
+            self._until = min(self._until, time.monotonic() + self._topo_timeout_s)
         if not well:
             self._until = min(self._until, time.monotonic() + _HEAR_S)
         return self._thread.is_alive() and time.monotonic() < self._until

@@ -96,6 +96,7 @@ class Hub:
         self._log = log or (lambda text: None)
         self._listening = False
         self._own: set[int] = set()  # ranks that were adopted: they are of this host's launcher
+        self._attended: set[int] = set()  # ranks whose launcher on another host has come
         self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
         self._starter_gone = False
         self._ended_well: set[int] = set()  # ranks whose process ended with status 0 after bye
@@ -169,6 +170,11 @@ class Hub:
     def over(self) -> Verdict | None:
         """Any thread: why the job cannot go on, for launchers that have to end their ranks."""
         return self._over
+
+    @property
+    def attended(self) -> int:
+        """Any thread: how many ranks have a launcher on another host that has come."""
+        return len(self._attended)
 
     @property
     def can_restart(self) -> bool:
@@ -660,6 +666,7 @@ class Hub:
                 self._launchers.drop(launcher)
                 return
             launcher.ranks = ranks
+            self._attended.update(ranks)
             self._tell_launcher(launcher)
         elif kind == "ended" and (rank := _field(message, "rank", int)) in launcher.ranks:
             how, badly, again = (
