@@ -1,0 +1,150 @@
+"""A data-parallel step of PyTorch by GradientReducer and by DistributedDataParallel over gloo, in turn in one run.
+
+    python bench/train.py -n 2 --network mlp
+
+Every rank has each network once for each of the two, and in every round takes a few steps by each, with gradients
+exchanged and without (no_sync). Exposed communication is the difference of these two: what the backward pass did not
+hide. Times are medians over rounds, of the slowest rank; the interval of the ratio is a bootstrap over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+STEPS = 4  # of a kind, in a row
+
+
+def network(name: str) -> tuple[Any, Any, Any]:
+    """A network, a batch of images, and their labels."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    if name == "mlp":  # much to exchange for little work
+        return (
+            nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+            torch.randn(64, 512),
+            torch.randint(0, 10, (64,)),
+        )
+    if name == "deep":  # many small gradients
+        layers = [layer for _ in range(40) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(128, 10)), torch.randn(64, 128), torch.randint(0, 10, (64,))
+    blocks: list[Any] = []
+    for before, after in ((3, 32), (32, 64), (64, 128), (128, 256)):
+        blocks += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
+    return (
+        nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256 * 4, 10)),
+        torch.randn(16, 3, 32, 32),
+        torch.randint(0, 10, (16,)),
+    )
+
+
+NETWORKS = ("mlp", "deep", "cnn")
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
+
+    import mscomm
+    from mscomm.train import GradientReducer
+
+    torch.set_num_threads(1)
+    mscomm.init()
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=size)
+    ours, images, labels = network(options.network)
+    theirs = torch.nn.parallel.DistributedDataParallel(network(options.network)[0], gradient_as_bucket_view=True)
+    reducer = GradientReducer(ours.parameters(), bucket_mb=options.bucket_mb)
+    optimizers = {id(model): torch.optim.SGD(model.parameters(), 0.01) for model in (ours, theirs)}
+
+    def step_by_mscomm(sync: bool) -> None:
+        reducer.zero_grad()
+        with contextlib.nullcontext() if sync else reducer.no_sync():
+            cross_entropy(ours(images), labels).backward()
+        if sync:
+            reducer.wait()
+        optimizers[id(ours)].step()
+
+    def step_by_gloo(sync: bool) -> None:
+        optimizers[id(theirs)].zero_grad(set_to_none=False)
+        with contextlib.nullcontext() if sync else theirs.no_sync():
+            cross_entropy(theirs(images), labels).backward()
+        optimizers[id(theirs)].step()
+
+    kinds: dict[str, Callable[[], None]] = {
+        "mscomm": lambda: step_by_mscomm(True),
+        "mscomm alone": lambda: step_by_mscomm(False),
+        "gloo": lambda: step_by_gloo(True),
+        "gloo alone": lambda: step_by_gloo(False),
+    }
+    times = np.empty((options.rounds, len(kinds)))
+    for turn in range(-2, options.rounds):
+        for kind, step in enumerate(kinds.values()):
+            mscomm.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            if turn >= 0:
+                times[turn, kind] = (time.perf_counter() - began) / STEPS
+    times = mscomm.all_reduce(times, "max")
+    if rank == 0:
+        report(options.network, size, dict(zip(kinds, times.T, strict=True)))
+    dist.destroy_process_group()
+
+
+def report(name: str, size: int, times: dict[str, Any]) -> None:
+    import numpy as np
+
+    ms = {kind: float(np.median(one)) * 1e3 for kind, one in times.items()}
+    exposed = {kind: ms[kind] - ms[f"{kind} alone"] for kind in ("mscomm", "gloo")}
+    draw = np.random.default_rng(0).integers(0, len(times["gloo"]), (2000, len(times["gloo"])))
+    ratios = np.median(times["gloo"][draw], axis=1) / np.median(times["mscomm"][draw], axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    print(f"{name}, {size} ranks: a step by mscomm {ms['mscomm']:.2f} ms, by gloo {ms['gloo']:.2f} ms:", end=" ")
+    print(f"{ms['gloo'] / ms['mscomm']:.2f} times as fast (95 %: {low:.2f} to {high:.2f})")
+    print(f"  exposed communication: mscomm {exposed['mscomm']:.2f} ms, gloo {exposed['gloo']:.2f} ms", end="")
+    print(f" ({exposed['gloo'] / ms['gloo']:.0%} of its step): {exposed['mscomm'] / exposed['gloo']:.2f} of gloo's")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-n", type=int, default=2, help="ranks (2)")
+    parser.add_argument("--network", choices=NETWORKS, default="mlp")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--bucket-mb", type=float, default=None, help="of GradientReducer (its default)")
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if "MSCOMM_RANK" in os.environ:
+        be_a_rank(options)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [
+        sys.executable,
+        "-m",
+        "mscomm",
+        "run",
+        "-n",
+        str(options.n),
+        __file__,
+        *sys.argv[1:],
+        "--port",
+        str(port),
+    ]
+    sys.exit(subprocess.run(launcher, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
