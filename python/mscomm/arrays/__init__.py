@@ -13,6 +13,7 @@ A library module has
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -24,18 +25,24 @@ LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", 
 _found: dict[type, ModuleType] = {}
 
 
+def names(x: Any) -> Iterator[str]:
+    """The libraries that the type of x comes from, or those that it is derived from."""
+    for kind in type(x).__mro__:
+        name = LIBRARIES.get(kind.__module__.partition(".")[0])
+        if name is not None:
+            yield name
+
+
 def library(x: Any, argument: str, function: str) -> ModuleType:
     """The module for x's array library; TypeError, naming the function and its argument, if there is none."""
     try:
         return _found[type(x)]
     except KeyError:
         pass
-    for kind in type(x).__mro__:
-        name = LIBRARIES.get(kind.__module__.partition(".")[0])
-        if name is not None:
-            module = importlib.import_module(f"mscomm.arrays.{name}")
-            if module.is_array(x):
-                return _found.setdefault(type(x), module)
+    for name in names(x):
+        module = importlib.import_module(f"mscomm.arrays.{name}")
+        if module.is_array(x):
+            return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(
         f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"

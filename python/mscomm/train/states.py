@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mscomm.arrays import LIBRARIES, memory
+from mscomm.arrays import memory, names
 
 PREFIX = "mscomm.state."  # of the names of the arrays; what a file has beside them are weights
 
@@ -32,7 +32,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
             return {"tuple": [write(one, f"{where}[{i}]") for i, one in enumerate(x)]}
         if isinstance(x, Mapping):  # keys are of any type here, as torch's numbers of parameters
             return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
-        if any(kind.__module__.partition(".")[0] in LIBRARIES for kind in type(x).__mro__):
+        if next(names(x), None) is not None:
             name = f"{PREFIX}{len(arrays)}"
             arrays[name] = memory(x, where, "checkpoint")
             return {"array": name}

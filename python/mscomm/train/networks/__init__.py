@@ -11,11 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mscomm.arrays import memory
+from mscomm.arrays import memory, names
 from mscomm.train.reducer import GradientReducer
-
-# The top-level package of a network's type, and the module here.
-LIBRARIES = {"torch": "torch", "mindspore": "mindspore", "jax": "jax", "jaxlib": "jax"}
 
 
 class Network(Protocol):
@@ -49,11 +46,8 @@ class Network(Protocol):
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
     """The network as Model uses it. TypeError for what no file here knows."""
-    for kind in type(network).__mro__:
-        name = LIBRARIES.get(kind.__module__.partition(".")[0])
-        if name is not None:
-            break
-    else:
+    name = next((name for name in names(network) if name != "numpy"), None)  # which has no networks of its own
+    if name is None:
         if hasattr(network, "loss_and_gradients"):
             name = "numpy"
         elif callable(network) and not hasattr(network, "parameters"):
