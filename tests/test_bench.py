@@ -305,9 +305,16 @@ def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
 def test_buckets_compares_fused_with_each() -> None:
     done = measure("buckets", "-n", 2, "--iters", 1, "-w", 0)
     assert done.returncode == 0, done.stdout + done.stderr
-    small, whole = (line.split() for line in done.stdout.splitlines() if line and not line.startswith("#"))
+    small, whole, *sizes = (line.split() for line in done.stdout.splitlines() if line and not line.startswith("#"))
     assert whole[:3] == ["all", "161", str(4 * 25_557_032)]
     assert whole[-1] == small[-1] == "0"
+    assert [float(row[0]) for row in sizes] == list(buckets.BUCKETS_MB)
+    for _, _, backward, communication, step, exposed, hidden in sizes:
+        assert float(exposed) == pytest.approx(float(step) - float(backward), abs=0.2)
+        assert 0 <= float(hidden.rstrip("%")) <= 100
+        assert float(communication) > 0
+    best = min(sizes, key=lambda row: float(row[4]))[0]
+    assert f"# Shortest step        : bucket_mb={best}\n" in done.stdout
 
 
 @pytest.fixture

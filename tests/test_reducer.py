@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +310,80 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(rank, group, 
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     everybodys = mscomm.all_gather(flat[None])
     assert (everybodys == flat).all()  # to the bit
+
+
+def convolutions() -> Any:
+    import torch
+
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    layers: list[Any] = []
+    for inputs, outputs in ((3, 16), (16, 32), (32, 32)):
+        layers += [torch.nn.Conv2d(inputs, outputs, 3, 2, bias=False), torch.nn.BatchNorm2d(outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(288, 10))
+
+
+def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
+    """The model after 20 steps. wrap: model -> what computes, and what is to be called before and after backward()."""
+    import torch
+
+    model = convolutions()
+    computed_by, before, after = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(32, 3, 31, 31, generator=generator).chunk(n)[rank]
+        labels = torch.randint(0, 10, (32,), generator=generator).chunk(n)[rank]
+        before(optimizer)
+        loss_of(computed_by, images, labels).backward()
+        after()
+        optimizer.step()
+    return model
+
+
+def by_mscomm(model: Any) -> Any:
+    reducer = GradientReducer(model.named_parameters(), bucket_mb=0.02)
+    return model, lambda optimizer: reducer.zero_grad(), reducer.wait
+
+
+def by_ddp(model: Any) -> Any:
+    import torch
+
+    return torch.nn.parallel.DistributedDataParallel(model), lambda optimizer: optimizer.zero_grad(), lambda: None
+
+
+@needs_torch
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
+@ranks("n", timeout_s=120)
+def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
+    import torch
+
+    folder = mscomm.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=n)
+    ours = trained_on_shards(by_mscomm, rank, n)
+    theirs = trained_on_shards(by_ddp, rank, n)
+    torch.distributed.destroy_process_group()
+    if n == 2:  # a + b has one order, and halves are exact
+        assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert_same_weights(ours, theirs, 1e-3)
+    if rank == 0:  # each rank's running means are its own; DistributedDataParallel gives everybody rank 0's
+        for mine, its in zip(ours.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+        shutil.rmtree(folder)
+
+
+@needs_torch
+@ranks(2, timeout_s=120)
+def test_two_runs_have_the_same_bits(rank, group):
+    def with_delays(model: Any) -> Any:
+        random = np.random.default_rng(rank)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: time.sleep(random.uniform(0, 0.002)))
+        return by_mscomm(model)
+
+    first, second = (trained_on_shards(wrap, rank, 2) for wrap in (by_mscomm, with_delays))
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert (bits(one.detach().numpy()) == bits(other.detach().numpy())).all()
 
 
 @needs_torch

@@ -1,8 +1,14 @@
-"""`mscomm bench buckets`: all_reduce_many over the gradients of a network, against one all_reduce for each of them."""
+"""`mscomm bench buckets`: the gradients of a network, fused against one by one, and by size of the fusion bucket.
+
+The second part runs steps of training whose backward pass is a stand-in: products of small matrices, as many for a
+gradient as it has elements, that take as long in all as the communication by itself. A step then takes twice the
+backward pass where nothing overlaps, and as long as it where all of the communication is hidden behind the computing.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +18,12 @@ import mscomm
 from mscomm.bench import report
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Array, Case, Contents, times_ns
+from mscomm.groups import resolve
+from mscomm.train.step import Step
 
 _SMALL = 64 << 10
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # the last one holds all of a ResNet-50
+_MATRIX = np.full((48, 48), 1 / 48, np.float32)  # small enough that BLAS computes it in the calling thread
 
 
 def gradients() -> list[int]:
@@ -80,6 +90,9 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
         result["rows"].append({**row, "results": found})
         if rank == 0:
             report.buckets_row(plan, result["rows"][-1])
+    result["overlap"] = _overlap(plan, dtype)
+    if rank == 0:
+        report.overlap(result["overlap"])
     return result
 
 
@@ -93,3 +106,84 @@ def _each(arrays: list[Array], op: str) -> Callable[[], object]:
             mscomm.all_reduce(array, op, out=array)
 
     return call
+
+
+# -- while the backward pass runs
+
+
+def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
+    """For each size of bucket the times of the backward pass alone, of the communication alone, and of both, in us."""
+    counts = gradients()[::-1]  # as a backward pass makes them
+    works = _works(counts, _step(counts, dtype, plan.op, max(BUCKETS_MB)))
+    rows: list[dict[str, Any]] = [
+        {"bucket_mb": megabytes, "samples_us": {"backward": [], "communication": [], "step": []}}
+        for megabytes in BUCKETS_MB
+    ]
+    for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
+        for row in rows:  # one after the other, so that the memory of one is that of the next
+            step = _step(counts, dtype, plan.op, row["bucket_mb"])
+            row["buckets"] = step.bucket_count
+            for way, call in _ways(works, step).items():
+                call()
+                mscomm.barrier()
+                slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 3), "max")
+                row["samples_us"][way] += [float(ns) / 1e3 for ns in slowest]
+    for row in rows:
+        row["us"] = {way: statistics.median(samples) for way, samples in row["samples_us"].items()}
+    return rows
+
+
+def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
+    idle = [0] * len(works)
+    return {
+        "backward": lambda: _backward(works, None),
+        "communication": lambda: _reduce(idle, step),
+        "step": lambda: _reduce(works, step),
+    }
+
+
+def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
+    """What GradientReducer has inside; its reduce() takes all gradients at once, this takes each as it is made."""
+    return Step(
+        [f"gradient {i}" for i in range(len(counts))],
+        [(dtype, count) for count in counts],
+        [(count,) for count in counts],
+        op=op,
+        group=resolve(None),
+        bucket_bytes=int(megabytes * (1 << 20)),
+        compression=None,
+        in_order=True,
+    )
+
+
+def _works(counts: list[int], step: Step) -> list[int]:
+    """Products of matrices for each gradient: the same on all ranks, by the speed of the slowest."""
+    product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
+    communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
+    slowest = mscomm.all_reduce(np.array([product, communication]), "max")
+    wanted = float(slowest[1] / slowest[0])
+    return [round(wanted * count / sum(counts)) for count in counts]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _compute(products: int) -> None:
+    for _ in range(products):
+        np.dot(_MATRIX, _MATRIX)
+
+
+def _backward(works: list[int], step: Step | None) -> None:
+    """Compute each gradient; tell the step of it."""
+    for index, products in enumerate(works):
+        _compute(products)
+        if step is not None:
+            step.ready(index)
+
+
+def _reduce(works: list[int], step: Step) -> None:
+    _backward(works, step)
+    step.finish()

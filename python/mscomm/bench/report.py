@@ -169,6 +169,24 @@ def buckets_row(plan: Plan, row: dict[str, Any]) -> None:
     )
 
 
+def overlap(rows: list[dict[str, Any]]) -> None:
+    """How much of the communication is hidden, for each size of bucket, and which size has the shortest step."""
+    say("#")
+    say("# a step of training with that network: backward computes as long as the communication takes by itself")
+    say(f"# {'bucket':>8}{'buckets':>9}{'backward':>14}{'communication':>16}{'step':>14}{'exposed':>14}{'hidden':>9}")
+    say(f"# {'(MiB)':>8}{'':>9}{'(us)':>14}{'(us)':>16}{'(us)':>14}{'(us)':>14}{'':>9}")
+    for row in rows:
+        us = row["us"]
+        exposed = us["step"] - us["backward"]
+        hidden = min(max(1 - exposed / us["communication"], 0), 1)
+        say(
+            f"  {row['bucket_mb']:>8g}{row['buckets']:>9}{us['backward']:>14.1f}{us['communication']:>16.1f}"
+            f"{us['step']:>14.1f}{exposed:>14.1f}{hidden:>9.0%}"
+        )
+    best = min(rows, key=lambda row: float(row["us"]["step"]))
+    say(f"# Shortest step        : bucket_mb={best['bucket_mb']:g}")
+
+
 # -- at the end --------------------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,10 @@ class Step:
         """The gradients in the order of the buckets."""
         return [place.number for bucket in self._buckets for place in bucket.layout.places]
 
+    @property
+    def bucket_count(self) -> int:
+        return len(self._buckets)
+
     # -- all of them
 
     def finish(self) -> tuple[int, bool]:
