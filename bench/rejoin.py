@@ -57,8 +57,8 @@ def be_a_rank(times: int) -> None:
             if who:
                 say(who, since)
             who = ""
+            mscomm.barrier()  # all have said it before the next one dies
             if epoch == times:
-                mscomm.barrier()
                 return
             if rank == epoch % size:
                 threading.Timer(random.random() * 0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()

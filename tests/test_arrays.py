@@ -155,6 +155,17 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert not total.requires_grad and (total == 1).all()
     column = torch.arange(6.0).reshape(3, 2)[:, 1]
     assert mscomm.all_reduce_(column) is column and column.tolist() == [2, 6, 10]
+    x = torch.ones(3, requires_grad=True) * 2
+    square = x * x
+    mscomm.all_reduce_(x)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        square.sum().backward()
+    with torch.inference_mode():
+        assert mscomm.all_reduce_(torch.ones(2)).tolist() == [2, 2]
+    out = torch.zeros(2)
+    seen = out._version
+    mscomm.recv(out, 1 - rank) if rank else mscomm.send(torch.ones(2), 1 - rank)
+    assert (out._version > seen) == bool(rank)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not here")

@@ -358,3 +358,31 @@ def test_where_to_go_on(tmp_path):
     going_on.resume(tmp_path / "parts")
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # nothing to do
     assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])
+
+
+class Halving(mscomm.Callback):
+    """A rate that is halved in each step."""
+
+    def __init__(self) -> None:
+        self.rates = [1.0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": list(self.rates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = state["rates"]
+
+    def step_end(self, run_context: Any) -> None:
+        self.rates.append(self.rates[-1] / 2)
+
+
+def test_callbacks_go_on_too(tmp_path):
+    first, second = Halving(), Halving()
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path), first])  # the checkpoint is written last
+    going_on = model()
+    going_on.resume(tmp_path)
+    going_on.train(2, Batches(), [second])
+    assert second.rates[:6] == first.rates and len(second.rates) == 11
+    going_on.resume(tmp_path)
+    with pytest.raises(ValueError, match=r"has the state of the callbacks \['Halving'\]; of those given \[\] have one"):
+        going_on.train(2, Batches())

@@ -595,13 +595,13 @@ import os
 import numpy as np
 import mscomm
 mscomm.init()
-for _ in range(300):
-    mscomm.all_reduce(np.ones(3))
-if mscomm.get_rank() == 1:
-    raise RuntimeError("boom")
 try:
+    for _ in range(300):
+        mscomm.all_reduce(np.ones(3))
+    if mscomm.get_rank() == 1:
+        raise RuntimeError("boom")
     mscomm.barrier()
-except mscomm.Aborted as error:
+except mscomm.Aborted as error:  # of the barrier, or of the last all_reduce
     print("saw", error, flush=True)
 """
 

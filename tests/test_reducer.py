@@ -175,6 +175,24 @@ def test_what_compression_takes_away_is_added_later(rank, group, compression):
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
 
 
+@needs_torch
+@ranks(2)
+def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
+    import torch
+
+    a, b = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
+    reducer = GradientReducer({"a": a, "b": b}, compression="bf16")
+    odd = 1 + 2.0**-9
+    for used in (True, False, False, True):
+        reducer.zero_grad()
+        ((odd * a).sum() + ((odd * b).sum() if used else 0)).backward()
+        reducer.wait()
+        assert (b.grad == 1 if used else b.grad == 0).all()
+    owed = reducer.state_dict()["residual"]
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent what four have left
+    assert (b.grad == 1).all() and (owed["b"] == 2 * 2.0**-9).all()  # of the two steps that it took part in
+
+
 @ranks(2)
 def test_a_reducer_goes_on_where_another_was(rank, group):
     def steps(reducer: GradientReducer, first: int, end: int) -> list[Any]:

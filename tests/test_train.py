@@ -610,14 +610,32 @@ class Noisy(Line):
         )
 
 
-def numpy_training(rank: int) -> tuple[Model, Any, Any]:
+class Schedule(mscomm.Callback):
+    """A scheduler of torch.optim.lr_scheduler, which steps at the end of each epoch."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def step_end(self, run_context: Any) -> None:
+        now = run_context.original_args()
+        if now.cur_step_num % now.batch_num == 0:
+            self.scheduler.step()
+
+
+def numpy_training(rank: int) -> tuple[Model, Any, Any, list[Any]]:
     np.random.seed(rank)
     random.seed(rank)
     net = Noisy()
-    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), pipeline(rank), lambda: net.parameters
+    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)), pipeline(rank), lambda: net.parameters, []
 
 
-def torch_training(rank: int) -> tuple[Model, Any, Any]:
+def torch_training(rank: int) -> tuple[Model, Any, Any, list[Any]]:
     import torch
 
     torch.set_num_threads(1)
@@ -628,7 +646,8 @@ def torch_training(rank: int) -> tuple[Model, Any, Any]:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :1]), batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     model = Model(net, torch.nn.MSELoss(), optimizer, compression="bf16")
-    return model, loader, lambda: {name: x.numpy() for name, x in net.state_dict().items()}
+    schedule = Schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    return model, loader, lambda: {name: x.numpy() for name, x in net.state_dict().items()}, [schedule]
 
 
 TRAININGS = {"numpy": numpy_training, "torch": torch_training}
@@ -643,11 +662,11 @@ class Slow(mscomm.Callback):
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:
     """A script that goes on where it was, if it was."""
-    model, data, weights = TRAININGS[library](mscomm.get_rank())
+    model, data, weights, schedules = TRAININGS[library](mscomm.get_rank())
     began = model.resume(folder)
     print(f"begins after {began}", flush=True)
     config = mscomm.CheckpointConfig(save_checkpoint_steps=3, keep_checkpoint_max=1)
-    model.train(EPOCHS, data, [LossMonitor(), ModelCheckpoint("t", folder, config), *callbacks])
+    model.train(EPOCHS, data, [LossMonitor(), ModelCheckpoint("t", folder, config), *schedules, *callbacks])
     for name, x in weights().items():
         print("result", name, bits(np.array(x)).tobytes().hex(), flush=True)
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import _core
-from mscomm.arrays import library, memory
+from mscomm.arrays import library, memory, written
 from mscomm.arrays import numpy as host
 from mscomm.arrays.numpy import dtype_code
 from mscomm.errors import Mismatch
@@ -756,6 +756,7 @@ def _result(
     def result() -> Any:
         if finish:
             finish()
+        written(out)
         return out
 
     return target, result

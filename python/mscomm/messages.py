@@ -14,7 +14,7 @@ import operator
 from datetime import timedelta
 from typing import Any
 
-from mscomm.arrays import memory
+from mscomm.arrays import memory, written
 from mscomm.arrays.numpy import dtype_code, readable, writable
 from mscomm.groups import Group, resolve
 
@@ -104,6 +104,7 @@ def recv(
     def result() -> Any:
         if finish:
             finish()
+        written(out)
         return out
 
     if async_op:

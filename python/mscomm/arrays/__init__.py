@@ -7,7 +7,8 @@ A library module has
   there is none, as for a tensor on a device that this backend does not reach, with words that follow "x";
 * `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and the function that makes the
   result of it when it is filled;
-* `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory.
+* `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory;
+* `written(x)`, if the library wants to know that the memory of x was written.
 """
 
 from __future__ import annotations
@@ -59,3 +60,11 @@ def memory(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
         return arrays.memory(x)  # type: ignore[no-any-return]
     except TypeError as error:
         raise TypeError(f"{function}: {argument} {error}") from None
+
+
+def written(x: Any) -> None:
+    """The memory of x was written: tell its library, if that keeps track."""
+    if type(x) is not np.ndarray:
+        tell = getattr(library(x, "x", "written"), "written", None)
+        if tell is not None:
+            tell(x)

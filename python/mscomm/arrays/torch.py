@@ -48,3 +48,9 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
     if memory.dtype.name == "bfloat16":
         return torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(memory)
+
+
+def written(x: torch.Tensor) -> None:
+    """As an operation in place does: a backward pass that needs the old values raises then."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)

@@ -132,9 +132,14 @@ class Bucket:
     def _narrow(self, residual: np.ndarray[Any, Any], largest: float) -> None:
         """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et
         al., "1-bit stochastic gradient descent", 2014), also what is beyond the narrow type's range. Infinities and NaN
-        go as they are, for who looks for them, and leave nothing behind."""
+        go as they are, for who looks for them, and leave nothing behind. What is owed to a gradient that this rank does
+        not have waits until it has: where no rank has it, nobody takes the result."""
         end = self.layout.marks
         gradients, wire = self.memory[:end], self._wire[:end]
+        absent = [place for place, mark in zip(self.layout.places, self.marks, strict=True) if mark == 0]
+        waiting = [residual[place.begin : place.begin + place.size].copy() for place in absent]
+        for place in absent:
+            residual[place.begin : place.begin + place.size] = 0
         gradients += residual
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(gradients.sum()):
@@ -143,4 +148,6 @@ class Bucket:
             else:
                 wire[:] = gradients
                 residual[:] = 0
+        for place, owed in zip(absent, waiting, strict=True):
+            residual[place.begin : place.begin + place.size] = owed
         self._wire[end:] = self.memory[end:]  # marks are 0 or 1

@@ -64,6 +64,13 @@ class Callback:
         """The folders that this callback alone writes to. Where two ranks name the same one, training is refused."""
         return []
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of this callback: numbers, text and arrays, as a scheduler's state. None: nothing."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before begin, where training goes on from a checkpoint: what state_dict() gave. Arrays come as NumPy's."""
+
     def begin(self, run_context: RunContext) -> None:
         """Before the first step."""
 

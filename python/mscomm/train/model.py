@@ -19,6 +19,7 @@ from mscomm.context import ParallelMode
 from mscomm.group import Group
 from mscomm.groups import is_initialized, resolve
 from mscomm.train import hooks, networks, randomness, serialization
+from mscomm.train.checkpoint import ModelCheckpoint
 from mscomm.train.hooks import RunContext
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
 
@@ -92,6 +93,7 @@ class Model:
         for a dataset with fewer batches than it said. Else errors as in all_reduce.
         """
         listed = hooks.checked(callbacks)
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it writes how a step has left the others
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         if self._given["optimizer"] is None:
             raise ValueError("Model.train: there is no optimizer; give one to Model()")
@@ -134,6 +136,8 @@ class Model:
             resumed_from=resumed,
             epoch_random=None,
         )
+        if state is not None:
+            _load_callbacks(listed, state["callbacks"])
         now.training_state = lambda: (self._network.weights(), self._state(now, reducer))
         try:
             self._loop(now, reducer, state)
@@ -341,6 +345,9 @@ class Model:
             "random": randomness.states(),
             "epoch_random": now.epoch_random,
             "dataset": dataset.state_dict() if now.epoch_random is None else None,
+            "callbacks": [
+                (type(one).__name__, its) for one in now.list_callback if (its := one.state_dict()) is not None
+            ],
         }
 
 
@@ -367,6 +374,21 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
     if size < 1:
         raise ValueError("Model.train: the dataset has no batches on this rank")
     return size
+
+
+def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
+    """What the checkpoint has of callbacks; ValueError if those that have a state now are others."""
+    now, then = [type(one).__name__ for one in _with_state(callbacks)], [name for name, _ in states]
+    if now != then:
+        raise ValueError(
+            f"Model.train: the checkpoint has the state of the callbacks {then}; of those given {now} have one"
+        )
+    for one, (_, its) in zip(_with_state(callbacks), states, strict=True):
+        one.load_state_dict(its)
+
+
+def _with_state(callbacks: list[hooks.Callback]) -> list[hooks.Callback]:
+    return [one for one in callbacks if one.state_dict() is not None]
 
 
 def _place(group: Group | None) -> list[int]:
