@@ -184,13 +184,13 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
     reducer = GradientReducer({"a": a, "b": b}, compression="bf16")
     odd = 1 + 2.0**-9
     for used in (True, False, False, True):
-        reducer.zero_grad()
+        a.grad = b.grad = None
         ((odd * a).sum() + ((odd * b).sum() if used else 0)).backward()
         reducer.wait()
-        assert (b.grad == 1 if used else b.grad == 0).all()
+        assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
     assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent what four have left
-    assert (b.grad == 1).all() and (owed["b"] == 2 * 2.0**-9).all()  # of the two steps that it took part in
+    assert (owed["b"] == 2 * 2.0**-9).all()  # of the two steps that it took part in
 
 
 @ranks(2)
