@@ -68,6 +68,10 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        # Each residual begins as 0 (Goyal et al., 2017), or the first steps with small images make the loss grow.
+        for block in self.stages:
+            if hasattr(block.residual[-1], "weight"):
+                nn.init.zeros_(block.residual[-1].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)))
