@@ -1,0 +1,45 @@
+#!/bin/bash
+# Trains with 1 scheduler and MS_WORKER_NUM workers (8), and waits for them; fails if one of them failed.
+
+echo "=============================================================================================================="
+echo "Please run the script with dataset path, such as: "
+echo "bash run.sh DATA_PATH"
+echo "For example: bash run.sh /path/dataset"
+echo "Options of the training follow: bash run.sh /path/dataset --image-size 32 --epochs 2"
+echo "=============================================================================================================="
+if [ $# -eq 0 ]; then
+    echo "run.sh: no DATA_PATH. To try it without a download: mscomm data make --from digits --out digits" >&2
+    exit 2
+fi
+export DATA_PATH
+DATA_PATH=$(realpath -- "$1") || exit 1
+shift
+cd "$(dirname "$0")" || exit 1
+PYTHON=${PYTHON:-python3}
+
+export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
+export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
+export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
+
+# Launch 1 scheduler.
+export MS_ROLE=MS_SCHED
+"$PYTHON" resnet50_distributed_training.py "$@" >scheduler.txt 2>&1 &
+pids=($!)
+trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
+echo "scheduler start success!"
+
+# Launch the workers.
+export MS_ROLE=MS_WORKER
+for((i=0;i<${MS_WORKER_NUM};i++));
+do
+    "$PYTHON" resnet50_distributed_training.py "$@" >worker_$i.txt 2>&1 &
+    pids+=($!)
+    echo "worker ${i} start success with pid ${!}"
+done
+
+status=0
+for pid in "${pids[@]}"; do
+    wait "$pid" || status=1
+done
+[ $status -eq 0 ] || echo "training failed: see scheduler.txt and worker_*.txt" >&2
+exit $status
