@@ -41,8 +41,8 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
     loss = torch.nn.CrossEntropyLoss()
     opt = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
 
-    # config checkpoint: one an epoch, and the newest is kept
-    ckpt_config = CheckpointConfig(save_checkpoint_steps=dataset.get_dataset_size(), keep_checkpoint_max=1)
+    # config checkpoint: one an epoch, and the two newest are kept
+    ckpt_config = CheckpointConfig(save_checkpoint_steps=dataset.get_dataset_size(), keep_checkpoint_max=2)
     ckpt_callback = ModelCheckpoint(prefix="data_parallel", directory=ckpt_path, config=ckpt_config)
 
     model = Model(net, loss_fn=loss, optimizer=opt)
