@@ -5,11 +5,14 @@ import itertools
 import torch
 from cell_wrapper import TrainAccuStepsWithLossCell
 
+from mscomm.train import broadcast_parameters
+
 
 class Model_ACCU:
     """As mscomm.Model; a step takes mini_steps batches of the dataset, the last one of an epoch those that are left."""
 
     def __init__(self, network, loss_fn, optimizer, mini_steps):
+        broadcast_parameters(network.state_dict())  # all ranks begin with rank 0's weights
         self.network = network
         self.train_step = TrainAccuStepsWithLossCell(network, loss_fn, optimizer)
         self.mini_steps = mini_steps

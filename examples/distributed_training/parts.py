@@ -32,7 +32,7 @@ def data_path() -> str:
     return path
 
 
-def share_cores() -> None:
+def share_cpus() -> None:
     """As many threads for PyTorch as there are CPUs for each rank of this host, unless OMP_NUM_THREADS says it."""
     if not os.getenv("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // get_local_rank_size()))

@@ -5,7 +5,7 @@ the newest that every rank has.
 """
 
 import torch
-from parts import EPOCH_SIZE, create_dataset, data_path, share_cores
+from parts import EPOCH_SIZE, create_dataset, data_path, share_cpus
 from resnet import resnet50
 
 import mscomm
@@ -24,7 +24,7 @@ from mscomm import (
 )
 
 init()
-share_cores()
+share_cpus()
 
 ckpt_path = f"./rank_{get_rank()}_ckpt"
 

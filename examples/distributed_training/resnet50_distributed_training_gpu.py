@@ -5,13 +5,13 @@ decides for all ranks together, today always for the CPU core. The network and t
 """
 
 import torch
-from parts import EPOCH_SIZE, create_dataset, data_path, share_cores
+from parts import EPOCH_SIZE, create_dataset, data_path, share_cpus
 from resnet import resnet50
 
 from mscomm import LossMonitor, Model, ParallelMode, init, set_auto_parallel_context
 
 init()
-share_cores()
+share_cpus()
 
 
 def test_train_cifar(epoch_size=EPOCH_SIZE):

@@ -4,13 +4,13 @@ import os
 
 import torch
 from model_accu import Model_ACCU
-from parts import EPOCH_SIZE, create_dataset, data_path, share_cores
+from parts import EPOCH_SIZE, create_dataset, data_path, share_cpus
 from resnet import resnet50
 
 from mscomm import init
 
 init()
-share_cores()
+share_cpus()
 
 
 def test_train_cifar(epoch_size=EPOCH_SIZE):
