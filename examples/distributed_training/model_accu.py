@@ -1,0 +1,33 @@
+"""The training loop with gradient accumulation."""
+
+import itertools
+
+import torch
+from cell_wrapper import TrainAccuStepsWithLossCell
+
+from mscomm.train import broadcast_parameters
+
+
+class Model_ACCU:
+    """As mscomm.Model; a step takes mini_steps batches of the dataset, the last one of an epoch those that are left."""
+
+    def __init__(self, network, loss_fn, optimizer, mini_steps):
+        broadcast_parameters(network.state_dict())  # all ranks begin with rank 0's weights
+        self.network = network
+        self.train_step = TrainAccuStepsWithLossCell(network, loss_fn, optimizer)
+        self.mini_steps = mini_steps
+
+    def train(self, epoch, train_dataset):
+        """Train to the end of that epoch, and print each step's loss, the mean over the ranks, on all of them."""
+        self.network.train()
+        for epoch_num in range(1, epoch + 1):
+            batches = iter(train_dataset)
+            for step in itertools.count(1):
+                micro_batches = [
+                    (torch.from_numpy(image), torch.from_numpy(label).long())
+                    for image, label in itertools.islice(batches, self.mini_steps)
+                ]
+                if not micro_batches:
+                    break
+                loss = self.train_step(micro_batches)
+                print(f"epoch: {epoch_num} step: {step}, loss is {loss}", flush=True)

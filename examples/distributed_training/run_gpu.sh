@@ -1,0 +1,12 @@
+#!/bin/bash
+# Trains with mpirun: DEVICE_NUM processes (8), their output in ./device/train.log. Ends with mpirun's exit code.
+
+echo "=============================================================================================================="
+echo "Please run the script as: "
+echo "bash run_gpu.sh DATA_PATH"
+echo "For example: bash run_gpu.sh /path/dataset"
+echo "=============================================================================================================="
+. "$(dirname "$0")/processes.sh"
+data_path "$1"
+cd "$(dirname "$0")" || exit 1
+train_by_mpirun resnet50_distributed_training_gpu.py

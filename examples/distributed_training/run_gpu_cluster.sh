@@ -1,0 +1,31 @@
+#!/bin/bash
+# Trains with 1 scheduler and MS_WORKER_NUM workers (8) on this machine, without mpirun; the logs are in ./device.
+
+echo "=========================================="
+echo "Please run the script as: "
+echo "bash run_gpu_cluster.sh DATA_PATH"
+echo "For example: bash run_gpu_cluster.sh /path/dataset"
+echo "==========================================="
+. "$(dirname "$0")/processes.sh"
+data_path "$1"
+cd "$(dirname "$0")" || exit 1
+
+export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
+export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
+export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
+
+rm -rf device
+mkdir device
+echo "start training: the logs are ./device/scheduler.log and ./device/worker_*.log"
+
+# Launch 1 scheduler.
+export MS_ROLE=MS_SCHED
+begin device/scheduler.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+
+# Launch the workers.
+export MS_ROLE=MS_WORKER
+for((i=0;i<MS_WORKER_NUM;i++));
+do
+    begin device/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+done
+finish "device/scheduler.log and device/worker_*.log"

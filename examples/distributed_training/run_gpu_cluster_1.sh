@@ -1,0 +1,33 @@
+#!/bin/bash
+# Two machines, 8 workers: the scheduler and workers 1 to 4 on machine 1.
+# Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE.
+
+echo "=========================================="
+echo "Please run the script as: "
+echo "bash run_gpu_cluster_1.sh DATA_PATH"
+echo "For example: bash run_gpu_cluster_1.sh /path/dataset"
+echo "==========================================="
+. "$(dirname "$0")/processes.sh"
+data_path "$1"
+cd "$(dirname "$0")" || exit 1
+: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
+
+export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
+export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
+export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
+
+rm -rf device
+mkdir device
+echo "start training: the logs are ./device/scheduler.log and ./device/worker_*.log"
+
+# Launch 1 scheduler.
+export MS_ROLE=MS_SCHED
+begin device/scheduler.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+
+# Launch the first half of the workers.
+export MS_ROLE=MS_WORKER
+for((i=0;i<MS_WORKER_NUM/2;i++));
+do
+    begin device/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+done
+finish "device/scheduler.log and device/worker_*.log"

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Two machines, 8 workers: workers 5 to 8 on machine 2; machine 1 has the scheduler.
+# Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE.
+
+echo "=========================================="
+echo "Please run the script as: "
+echo "bash run_gpu_cluster_2.sh DATA_PATH"
+echo "For example: bash run_gpu_cluster_2.sh /path/dataset"
+echo "==========================================="
+. "$(dirname "$0")/processes.sh"
+data_path "$1"
+cd "$(dirname "$0")" || exit 1
+: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
+
+export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
+export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
+export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
+
+rm -rf device
+mkdir device
+echo "start training: the logs are ./device/worker_*.log"
+
+# Launch the second half of the workers.
+export MS_ROLE=MS_WORKER
+for((i=MS_WORKER_NUM/2;i<MS_WORKER_NUM;i++));
+do
+    begin device/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+done
+finish "device/worker_*.log"
