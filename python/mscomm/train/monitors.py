@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import numpy as np
 
 from mscomm.train.hooks import Callback, RunContext
+
+
+def _say(line: str) -> None:
+    """In one write: several ranks may write to one pipe, and print() writes the end of the line by itself."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 class LossMonitor(Callback):
@@ -39,7 +46,7 @@ class LossMonitor(Callback):
             )
         if self._per_print_times and now.cur_step_num % self._per_print_times == 0:
             loss = now.local_loss if self._local else now.net_outputs
-            print(f"{where}, loss is {loss!s}", flush=True)  # as str shortens a float32; format would widen it
+            _say(f"{where}, loss is {loss!s}")  # as str shortens a float32; format would widen it
 
 
 class TimeMonitor(Callback):
@@ -59,7 +66,7 @@ class TimeMonitor(Callback):
     def epoch_end(self, run_context: RunContext) -> None:
         took_ms = 1e3 * (time.monotonic() - self._began)
         each_ms = took_ms / (self._steps or run_context.original_args().batch_num)
-        print(f"Train epoch time: {took_ms:5.3f} ms, per step time: {each_ms:5.3f} ms", flush=True)
+        _say(f"Train epoch time: {took_ms:5.3f} ms, per step time: {each_ms:5.3f} ms")
 
 
 class ProgressBar(Callback):
