@@ -57,7 +57,8 @@ test-python: $(VENV)/.dev $(MPICH)/.installed
 
 # MindSpore needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed
-	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py
+	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py \
+	  tests/test_examples_frameworks.py
 
 # auditwheel names the wheel after the oldest glibc that has all it needs, and refuses other libraries of this machine.
 # The trial is outside the source tree, where nothing but the installed wheel can be imported.
@@ -101,8 +102,8 @@ $(VENV)/.frameworks: $(VENV)/.dev
 $(MINDSPORE)/.installed: $(WHEELS)/.built
 	test -d $(MINDSPORE) || $(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(MINDSPORE)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)" "mindspore==2.10.*" "numpy<2" pytest pytest-timeout hypothesis \
-	  "ml-dtypes>=0.5"
+	$(MINDSPORE)/bin/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples]" "mindspore==2.10.*" "numpy<2" \
+	  pytest pytest-timeout hypothesis "ml-dtypes>=0.5"
 	touch $@
 
 $(VENV)/.release: pyproject.toml | $(VENV)/.made

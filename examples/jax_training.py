@@ -1,0 +1,102 @@
+"""Data-parallel training with JAX on CPUs: a small convolutional network learns images.
+
+    mscomm data make --from digits --out digits
+    mscomm run -n 2 jax_training.py digits
+    mpirun -n 2 python jax_training.py digits
+
+mscomm.Model compiles the loss with its gradient, jax.jit(jax.value_and_grad(loss)), and combines the gradients of the
+ranks outside of what is compiled. With CIFAR-10's binary files nothing changes but the folder.
+"""
+
+import math
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import mscomm
+import mscomm.dataset as ds
+from mscomm.dataset import transforms, vision
+
+BATCH_SIZE = 32  # of each rank
+EPOCHS = 3
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+
+Parameters = dict[str, jax.Array]
+
+
+def data_path() -> str:
+    """The folder that was given, as argument or in DATA_PATH."""
+    path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
+    if not path:
+        sys.exit(
+            "jax_training.py: no data. Give the folder of CIFAR-10's binary files as argument or in DATA_PATH;"
+            " `mscomm data make --from digits --out digits` makes one of small images"
+        )
+    return path
+
+
+def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: bool) -> ds.Dataset:
+    """This rank's share of the images, in batches."""
+    data = ds.Cifar10Dataset(path, usage, num_shards=size, shard_id=rank)
+    data = data.map(operations=transforms.TypeCast("int32"), input_columns="label")
+    data = data.batch(BATCH_SIZE, drop_remainder=drop_remainder)
+    return data.map(operations=vision.Rescale(1 / 255, -0.5), input_columns="image")
+
+
+def initial(seed: int) -> Parameters:
+    """The weights to begin with: normal, of variance 2 over the number of inputs; biases of zero."""
+    shapes = {"convolution1": (3, 3, 3, 8), "convolution2": (3, 3, 8, 16), "dense": (8 * 8 * 16, 10)}
+    parameters: Parameters = {}
+    for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(shapes)), shapes.items(), strict=True):
+        parameters[f"{name}.weight"] = jax.random.normal(key, shape) * math.sqrt(2 / math.prod(shape[:-1]))
+        parameters[f"{name}.bias"] = jnp.zeros(shape[-1])
+    return parameters
+
+
+def convolution(parameters: Parameters, name: str, x: jax.Array) -> jax.Array:
+    """Half as high and wide."""
+    kernel = parameters[f"{name}.weight"]
+    x = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(x + parameters[f"{name}.bias"])
+
+
+def scores(parameters: Parameters, images: jax.Array) -> jax.Array:
+    """Images of 32 x 32 x 3 to ten classes: two convolutions and a dense layer."""
+    x = convolution(parameters, "convolution2", convolution(parameters, "convolution1", images))
+    return x.reshape(len(x), -1) @ parameters["dense.weight"] + parameters["dense.bias"]
+
+
+def loss(parameters: Parameters, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross entropy of a batch."""
+    logarithms = jax.nn.log_softmax(scores(parameters, images))
+    return -jnp.take_along_axis(logarithms, labels[:, None], axis=1).mean()
+
+
+def accuracy(parameters: Parameters, path: str) -> float:
+    """The share of the test's images that the network names rightly."""
+    predict = jax.jit(scores)
+    right, seen = 0, 0
+    for images, labels in create_dataset(path, "test", 0, 1, drop_remainder=False):
+        right += int((predict(parameters, images).argmax(1) == labels).sum())
+        seen += len(labels)
+    return right / seen
+
+
+def main() -> None:
+    path = data_path()
+    mscomm.init("gloo")
+    mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+    rank, size = mscomm.get_rank(), mscomm.get_group_size()
+
+    optimizer = mscomm.train.Momentum(initial(seed=1), LEARNING_RATE, MOMENTUM)  # the same weights on every rank
+    model = mscomm.Model(loss, optimizer=optimizer)
+    model.train(EPOCHS, create_dataset(path, "train", rank, size, drop_remainder=True), [mscomm.LossMonitor()])
+
+    if rank == 0:
+        print(f"{accuracy(optimizer.parameters, path):.1%} of the test's images are named rightly", flush=True)
+
+
+if __name__ == "__main__":
+    main()

