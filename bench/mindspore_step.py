@@ -1,10 +1,10 @@
-"""A data-parallel step of MindSpore on CPUs: in PyNative mode by mscomm, and by MindSpore's own communication, in turn.
+"""A data-parallel step of MindSpore on CPUs: by mscomm.Model, and by MindSpore's own communication, in turn.
 
     python bench/mindspore_step.py -n 2 --network mlp
 
 MindSpore's own way is graph mode with parallel_mode=DATA_PARALLEL, its processes started as a dynamic cluster (MS_ROLE
-and so on). Beside it, as it runs too: the same in PyNative mode. What PyNative costs against a graph, and what the
-exchange of gradients costs, is told apart by steps that exchange nothing: of n processes at once, and of one alone.
+and so on); it runs in PyNative mode, too. What PyNative costs against a graph, and what the exchange of gradients
+costs, is told apart by MindSpore's steps that exchange nothing: of n processes at once, and of one alone.
 
 All processes of all kinds are started once; in every round each kind takes a few steps while the others wait. The
 network, its first weights, the batches and the threads are the same everywhere, each step ends with the loss as a
@@ -34,7 +34,7 @@ NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 
 
 class Kind(NamedTuple):
-    mode: str  # graph, pynative, or jit: PyNative with loss and gradients compiled
+    mode: str
     carrier: str
     alone: bool = False  # one process takes steps, the others wait
 
@@ -43,15 +43,12 @@ class Kind(NamedTuple):
         return f"{self.mode}, {'one process' if self.alone else what}"
 
 
+MODES = ("graph", "pynative")
 KINDS = (
-    *(Kind(mode, NOBODY, alone=True) for mode in ("graph", "pynative", "jit")),
-    *(Kind(mode, NOBODY) for mode in ("graph", "pynative", "jit")),
-    Kind("graph", MINDSPORE),
-    Kind("pynative", MINDSPORE),
-    Kind("pynative", MSCOMM),
-    Kind("jit", MSCOMM),
+    *(Kind(mode, NOBODY, alone=True) for mode in MODES),
+    *(Kind(mode, carrier) for carrier in (NOBODY, MINDSPORE, MSCOMM) for mode in MODES),
 )
-OURS, THEIRS = Kind("pynative", MSCOMM), Kind("graph", MINDSPORE)
+THEIRS = Kind("graph", MINDSPORE)
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -79,7 +76,7 @@ def network(name: str) -> tuple[Any, tuple[int, ...]]:
     if name == "deep":  # many small gradients
         cells = [cell for _ in range(40) for cell in (nn.Dense(128, 128), nn.LayerNorm((128,)), nn.ReLU())]
         return nn.SequentialCell(*cells, nn.Dense(128, 10)), (64, 128)
-    # Small: MindSpore's convolutions on CPUs are oneDNN's reference ones, which take a hundred times as long as others.
+    # Small: MindSpore's convolutions on CPUs are oneDNN's reference ones, which are slow.
     cells = []
     for before, after in ((3, 8), (8, 16)):
         cells += [nn.Conv2d(before, after, 3, stride=2, has_bias=True), nn.ReLU()]
@@ -111,35 +108,19 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     optimizer = nn.Momentum(parameters, 0.01, 0.9)
     cell.set_train(True)
 
-    if place.kind.mode == "graph" or place.kind.carrier == MINDSPORE:
+    if place.kind.carrier != MSCOMM:
         # As MindSpore's Model builds it; in data parallel mode it puts a DistributedGradReducer in.
         train = nn.TrainOneStepCell(nn.WithLossCell(cell, loss_fn), optimizer)
         train.set_train(True)
         return lambda: float(train(images, labels).asnumpy()), parameters
 
-    def loss_of(x: Any, y: Any) -> Any:
-        return loss_fn(cell(x), y)
+    from mscomm.train import GradientReducer
+    from mscomm.train.networks.mindspore import Network
 
-    # In PyNative mode as mscomm.Model does it.
-    loss_and_gradients = mindspore.value_and_grad(loss_of, None, parameters)
-    if place.kind.mode == "jit":
-        loss_and_gradients = mindspore.jit(loss_and_gradients)
-    reducer = None
-    if place.kind.carrier == MSCOMM:
-        from mscomm.train import GradientReducer
-
-        reducer = GradientReducer([(p.name, p) for p in parameters], bucket_mb=place.bucket_mb)
-
-    def step() -> float:
-        loss, gradients = loss_and_gradients(images, labels)
-        value = float(loss.asnumpy())
-        if reducer is not None:
-            reducer.carry(value)
-            gradients = reducer.reduce(gradients)
-        optimizer(gradients)
-        return value
-
-    return step, parameters
+    ours = Network(cell, loss_fn, optimizer)  # what mscomm.Model has inside
+    ours.begin()
+    reducer = GradientReducer(ours.trained(), bucket_mb=place.bucket_mb)
+    return lambda: float(ours.step((images, labels), reducer)), parameters
 
 
 def be_a_process(pipe: Connection, place: Place) -> None:
@@ -275,7 +256,7 @@ def report(times: dict[Kind, Any], about: str) -> None:
         line = f"{kind!s:32}{median:12.2f}{1e3 / median:12.1f}"
         without = ms.get(Kind(kind.mode, NOBODY))
         print(line + (f"{median - without:14.2f}" if kind.carrier != NOBODY and without else ""))
-    for ours in (OURS, Kind("jit", MSCOMM)):
+    for ours in (Kind(mode, MSCOMM) for mode in MODES):
         if ours in times and THEIRS in times:
             middle, low, high = ratio(times[THEIRS], times[ours])
             print(f"{ours}: {middle:.2f} times as fast as {THEIRS} (95 %: {low:.2f} to {high:.2f})")
@@ -287,7 +268,7 @@ def report(times: dict[Kind, Any], about: str) -> None:
 @click.option("--rounds", type=click.IntRange(1), default=30, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Of a process, for its kernels.  [CPUs over processes]")
 @click.option("--bucket-mb", type=float, help="Of GradientReducer.  [its default]")
-@click.option("--without", multiple=True, type=click.Choice(("graph", "pynative", "jit")), help="Leave a mode out.")
+@click.option("--without", multiple=True, type=click.Choice(MODES), help="Leave a mode out.")
 def main(size: int, name: str, rounds: int, threads: int | None, bucket_mb: float | None, without: tuple[str]) -> None:
     threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
     os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # for all processes; MindSpore's errors alone

@@ -33,7 +33,7 @@ class Model:
     network, loss_fn, optimizer:
 
     * PyTorch: a torch.nn.Module; loss_fn(output, label) gives a tensor of one element; an optimizer of torch.optim.
-    * MindSpore in PyNative mode: a cell, a loss, an optimizer of mindspore.nn.
+    * MindSpore, in graph or PyNative mode: a cell, a loss, an optimizer of mindspore.nn.
     * JAX: a function loss(parameters, *batch), or with a loss_fn output(parameters, *data); mscomm.train.Momentum or
       SGD over the parameters, which after training are `optimizer.parameters`.
     * NumPy: an object with `parameters`, float arrays in a dict, and `loss_and_gradients(*batch)`, which gives the loss

@@ -1,4 +1,4 @@
-"""MindSpore cells in PyNative mode, with optimizers of mindspore.nn."""
+"""MindSpore cells, in graph or PyNative mode, with optimizers of mindspore.nn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Network:
             return loss_fn(network(*data), label)
 
         self._parameters = list(network.trainable_params())
-        self._loss_and_gradients = mindspore.value_and_grad(loss, None, self._parameters)
+        self._eager = self._loss_and_gradients = mindspore.value_and_grad(loss, None, self._parameters)
 
     def trained(self) -> dict[str, Any]:
         return {p.name: p for p in self._parameters if not p.layerwise_parallel}
@@ -41,12 +41,13 @@ class Network:
         write_over(self.weights(), weights)
 
     def begin(self) -> None:
-        if mindspore.get_context("mode") != mindspore.PYNATIVE_MODE:
-            raise RuntimeError(
-                "Model.train: mscomm trains MindSpore's cells in PyNative mode:"
-                " mindspore.set_context(mode=mindspore.PYNATIVE_MODE)"
-            )
+        """In graph mode the loss and the gradients are one compiled graph, and the optimizer's step another; what lies
+        between them, the reduction, MindSpore sees as a program that calls two graphs."""
         self._cell.set_train(True)
+        if mindspore.get_context("mode") == mindspore.GRAPH_MODE:
+            self._loss_and_gradients = mindspore.jit(self._eager)
+        else:
+            self._loss_and_gradients = self._eager
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         loss, gradients = self._loss_and_gradients(*(_tensor(x) for x in batch))
