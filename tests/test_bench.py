@@ -346,7 +346,10 @@ def mpich_prefix() -> list[str]:
 
 def installed(peer: str) -> list[str]:
     """The options that this peer needs; skips the test where it is not installed."""
-    if peer == "torch-gloo":
+    peer = peer.removesuffix(peers.SINGLE)
+    if peer in ("private", "memory"):
+        return []
+    if peer in peers.GLOO_CONNECTIONS:
         if find_spec("torch") is None:
             pytest.skip("no torch in this environment")
         return []
@@ -360,10 +363,10 @@ def installed(peer: str) -> list[str]:
     return mpich_prefix() if peer == "mpich" else []
 
 
-each_peer = pytest.mark.parametrize("peer", peers.PEERS)
+each_peer = pytest.mark.parametrize("peer", ["torch-gloo", *peers.FLAVOURS])
 
 
-@each_peer
+@pytest.mark.parametrize("peer", peers.PEERS)
 def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_path: Path) -> None:
     words = ["-n", 2, "-b", 64, "-e", "64K", "-f", 32, "--iters", 2, "--json", tmp_path / "j", "--vs", peer]
     done = measure("all_reduce", *words, *installed(peer))
@@ -375,7 +378,19 @@ def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_pa
             assert (cell["wrong"], [len(one) for one in cell["rounds_us"]]) == (0, [2] * 5)
     assert [int(line[0]) for line in rows_of(done.stdout)] == [64, 2048, 65536]
     assert re.search(rf"^# {peer}/mscomm: geometric mean .* {peer} is faster in \d of 3 sizes$", done.stdout, re.M)
-    assert peer in document["environment"]["contenders"]
+    about = document["environment"]["contenders"][peer]
+    if peer.removesuffix(peers.SINGLE) in peers.FLAVOURS:
+        assert about.endswith("MPI_THREAD_SINGLE" if peer.endswith(peers.SINGLE) else "MPI_THREAD_MULTIPLE")
+    if peer in peers.GLOO_CONNECTIONS:
+        assert about.endswith(",".join(["lo"] * peers.GLOO_CONNECTIONS[peer]))
+
+
+@pytest.mark.parametrize("settings", ["torch-gloo,torch-gloo-4", "openmpi,openmpi-single"])
+def test_two_settings_of_a_peer_are_measured_in_one_run(settings: str) -> None:
+    first, second = settings.split(",")
+    done = measure("all_gather", "-n", 2, "-b", 64, "-e", 64, "--iters", 2, "--vs", settings, *installed(first))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"# {second}/mscomm" in done.stdout
 
 
 @each_peer
@@ -413,7 +428,7 @@ peer.close()
 """
 
 
-@pytest.mark.parametrize("peer", peers.PEERS)
+@each_peer
 def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) -> None:
     """The table is checked by libraries that others wrote, also for what mscomm does not have yet."""
     prefix = installed(peer)[1:]
@@ -496,3 +511,32 @@ def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
         subprocess.run(words, check=True, timeout=120)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "b.json", "b.svg"]
+
+
+# -- bench/compare.py
+
+
+def samples(us: float) -> dict[str, Any]:
+    return {"out_of_place": {"us": us, "wrong": 0, "rounds_us": [[us, us * 1.1, us * 0.9]] * 5}}
+
+
+def test_compare_reports_goals_and_cells_that_miss_them(tmp_path: Path) -> None:
+    times = {"mscomm": 10.0, "private": 40.0, "memory": 8.0, "openmpi": 90.0, "mpich-single": 60.0, "torch-gloo": 500.0}
+    slow = {**times, "private": 80.0}
+    rows = [
+        {"size": size, "results": {name: samples(us) for name, us in row.items()}}
+        for size, row in ((4096, times), (16384, slow))
+    ]
+    environment = {"ranks": 2, "cpus": 2, "cpu": "one", "kernel": "6", "began": "now", "contenders": {}}
+    document = {"plan": {"collective": "all_reduce", "shared": True}, "environment": environment, "rows": rows}
+    (tmp_path / "all_reduce-2.json").write_text(json.dumps(document))
+    script = Path(__file__).parents[1] / "bench/compare.py"
+    done = subprocess.run([sys.executable, script, "--read", tmp_path], capture_output=True, text=True, timeout=120)
+    if find_spec("matplotlib") is None:
+        assert "No module named 'matplotlib'" in done.stderr
+    else:
+        assert done.returncode == 0 and (tmp_path / "ratio.svg").exists()
+    assert "| 4 KiB | 10.0 | 40.0 | 60.0 mpich-single | 500.0 torch-gloo | 6.00 (6.00 to 6.00) | 1.50" in done.stdout
+    assert "* met: all_reduce, 2 ranks, arena, 4 KiB to 16 KiB: MPI takes 6.00 times as long (goal 5)" in done.stdout
+    assert "foreign, 4 KiB to 16 KiB: MPI takes 1.06 times as long (goal 1.5); smallest 0.75 (goal 1)\n" in done.stdout
+    assert "\n  * 16 KiB: mpich-single **0.75 (0.75 to 0.75)**\n" in done.stdout

@@ -41,7 +41,10 @@ class Contender(Protocol):
 
 
 class Local:
-    """A contender whose ranks are those of the mscomm job. `bind(case, buffers)` gives the call."""
+    """A contender whose ranks are those of the mscomm job. `bind(case, buffers)` gives the call.
+
+    Without has_result it only takes time: there is nothing that could be wrong.
+    """
 
     def __init__(
         self,
@@ -51,24 +54,25 @@ class Local:
         make: Callable[..., Array],
         bind: Callable[[Case, Buffers], Callable[[], object]],
         end: Callable[[], object] = lambda: None,
+        has_result: bool = True,
     ) -> None:
         self.name, self.about = name, about
-        self._case, self._make, self._bind, self._end = case, make, bind, end
+        self._case, self._make, self._bind, self._end, self._has_result = case, make, bind, end, has_result
 
     def plan(self, case: Case) -> None:
         self._case = case
 
     def cell(self, count: int, in_place: bool) -> Cell:
         buffers = Buffers(self._case, count, in_place, self._make)
-        return _LocalCell(buffers, self._bind(self._case, buffers))
+        return _LocalCell(buffers, self._bind(self._case, buffers), self._has_result)
 
     def close(self) -> None:
         self._end()
 
 
 class _LocalCell:
-    def __init__(self, buffers: Buffers, call: Callable[[], object]) -> None:
-        self._buffers, self._call = buffers, call
+    def __init__(self, buffers: Buffers, call: Callable[[], object], has_result: bool) -> None:
+        self._buffers, self._call, self._has_result = buffers, call, has_result
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
         self._buffers.fill_for_repetition()
@@ -82,7 +86,8 @@ class _LocalCell:
         self._buffers.fill()
         mscomm.barrier()  # a peer's memory may be written from here on
         self._call()
-        return int(mscomm.all_reduce(np.array([self._buffers.wrong()]))[0])
+        wrong = self._buffers.wrong() if self._has_result else 0
+        return int(mscomm.all_reduce(np.array([wrong]))[0])
 
     def close(self) -> None:
         del self._buffers, self._call
@@ -117,11 +122,11 @@ def mscomm_call(case: Case, buffers: Buffers) -> Callable[[], object]:
     return lambda: function(x, **arguments)
 
 
-def ourselves(case: Case, shared: bool) -> Contender:
+def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
     """mscomm, on arrays of mscomm.empty or on ordinary ones."""
     from mscomm.groups import resolve
 
     chosen = resolve(None).core.chosen().get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"
     about = f"mscomm {mscomm.__version__}, {memory}, algorithm {chosen}"
-    return Local("mscomm", about, case, mscomm.empty if shared else np.empty, mscomm_call)
+    return Local(name, about, case, mscomm.empty if shared else np.empty, mscomm_call)

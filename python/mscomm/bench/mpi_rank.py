@@ -1,6 +1,6 @@
 """A rank of an MPI that `mscomm bench` compares with: obeys commands from a unix socket, and sleeps between them.
 
-    mpirun -n 4 python mpi_rank.py SOCKET
+    mpirun -n 4 python mpi_rank.py SOCKET [single]
 
 Runs in the MPI's own environment, which needs numpy and mpi4py, and not mscomm: table.py is loaded from beside this
 file. Commands and answers are lines of JSON; peers.py sends them.
@@ -19,7 +19,9 @@ from typing import Any
 
 import mpi4py
 import numpy as np
-from mpi4py import MPI
+
+mpi4py.rc.threads = "single" not in sys.argv[2:]
+from mpi4py import MPI  # noqa: E402 - it reads that
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # after numpy and mpi4py have come from the environment
 table = importlib.import_module("mscomm.bench.table")

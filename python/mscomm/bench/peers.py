@@ -1,11 +1,13 @@
 """The peers to compare with: torch.distributed's gloo in the ranks' own processes, and MPIs in processes of their own.
 
 Of each: where it is looked for and what to install if it is not there, which is found out before anything is
-measured, and how its ranks do a call.
+measured, and how its ranks do a call. Some are there twice, as they come and in a setting that is known to be faster.
+Two are no peers: `private`, mscomm itself on ordinary arrays, and `memory`, which no library can beat.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mscomm
-from mscomm.bench.contenders import Cell, Contender, Local
+from mscomm.bench.contenders import Cell, Contender, Local, ourselves
 from mscomm.bench.table import Buffers, Case, ring
 
 START_S = 120.0
@@ -53,12 +55,15 @@ class Peer(NamedTuple):
 # -- gloo --------------------------------------------------------------------------------------------------------------
 
 
+GLOO_CONNECTIONS = {"torch-gloo": 1, "torch-gloo-4": 4}  # named so often, an interface carries so many
+
+
 def _check_gloo(prefix: Path | None) -> None:
     if find_spec("torch") is None:
         raise Missing("torch-gloo: torch is not in this environment. Run: pip install torch")
 
 
-def _start_gloo(case: Case, prefix: Path | None) -> Contender:
+def _start_gloo(name: str, case: Case) -> Contender:
     import torch
     import torch.distributed as dist
 
@@ -75,20 +80,18 @@ def _start_gloo(case: Case, prefix: Path | None) -> Contender:
         raise Unfit(f"torch-gloo has no {case.op}")
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, about functions that it renames
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    folder = _said_by_rank_0(tempfile.mkdtemp(prefix="mscomm-bench-") if case.rank == 0 else "")
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=case.rank,
-            world_size=case.ranks,
-            timeout=timedelta(seconds=ROUND_S),
-        )
-    finally:
-        mscomm.barrier()
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    interfaces = ",".join([given] * GLOO_CONNECTIONS[name])
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+    limit = timedelta(seconds=ROUND_S)
+    if not dist.is_initialized():  # a second setting is a group of the same job, which needs its files
+        folder = tempfile.mkdtemp(prefix="mscomm-bench-") if case.rank == 0 else ""
         if case.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        store = f"file://{_said_by_rank_0(folder)}/store"
+        dist.init_process_group("gloo", init_method=store, rank=case.rank, world_size=case.ranks, timeout=limit)
+    group = dist.new_group(timeout=limit, backend="gloo")
+    os.environ["GLOO_SOCKET_IFNAME"] = given
 
     def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
         x = _tensor(buffers.x)
@@ -96,24 +99,30 @@ def _start_gloo(case: Case, prefix: Path | None) -> Contender:
         row, root, n = case.row, case.root, case.ranks
         parts = list((out if row.out_in_parts else x).chunk(n)) if row.rooted and case.rank == root else None
         calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: dist.all_reduce(x, ops[case.op]),
-            "all_gather": lambda: dist.all_gather_into_tensor(out, x),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x, ops[case.op]),
-            "broadcast": lambda: dist.broadcast(x, root),
-            "reduce": lambda: dist.reduce(x, root, ops[case.op]),
-            "gather": lambda: dist.gather(x, parts, root),
-            "scatter": lambda: dist.scatter(out, parts, root),
-            "all_to_all": lambda: dist.all_to_all_single(out, x),
+            "all_reduce": lambda: dist.all_reduce(x, ops[case.op], group),
+            "all_gather": lambda: dist.all_gather_into_tensor(out, x, group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x, ops[case.op], group),
+            "broadcast": lambda: dist.broadcast(x, root, group),
+            "reduce": lambda: dist.reduce(x, root, ops[case.op], group),
+            "gather": lambda: dist.gather(x, parts, root, group),
+            "scatter": lambda: dist.scatter(out, parts, root, group),
+            "all_to_all": lambda: dist.all_to_all_single(out, x, group=group),
             "send_recv": lambda: ring(
-                lambda to: dist.send(x, to), lambda source: dist.recv(out, source), case.rank, case.ranks
+                lambda to: dist.send(x, to, group), lambda source: dist.recv(out, source, group), case.rank, case.ranks
             ),
-            "barrier": dist.barrier,
+            "barrier": lambda: dist.barrier(group),
         }
         return calls[row.name]
 
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    about = f"torch {torch.__version__}, private arrays, 1 thread, GLOO_SOCKET_IFNAME={interface}"
-    return Local("torch-gloo", about, case, np.empty, bind, dist.destroy_process_group)
+    about = f"torch {torch.__version__}, private arrays, 1 thread, GLOO_SOCKET_IFNAME={interfaces}"
+    return Local(name, about, case, np.empty, bind, _end_gloo)
+
+
+def _end_gloo() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # the first of several ends all
+        dist.destroy_process_group()
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:
@@ -129,6 +138,25 @@ def _said_by_rank_0(text: str) -> str:
     said = text.encode()
     letters[: len(said)] = list(said)
     return bytes(mscomm.broadcast(letters)).rstrip(b"\0").decode()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _start_memory(case: Case) -> Contender:
+    """All ranks at once read and write as many bytes as the message has: y += 1, or a copy where nothing is reduced."""
+
+    def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
+        count = case.size(buffers.count) // case.dtype.itemsize
+        y = mscomm.zeros(count, case.dtype)
+        if case.row.reduces:
+            one = np.ones(1, case.dtype)[0]
+            return lambda: np.add(y, one, out=y)
+        z = mscomm.zeros(count, case.dtype)
+        return lambda: np.copyto(y, z)
+
+    about = f"no collective: each rank {'adds 1 to' if case.row.reduces else 'copies'} as many bytes, all at once"
+    return Local("memory", about, case, np.empty, bind, has_result=False)
 
 
 # -- MPI ---------------------------------------------------------------------------------------------------------------
@@ -148,6 +176,8 @@ def _openmpi_flags(ranks: int) -> list[str]:
     return [*root, "--oversubscribe", "--bind-to", "none"]
 
 
+SINGLE = "-single"  # of the name: mpi4py asks for MPI_THREAD_SINGLE, not for MULTIPLE as by default
+
 FLAVOURS = {
     "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags),
     "mpich": Flavour("MPICH", r"MPICH|HYDRA", "mpich", lambda ranks: []),
@@ -163,6 +193,7 @@ class Installed(NamedTuple):
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
     """In prefix; else beside this Python; else on PATH. Missing says what to install."""
+    peer = peer.removesuffix(SINGLE)
     flavour = FLAVOURS[peer]
     on_path = shutil.which("mpirun")
     places = [prefix] if prefix else [Path(sys.prefix), *([Path(on_path).parent.parent] if on_path else [])]
@@ -211,7 +242,7 @@ class Mpi:
         self._files = contextlib.ExitStack()
         if case.rank == 0:
             try:
-                self._start(find_mpi(peer, prefix), FLAVOURS[peer])
+                self._start(find_mpi(peer, prefix), FLAVOURS[peer.removesuffix(SINGLE)])
             except BaseException:
                 self._stop()
                 raise
@@ -226,7 +257,7 @@ class Mpi:
         script = Path(__file__).with_name("mpi_rank.py")
         command = [
             *(str(installed.mpirun), *flavour.flags(self._case.ranks), "-n", str(self._case.ranks)),
-            *(str(installed.python), str(script), f"{folder}/socket"),
+            *(str(installed.python), str(script), f"{folder}/socket", *(["single"] if SINGLE in self.name else [])),
         ]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -373,12 +404,18 @@ def _affinity_of_ranks(ranks: int) -> list[list[int]]:
 
 
 PEERS = {
-    "torch-gloo": Peer(_check_gloo, _start_gloo),
+    **{
+        name: Peer(_check_gloo, lambda case, prefix, name=name: _start_gloo(name, case))  # type: ignore[misc]
+        for name in GLOO_CONNECTIONS
+    },
     **{
         name: Peer(
             lambda prefix, name=name: find_mpi(name, prefix),  # type: ignore[misc]
             lambda case, prefix, name=name: Mpi(name, case, prefix),  # type: ignore[misc]
         )
-        for name in FLAVOURS
+        for flavour in FLAVOURS
+        for name in (flavour, flavour + SINGLE)
     },
+    "private": Peer(lambda prefix: None, lambda case, prefix: ourselves(case, False, "private")),
+    "memory": Peer(lambda prefix: None, lambda case, prefix: _start_memory(case)),
 }

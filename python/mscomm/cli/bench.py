@@ -29,6 +29,9 @@ all, whichever is more: for all_gather n times its array.
     mpirun -n 4 mscomm bench broadcast -r 3
 """
 
+_VS = """Measure these in turn with mscomm: torch-gloo, openmpi, mpich; torch-gloo-4 (four connections), openmpi-single,
+mpich-single (without threads); private (mscomm on ordinary arrays), memory (as many bytes, no collective)."""
+
 
 @click.command("bench", help=_HELP)
 @click.argument("collective")
@@ -45,7 +48,7 @@ all, whichever is more: for all_gather n times its array.
 @click.option("--rounds", type=click.IntRange(1), help="Repeat all that so often.  [1; 5 with --vs]")
 @click.option("-c", "--check", type=click.IntRange(0, 1), default=1, help="1: compare each size's results.  [1]")
 @click.option("--shared", is_flag=True, help="Arrays of mscomm.empty; else ordinary ones.")
-@click.option("--vs", default="", metavar="PEERS", help="Measure torch-gloo, openmpi, mpich in turn with mscomm.")
+@click.option("--vs", default="", metavar="PEERS", help=_VS)
 @click.option("--openmpi-prefix", type=click.Path(exists=True, path_type=Path), help="Open MPI, where it is not here.")
 @click.option("--mpich-prefix", type=click.Path(exists=True, path_type=Path), help="MPICH, where it is not here.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Keep all samples here.")
@@ -65,7 +68,7 @@ def _plan(vs: str, **options: Any) -> Any:
     """The options as a Plan; ClickException for what makes no sense, before a rank is started."""
     from mscomm.bench import plan
     from mscomm.bench.contenders import available
-    from mscomm.bench.peers import PEERS
+    from mscomm.bench.peers import PEERS, SINGLE
     from mscomm.bench.table import COLLECTIVES, OPS
 
     collective: str = options["collective"]
@@ -109,7 +112,7 @@ def _plan(vs: str, **options: Any) -> Any:
         bool(options["check"]),
         options["shared"],
         peers,
-        {name: prefix.absolute() for name, prefix in given.items() if prefix},
+        {name + end: prefix.absolute() for name, prefix in given.items() if prefix for end in ("", SINGLE)},
         options["json_file"],
         options["plot"],
     )
