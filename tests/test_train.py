@@ -629,10 +629,8 @@ class Schedule(mscomm.Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
 
-    def step_end(self, run_context: Any) -> None:
-        now = run_context.original_args()
-        if now.cur_step_num % now.batch_num == 0:
-            self.scheduler.step()
+    def epoch_end(self, run_context: Any) -> None:
+        self.scheduler.step()
 
 
 def numpy_training(rank: int) -> tuple[Model, Any, Any, list[Any]]:

@@ -107,6 +107,7 @@ class ModelCheckpoint(Callback):
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
         self._kept: list[tuple[Path, float]] = []  # files of this series and when they were written, oldest first
+        self._is_due_at_epoch_end = False
         self._saved_step = 0
         self._saved_at = 0.0  # on the monotonic clock
         self._minute_mark = 0.0  # when the last file was written that is kept for its minutes
@@ -143,14 +144,18 @@ class ModelCheckpoint(Callback):
     def step_end(self, run_context: RunContext) -> None:
         now = run_context.original_args()
         self._delete_surplus()
-        if self._is_due(now):
+        due = self._is_due(now)
+        # Who goes on behind the last step of an epoch begins with the next one: the end of the epoch belongs to it.
+        self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
+        if due and not self._is_due_at_epoch_end:
             self._save(now)
 
     def epoch_end(self, run_context: RunContext) -> None:
         now = run_context.original_args()
         is_last = now.cur_epoch_num == now.epoch_num or run_context.get_stop_requested()
-        if is_last and self._saved_step != now.cur_step_num:
+        if self._is_due_at_epoch_end or (is_last and self._saved_step != now.cur_step_num):
             self._save(now)
+        self._is_due_at_epoch_end = False
 
     def end(self, run_context: RunContext) -> None:
         self._delete_surplus()

@@ -65,7 +65,10 @@ class Callback:
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of this callback: numbers, text and arrays, as a scheduler's state. None: nothing."""
+        """What a checkpoint keeps of this callback: numbers, text and arrays, as a scheduler's state. None: nothing.
+
+        Change it in step_end or epoch_end: the checkpoint of a step is written after these.
+        """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

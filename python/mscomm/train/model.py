@@ -80,9 +80,10 @@ class Model:
 
         epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len(),
         which gives an epoch's batches each time: tuples, lists or dicts of arrays, NumPy's or the network's own; with a
-        loss_fn (data, ..., label). For PyTorch a label of integers becomes int64. callbacks: a Callback or several.
-        dataset_sink_mode, sink_size: accepted; as on MindSpore's CPU each step is one of its own. initial_epoch: begin
-        after that epoch; 0 after resume(), which knows it.
+        loss_fn (data, ..., label). For PyTorch a label of integers becomes int64. callbacks: a Callback or several,
+        which are called in their order, ModelCheckpoint after the others. dataset_sink_mode, sink_size: accepted; as on
+        MindSpore's CPU each step is one of its own. initial_epoch: begin after that epoch; 0 after resume(), which
+        knows it.
 
         In data parallel mode (set_auto_parallel_context) the ranks of the group train one model, each on the batches of
         its own dataset, and take the same steps; the loss that callbacks see is their mean. In stand-alone mode, the
@@ -136,10 +137,9 @@ class Model:
             resumed_from=resumed,
             epoch_random=None,
         )
-        if state is not None:
-            _load_callbacks(listed, state["callbacks"])
         now.training_state = lambda: (self._network.weights(), self._state(now, reducer))
         try:
+            _load_callbacks(listed, state["callbacks"] if state is not None else [])
             self._loop(now, reducer, state)
         finally:
             if reducer is not None:
@@ -377,18 +377,22 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """What the checkpoint has of callbacks; ValueError if those that have a state now are others."""
-    now, then = [type(one).__name__ for one in _with_state(callbacks)], [name for name, _ in states]
-    if now != then:
-        raise ValueError(
-            f"Model.train: the checkpoint has the state of the callbacks {then}; of those given {now} have one"
-        )
-    for one, (_, its) in zip(_with_state(callbacks), states, strict=True):
-        one.load_state_dict(its)
+    """What a checkpoint has of callbacks, each to the next one of its class; others begin anew."""
+    left = list(callbacks)
+    for name, state in states:
+        one = next((one for one in left if type(one).__name__ == name), None)
+        if one is None:
+            log.warn(
+                f"Model.train: the checkpoint has the state of a callback {name}, which is not given: it is left out"
+            )
+            continue
+        left.remove(one)
+        one.load_state_dict(state)
 
 
-def _with_state(callbacks: list[hooks.Callback]) -> list[hooks.Callback]:
-    return [one for one in callbacks if one.state_dict() is not None]
+def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
+    states = ((type(one).__name__, one.state_dict()) for one in callbacks)
+    return [(name, state) for name, state in states if state is not None]
 
 
 def _place(group: Group | None) -> list[int]:

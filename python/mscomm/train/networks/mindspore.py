@@ -27,6 +27,7 @@ class Network:
 
         self._parameters = list(network.trainable_params())
         self._eager = self._loss_and_gradients = mindspore.value_and_grad(loss, None, self._parameters)
+        self._compiled: Any = None
 
     def trained(self) -> dict[str, Any]:
         return {p.name: p for p in self._parameters if not p.layerwise_parallel}
@@ -44,10 +45,12 @@ class Network:
         """In graph mode the loss and the gradients are one compiled graph, and the optimizer's step another; what lies
         between them, the reduction, MindSpore sees as a program that calls two graphs."""
         self._cell.set_train(True)
-        if mindspore.get_context("mode") == mindspore.GRAPH_MODE:
-            self._loss_and_gradients = mindspore.jit(self._eager)
-        else:
+        if mindspore.get_context("mode") != mindspore.GRAPH_MODE:
             self._loss_and_gradients = self._eager
+            return
+        if self._compiled is None:  # MindSpore keeps a graph for each call of jit
+            self._compiled = mindspore.jit(self._eager)
+        self._loss_and_gradients = self._compiled
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         loss, gradients = self._loss_and_gradients(*(_tensor(x) for x in batch))
