@@ -179,7 +179,7 @@ def run(*words: object) -> Result:
         (["all_reduce", "-o", "median"], "-o median is none of sum, prod"),
         (["all_reduce", "-d", "float33"], "'float33' is no dtype"),
         (["all_reduce", "-b", "8", "-e", "x"], "'x' is no size"),
-        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, openmpi, mpich"),
+        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, torch-gloo-4, openmpi"),
         (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "it takes 5 or more"),
         (["buckets", "--vs", "torch-gloo"], "leave --vs away"),
         (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
@@ -349,7 +349,7 @@ def installed(peer: str) -> list[str]:
     peer = peer.removesuffix(peers.SINGLE)
     if peer in ("private", "memory"):
         return []
-    if peer in peers.GLOO_CONNECTIONS:
+    if peer in peers.GLOO_INTERFACES:
         if find_spec("torch") is None:
             pytest.skip("no torch in this environment")
         return []
@@ -381,8 +381,8 @@ def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_pa
     about = document["environment"]["contenders"][peer]
     if peer.removesuffix(peers.SINGLE) in peers.FLAVOURS:
         assert about.endswith("MPI_THREAD_SINGLE" if peer.endswith(peers.SINGLE) else "MPI_THREAD_MULTIPLE")
-    if peer in peers.GLOO_CONNECTIONS:
-        assert about.endswith(",".join(["lo"] * peers.GLOO_CONNECTIONS[peer]))
+    if peer in peers.GLOO_INTERFACES:
+        assert about.endswith(",".join(["lo"] * peers.GLOO_INTERFACES[peer]))
 
 
 @pytest.mark.parametrize("settings", ["torch-gloo,torch-gloo-4", "openmpi,openmpi-single"])
