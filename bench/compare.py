@@ -1,13 +1,15 @@
-"""mscomm beside Open MPI, MPICH and gloo in one run, each in its best setting, and beside what the memory allows.
+"""mscomm beside Open MPI, MPICH and gloo, each in the better of two settings, and beside NumPy on the same memory.
 
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
 
-Runs `mscomm bench` for each collective and number of ranks, which measures all contenders in turn, in five rounds, and
-checks every result; keeps all samples in the folder; and prints a table in Markdown: the times, how many times as fast
-mscomm is as the better setting of the better MPI and of gloo, with arrays of mscomm.empty ("arena") and ordinary ones
-("foreign"), with 95 % intervals, and what share of the memory's limit it reaches. Cells that mscomm loses are in bold,
-those that miss a goal are listed. Pictures of ratios and shares over size: ratio.svg and share.svg in the folder.
+For each collective and number of ranks `mscomm bench` runs twice, for 8 bytes and for 4 KiB to 64 MiB. In each of these
+jobs all contenders take turns, in rounds, and every result is checked; the jobs run one after the other. Keeps all
+samples in the folder, and prints tables in Markdown: the times, how many times as fast mscomm is as the better setting
+of the better MPI and of gloo, with arrays of mscomm.empty ("arena") and ordinary ones ("foreign"), and from 64 KiB how
+long NumPy takes to read and write what the collective has to ("memory"), as a share of mscomm's time. A time is the
+median over rounds of their medians, a ratio that of two times, its interval a paired bootstrap over rounds. Ratios
+below 1 are in bold. Then the goals, and the cells that miss them. Pictures: ratio.svg and share.svg in the folder.
 """
 
 from __future__ import annotations
@@ -16,17 +18,26 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import numpy as np
+from ratio import Ratio, interval, ratio
+
+from mscomm.bench import plot
+from mscomm.bench.peers import PEERS, SINGLE, Missing
+from mscomm.bench.plan import ROUNDS_WITH_PEERS
+from mscomm.bench.table import COLLECTIVES as ROWS
+from mscomm.bench.table import Case
 
 MPI = ("openmpi", "openmpi-single", "mpich", "mpich-single")
 GLOO = ("torch-gloo", "torch-gloo-4")
 MEMORIES = {"arena": "mscomm", "foreign": "private"}
-LIMIT = "memory"
+MEMORY = "memory"
+MEMORY_FROM = 64 << 10  # bytes: below, a call's fixed costs are what counts
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 SIZES = (8, *(4 << 10 << shift for shift in range(0, 15, 2)))  # 8 B, then 4 KiB to 64 MiB
 
@@ -61,12 +72,6 @@ GOALS = (
 )
 
 
-class Ratio(NamedTuple):
-    value: float
-    low: float  # of the 95 % interval
-    high: float
-
-
 class Cell:
     """All contenders' times for one size."""
 
@@ -75,35 +80,60 @@ class Cell:
         self._rounds = {}
         for name, modes in row["results"].items():
             (mode,) = modes.values()
-            self._rounds[name] = [np.asarray(one) for one in mode["rounds_us"]]
+            self._rounds[name] = [float(np.median(one)) for one in mode["rounds_us"]]
+
+    @property
+    def rounds(self) -> int:
+        return min(map(len, self._rounds.values()))
+
+    def has(self, name: str) -> bool:
+        return name in self._rounds
 
     def us(self, name: str) -> float:
-        return float(np.median(np.concatenate(self._rounds[name])))
+        return float(np.median(self._rounds[name]))
 
     def best(self, names: Iterable[str]) -> str | None:
         """The fastest of those that were measured."""
-        there = [name for name in names if name in self._rounds]
-        return min(there, key=self.us, default=None)
+        return min(filter(self.has, names), key=self.us, default=None)
 
     def ratio(self, theirs: str, ours: str) -> Ratio:
-        """Their time over ours; the interval is a bootstrap over the rounds, which both took in turn."""
-        rounds = np.array([[np.median(one) for one in self._rounds[name]] for name in (theirs, ours)])
-        draw = np.random.default_rng(0).integers(0, rounds.shape[1], (2000, rounds.shape[1]))
-        medians = np.median(rounds[:, draw], axis=2)
-        low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
-        return Ratio(self.us(theirs) / self.us(ours), float(low), float(high))
+        """Their time over ours."""
+        return ratio(self._rounds[theirs], self._rounds[ours])
+
+    def share(self, ours: str) -> float | None:
+        """NumPy's time for the same memory over ours."""
+        return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 
 class Series:
     """One collective on so many ranks."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self.collective: str = document["plan"]["collective"]
-        self.ranks: int = document["environment"]["ranks"]
-        self.environment: dict[str, Any] = document["environment"]
+    def __init__(self, path: Path) -> None:
+        document = json.loads(path.read_text())
+        plan, self.environment = document.get("plan", {}), document.get("environment", {})
+        if plan.get("collective") not in COLLECTIVES or not plan["shared"] or MEMORIES["foreign"] not in plan["peers"]:
+            raise click.ClickException(f"{path}: not written by compare.py; move it to another folder")
+        self.path = path
+        self.collective: str = plan["collective"]
+        self.ranks: int = self.environment["ranks"]
         self.cells = [Cell(row) for row in document["rows"]]
-        found = [cell for row in document["rows"] for modes in row["results"].values() for cell in modes.values()]
-        self.wrong: int = sum(cell["wrong"] or 0 for cell in found)
+        self.wrong: dict[str, int] = {}  # by contender, where there are any
+        self.checked = True
+        for row in document["rows"]:
+            for name, modes in row["results"].items():
+                for cell in modes.values():
+                    self.checked &= cell["wrong"] is not None
+                    if cell["wrong"]:
+                        self.wrong[name] = self.wrong.get(name, 0) + cell["wrong"]
+
+    def __str__(self) -> str:
+        return f"{self.collective}, {self.ranks} ranks"
+
+    def setting(self) -> dict[str, Any]:
+        """What all series of a report must have in common."""
+        facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
+        about = self.environment["contenders"]
+        return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
 
     def ratios(self, peers: tuple[str, ...], memory: str) -> list[tuple[Cell, str, Ratio]]:
         """For each size the best of the peers, and its time over mscomm's in that memory."""
@@ -113,6 +143,23 @@ class Series:
             if best is not None:
                 found.append((cell, best, cell.ratio(best, MEMORIES[memory])))
         return found
+
+
+def read_all(folder: Path) -> list[Series]:
+    """The folder's series in order; ClickException if they are not of one setting."""
+    found = [Series(path) for path in sorted(folder.glob("*-*.json"))]
+    if not found:
+        raise click.ClickException(f"{folder} has no measurements")
+    seen: dict[str, tuple[Any, Path]] = {}
+    for series in found:
+        for what, value in {**series.setting(), str(series): series.path}.items():
+            first, path = seen.setdefault(what, (value, series.path))
+            if first != value:
+                raise click.ClickException(
+                    f"{what} is {value!r} in {series.path} and {first!r} in {path}: keep what was not measured alike in"
+                    " folders of its own"
+                )
+    return sorted(found, key=lambda one: (COLLECTIVES.index(one.collective), one.ranks))
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -130,15 +177,33 @@ def size_text(size: int) -> str:
 
 
 def report(all_series: list[Series]) -> Iterator[str]:
-    environment = all_series[0].environment
-    yield f"{environment['cpus']} CPUs ({environment['cpu']}), Linux {environment['kernel']}, {environment['began']}"
-    for name, about in environment["contenders"].items():
-        yield f"* {name}: {about}"
-    wrong = sum(series.wrong for series in all_series)
-    yield f"* wrong elements in all results: {wrong}"
+    setting: dict[str, Any] = {}
     for series in all_series:
-        yield from ("", f"### {series.collective}, {series.ranks} ranks", "", *times(series))
+        setting.update(series.setting())
+    yield f"{setting['cpus']} CPUs ({setting['cpu']}), Linux {setting['kernel']}, Python {setting['python']},"
+    yield f"NumPy {setting['numpy']}, mscomm {setting['mscomm']}"
+    for name in (*MPI, *GLOO):
+        if name in setting:
+            yield f"* {name}: {setting[name]}"
+    rounds = min(cell.rounds for series in all_series for cell in series.cells)
+    yield f"* in brackets: {interval(rounds)}, by a bootstrap over {rounds} rounds"
+    yield from (f"* {line}" for line in correctness(all_series))
+    for series in all_series:
+        yield from ("", f"### {series}", "", *about(series), "", *times(series))
     yield from ("", "### Goals", "", *goals(all_series))
+
+
+def correctness(all_series: list[Series]) -> Iterator[str]:
+    wrong = [f"{series}: {count} of {name}" for series in all_series for name, count in series.wrong.items()]
+    yield f"wrong elements: {'; '.join(wrong) or 'none'}"
+    if unchecked := [str(series) for series in all_series if not series.checked]:
+        yield f"not checked: {'; '.join(unchecked)}"
+
+
+def about(series: Series) -> Iterator[str]:
+    words = series.environment["contenders"]
+    yield f"Began {series.environment['began']}."
+    yield from (f"{name}: {words[name]}." for name in (*MEMORIES.values(), MEMORY) if name in words)
 
 
 def times(series: Series) -> Iterator[str]:
@@ -152,52 +217,71 @@ def times(series: Series) -> Iterator[str]:
         "MPI/foreign",
         "gloo/arena",
         "gloo/foreign",
+        "memory/arena",
     )
-    yield f"| {' | '.join(columns)} | share of the limit |"
-    yield "|" + "---|" * (len(columns) + 1)
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
     for cell in series.cells:
         mpi, gloo = cell.best(MPI), cell.best(GLOO)
         line = [size_text(cell.size), *(f"{cell.us(name):.1f}" for name in MEMORIES.values())]
         line += [f"{cell.us(best):.1f} {best}" if best else "-" for best in (mpi, gloo)]
         for best in (mpi, gloo):
             line += [_ratio_text(cell.ratio(best, ours)) if best else "-" for ours in MEMORIES.values()]
-        line.append(f"{cell.us(LIMIT) / cell.us('mscomm'):.0%}" if cell.best([LIMIT]) else "-")
+        share = cell.share(MEMORIES["arena"])
+        line.append("-" if share is None else f"{share:.0%}")
         yield f"| {' | '.join(line)} |"
 
 
-def _ratio_text(ratio: Ratio) -> str:
-    text = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"**{text}**" if ratio.value < 1 else text
+def _ratio_text(one: Ratio) -> str:
+    text = f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+    return f"**{text}**" if one.value < 1 else text
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """One line a goal, and below it the cells that miss it."""
+    """One line a goal, collective and number of ranks, below it the cells that miss it; and what was not measured."""
     for goal in GOALS:
-        for ranks in goal.ranks:
-            for collective in goal.collectives:
-                chosen = [one for one in all_series if (one.collective, one.ranks) == (collective, ranks)]
-                cells = [
-                    found
-                    for series in chosen
-                    for found in series.ratios(goal.peers, goal.memory)
-                    if goal.smallest <= found[0].size <= goal.largest
-                ]
-                if cells:
-                    yield from _goal(goal, collective, ranks, cells)
+        who = "MPI" if goal.peers is MPI else "gloo"
+        lacking = []
+        for what in ((collective, ranks) for ranks in goal.ranks for collective in goal.collectives):
+            chosen = (series for series in all_series if (series.collective, series.ranks) == what)
+            found = (one for series in chosen for one in series.ratios(goal.peers, goal.memory))
+            if cells := [one for one in found if goal.smallest <= one[0].size <= goal.largest]:
+                yield from _goal(goal, *what, who, cells)
+            else:
+                lacking.append("{}, {} ranks".format(*what))
+        if lacking:
+            yield f"* not measured: {goal.memory}, {who}: {'; '.join(lacking)}"
 
 
-def _goal(goal: Goal, collective: str, ranks: int, cells: list[tuple[Cell, str, Ratio]]) -> Iterator[str]:
-    mean = geometric_mean(ratio.value for *_, ratio in cells)
-    missed = [(cell, best, ratio) for cell, best, ratio in cells if ratio.value < goal.each]
-    who = "MPI" if goal.peers is MPI else "gloo"
+def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[Cell, str, Ratio]]) -> Iterator[str]:
+    gaps = _gaps(goal, collective, ranks, [cell for cell, *_ in cells])
+    mean = geometric_mean(one.value for *_, one in cells)
+    missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
+    unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
+    if missed:  # whatever else would have been measured
+        verdict = "MISSED"
+    elif gaps:
+        verdict = "not measured"
+    else:
+        verdict = "met" if mean >= goal.mean else "MISSED"
     sizes = " to ".join(dict.fromkeys(size_text(cell.size) for cell in (cells[0][0], cells[-1][0])))
-    verdict = "met" if mean >= goal.mean and not missed else "MISSED"
     yield (
         f"* {verdict}: {collective}, {ranks} ranks, {goal.memory}, {sizes}: {who} takes {mean:.2f} times as long"
-        f" (goal {goal.mean:g}); smallest {min(ratio.value for *_, ratio in cells):.2f} (goal {goal.each:g})"
+        f" (goal {goal.mean:g}); smallest {min(one.value for *_, one in cells):.2f} (goal {goal.each:g})"
+        + (f"; {unsure} cells within noise" if unsure else "")
+        + (f"; missing: {', '.join(gaps)}" if gaps else "")
     )
-    for cell, best, ratio in missed:
-        yield f"  * {size_text(cell.size)}: {best} {_ratio_text(ratio)}"
+    for cell, best, one in missed:
+        yield f"  * {size_text(cell.size)}: {best} {_ratio_text(one)}"
+
+
+def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
+    """The sizes of the goal that have no cell, and the peers that some cell lacks."""
+    case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
+    wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
+    there = {cell.size for cell in cells}
+    lacking = [peer for peer in goal.peers if not all(cell.has(peer) for cell in cells)]
+    return [*(size_text(size) for size in wanted if size not in there), *lacking]
 
 
 # -- pictures
@@ -226,20 +310,21 @@ def draw(all_series: list[Series], folder: Path) -> None:
         handles: dict[str, Any] = {}
         for series in all_series:
             ax = axes[rows.index(series.collective), columns.index(series.ranks)]
-            sizes = [cell.size for cell in series.cells]
             if picture == "ratio":
                 for (memory, peers), (label, colour, marker) in lines.items():
                     found = series.ratios(peers, memory)
-                    ys = [ratio.value for *_, ratio in found]
+                    ys = [one.value for *_, one in found]
                     xs = [cell.size for cell, *_ in found]
                     (handles[label],) = ax.plot(xs, ys, label=label, color=colour, marker=marker, markersize=3.2)
                 ax.axhline(1, color="#666666", linewidth=0.8)
                 ax.set_yscale("log")
-            elif all(cell.best([LIMIT]) for cell in series.cells):
+            else:
                 for memory, name in MEMORIES.items():
                     _, colour, marker = lines[(memory, MPI)]
-                    ys = [cell.us(LIMIT) / cell.us(name) for cell in series.cells]
-                    (handles[memory],) = ax.plot(sizes, ys, label=memory, color=colour, marker=marker, markersize=3.2)
+                    shares = [(cell.size, cell.share(name)) for cell in series.cells]
+                    xs = [size for size, share in shares if share is not None]
+                    ys = [share for _, share in shares if share is not None]
+                    (handles[memory],) = ax.plot(xs, ys, label=memory, color=colour, marker=marker, markersize=3.2)
                 ax.axhline(1, color="#666666", linewidth=0.8)
             ax.set_xscale("log", base=2)
             ax.set_title(f"{series.collective}, {series.ranks} ranks", fontsize=9.5, loc="left")
@@ -247,7 +332,7 @@ def draw(all_series: list[Series], folder: Path) -> None:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
         figure.supxlabel("size of the message in bytes", fontsize=9)
         figure.supylabel(
-            "their time over mscomm's" if picture == "ratio" else "share of the memory's limit", fontsize=9
+            "their time over mscomm's" if picture == "ratio" else "memory's time over mscomm's", fontsize=9
         )
         with matplotlib.rc_context({"svg.hashsalt": "mscomm"}):
             figure.savefig(folder / f"{picture}.svg", metadata={"Date": None})
@@ -264,46 +349,95 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
         raise click.BadParameter(f"{value!r} is no list of numbers, as 2,4,8") from None
 
 
+def _words_of(known: tuple[str, ...]) -> Any:
+    def words(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
+        found = value.split(",")
+        if strangers := [word for word in found if word not in known]:
+            raise click.BadParameter(f"{strangers[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return words
+
+
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("-n", "ranks", default="2,4,8", callback=_numbers, help="Numbers of ranks.  [2,4,8]")
-@click.option("--collectives", default=",".join(COLLECTIVES), help="Which.  [all five]")
-@click.option("--vs", default=",".join((*MPI, *GLOO)), help="The peers.  [all]")
-@click.option("--iters", type=int, help="Timed calls of a size in a round.  [200 up to 64K, then 20]")
+@click.option(
+    "--collectives", default=",".join(COLLECTIVES), callback=_words_of(COLLECTIVES), help="Which.  [all five]"
+)
+@click.option("--vs", default=",".join((*MPI, *GLOO)), callback=_words_of((*MPI, *GLOO)), help="The peers.  [all]")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls of a size in a round.  [200 up to 64K, then 20]")
+@click.option(
+    "--rounds", type=click.IntRange(ROUNDS_WITH_PEERS), default=11, show_default=True, help="How many rounds."
+)
 @click.option("--openmpi-prefix", type=click.Path(exists=True, path_type=Path))
 @click.option("--mpich-prefix", type=click.Path(exists=True, path_type=Path))
 @click.option("--read", is_flag=True, help="Measure nothing: report on what the folder has.")
-def main(folder: Path, ranks: list[int], collectives: str, vs: str, iters: int | None, read: bool, **mpi: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    prefixes = [word for name, path in mpi.items() if path for word in (f"--{name.replace('_', '-')}", str(path))]
+def main(
+    folder: Path,
+    ranks: list[int],
+    collectives: list[str],
+    vs: list[str],
+    iters: int | None,
+    rounds: int,
+    openmpi_prefix: Path | None,
+    mpich_prefix: Path | None,
+    read: bool,
+) -> None:
+    if plot.missing():
+        raise click.ClickException(plot.MISSING)
+    failed: list[str] = []
     if not read:
-        contenders = ",".join([MEMORIES["foreign"], LIMIT, *vs.split(",")])
-        for collective in collectives.split(","):
+        prefixes = {name: path for name, path in (("openmpi", openmpi_prefix), ("mpich", mpich_prefix)) if path}
+        _check_peers(vs, prefixes)
+        folder.mkdir(parents=True, exist_ok=True)
+        common = ["--shared", "--vs", ",".join([MEMORIES["foreign"], MEMORY, *vs]), "--rounds", str(rounds)]
+        common += ["--iters", str(iters)] if iters else []
+        common += [word for name, path in prefixes.items() for word in (f"--{name}-prefix", str(path))]
+        for collective in collectives:
             for n in ranks:
-                words = [collective, "-n", str(n), "--shared", "--vs", contenders, *prefixes]
-                words += ["--iters", str(iters)] if iters else []
-                _measure(words, folder / f"{collective}-{n}")
-    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))]
-    all_series = sorted(map(Series, documents), key=lambda one: (COLLECTIVES.index(one.collective), one.ranks))
-    if not all_series:
-        raise click.ClickException(f"{folder} has no measurements")
+                failed += _measure([collective, "-n", str(n), *common], folder / f"{collective}-{n}.json")
+    all_series = read_all(folder)
     text = "\n".join(report(all_series))
     (folder / "report.md").write_text(text + "\n")
     click.echo(text)
     draw(all_series, folder)
+    if failed:
+        raise click.ClickException("failed, and has no figures here:\n" + "\n".join(failed))
+    if any(series.wrong for series in all_series):
+        raise click.ClickException("some results are wrong: see the head of the report")
 
 
-def _measure(words: list[str], into: Path) -> None:
-    """Two runs of `mscomm bench`: 8 bytes, and 4 KiB to 64 MiB; one file with the rows of both."""
-    documents = []
-    for part, (smallest, largest) in enumerate(((SIZES[0], SIZES[0]), (SIZES[1], SIZES[-1]))):
-        file = into.with_name(f".{into.name}.{part}")
-        command = [sys.executable, "-m", "mscomm", "bench", *words, "-b", str(smallest), "-e", str(largest), "-f", "4"]
-        subprocess.run([*command, "--json", str(file)], check=True, stdout=sys.stderr)
-        documents.append(json.loads(file.read_text()))
-        file.unlink()
-    whole = {**documents[1], "rows": documents[0]["rows"] + documents[1]["rows"]}
-    into.with_suffix(".json").write_text(json.dumps(whole))
+def _check_peers(names: list[str], prefixes: dict[str, Path]) -> None:
+    for name in names:
+        try:
+            PEERS[name].check(prefixes.get(name.removesuffix(SINGLE)))
+        except Missing as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _measure(words: list[str], into: Path) -> list[str]:
+    """Two runs of `mscomm bench`: 8 bytes, and 4 KiB to 64 MiB; one file with the rows of both. Those that failed.
+
+    A run whose results are wrong ends with 1, too, and has its file.
+    """
+    into.unlink(missing_ok=True)  # of an earlier run
+    documents, failed = [], []
+    with tempfile.TemporaryDirectory(prefix="mscomm-compare-") as scratch:
+        for smallest, largest in ((SIZES[0], SIZES[0]), (SIZES[1], SIZES[-1])):
+            file = Path(scratch, f"{smallest}.json")
+            command = [sys.executable, "-m", "mscomm", "bench", *words, "-b", str(smallest), "-e", str(largest)]
+            status = subprocess.run(
+                [*command, "-f", "4", "--json", str(file)], check=False, stdout=sys.stderr
+            ).returncode
+            if file.exists():
+                documents.append(json.loads(file.read_text()))
+            else:
+                failed.append(f"{' '.join(command[2:])}: status {status}")
+    if documents:
+        whole = {**documents[-1], "rows": [row for document in documents for row in document["rows"]]}
+        into.write_text(json.dumps(whole))
+    return failed
 
 
 if __name__ == "__main__":

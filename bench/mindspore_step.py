@@ -9,7 +9,7 @@ costs, is told apart by MindSpore's steps that exchange nothing: of n processes 
 All processes of all kinds are started once; in every round each kind takes a few steps while the others wait. The
 network, its first weights, the batches and the threads are the same everywhere, each step ends with the loss as a
 number, and after the warm-up all kinds that exchange must have the same weights. Times are medians over rounds, of the
-slowest process; the interval of a ratio is a bootstrap over rounds.
+slowest process; the interval of a ratio is a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import click
-from train import ratio
+from ratio import interval, ratio
 
 STEPS = 8  # of a kind, in a row
 WARM_UP = 5
@@ -234,16 +234,15 @@ def check_weights(jobs: dict[Kind, Job]) -> None:
     """What exchanges must have trained the same model: every rank the same bits, every kind up to rounding."""
     import numpy as np
 
-    reference = next((job for kind, job in jobs.items() if kind == THEIRS), None)
-    for kind, job in jobs.items():
-        if kind.carrier == NOBODY:
-            continue
+    exchanging = {kind: job for kind, job in jobs.items() if kind.carrier != NOBODY}
+    first = next(iter(exchanging))
+    for kind, job in exchanging.items():
         for rank, theirs in enumerate(job.weights):
             if any((x != y).any() for x, y in zip(theirs, job.weights[0], strict=True)):
                 raise click.ClickException(f"{kind}: the weights of rank {rank} are not those of rank 0")
-        for x, y in zip(job.weights[0], (reference or job).weights[0], strict=True):
+        for x, y in zip(job.weights[0], exchanging[first].weights[0], strict=True):
             if not np.allclose(x, y, rtol=1e-3, atol=1e-5):
-                raise click.ClickException(f"{kind}: other weights than {THEIRS}, by up to {np.abs(x - y).max()}")
+                raise click.ClickException(f"{kind}: other weights than {first}, by up to {np.abs(x - y).max()}")
 
 
 def report(times: dict[Kind, Any], about: str) -> None:
@@ -259,7 +258,8 @@ def report(times: dict[Kind, Any], about: str) -> None:
     for ours in (Kind(mode, MSCOMM) for mode in MODES):
         if ours in times and THEIRS in times:
             middle, low, high = ratio(times[THEIRS], times[ours])
-            print(f"{ours}: {middle:.2f} times as fast as {THEIRS} (95 %: {low:.2f} to {high:.2f})")
+            print(f"{ours}: {middle:.2f} times as fast as {THEIRS}", end=" ")
+            print(f"({interval(len(times[ours]))}: {low:.2f} to {high:.2f})")
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})

@@ -4,7 +4,7 @@
 
 Every rank has each network once for each of the two, and in every round takes a few steps by each, with gradients
 exchanged and without (no_sync). Exposed communication is the difference of these two: what the backward pass did not
-hide. Times are medians over rounds, of the slowest rank; the interval of the ratio is a bootstrap over rounds.
+hide. Times are medians over rounds, of the slowest rank; the interval of the ratio is a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from ratio import interval, ratio
 
 STEPS = 4  # of a kind, in a row
 
@@ -103,16 +105,6 @@ def be_a_rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def ratio(theirs: Any, ours: Any) -> tuple[float, float, float]:
-    """How many times as fast ours is, by medians over rounds, and the ends of the 95 % interval."""
-    import numpy as np
-
-    draw = np.random.default_rng(0).integers(0, len(ours), (2000, len(ours)))
-    ratios = np.median(theirs[draw], axis=1) / np.median(ours[draw], axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(np.median(theirs) / np.median(ours)), float(low), float(high)
-
-
 def report(name: str, size: int, times: dict[str, Any]) -> None:
     import numpy as np
 
@@ -120,7 +112,7 @@ def report(name: str, size: int, times: dict[str, Any]) -> None:
     exposed = {kind: ms[kind] - ms[f"{kind} alone"] for kind in ("mscomm", "gloo")}
     times_as_fast, low, high = ratio(times["gloo"], times["mscomm"])
     print(f"{name}, {size} ranks: a step by mscomm {ms['mscomm']:.2f} ms, by gloo {ms['gloo']:.2f} ms:", end=" ")
-    print(f"{times_as_fast:.2f} times as fast (95 %: {low:.2f} to {high:.2f})")
+    print(f"{times_as_fast:.2f} times as fast ({interval(len(times['gloo']))}: {low:.2f} to {high:.2f})")
     print(f"  exposed communication: mscomm {exposed['mscomm']:.2f} ms, gloo {exposed['gloo']:.2f} ms", end="")
     print(f" ({exposed['gloo'] / ms['gloo']:.0%} of its step): {exposed['mscomm'] / exposed['gloo']:.2f} of gloo's")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,7 @@ def run(*words: object) -> Result:
         (["all_reduce", "-o", "median"], "-o median is none of sum, prod"),
         (["all_reduce", "-d", "float33"], "'float33' is no dtype"),
         (["all_reduce", "-b", "8", "-e", "x"], "'x' is no size"),
-        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, openmpi, mpich"),
+        (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, torch-gloo-4, openmpi"),
         (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "it takes 5 or more"),
         (["buckets", "--vs", "torch-gloo"], "leave --vs away"),
         (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
@@ -314,7 +315,17 @@ def test_buckets_compares_fused_with_each() -> None:
         assert 0 <= float(hidden.rstrip("%")) <= 100
         assert float(communication) > 0
     best = min(sizes, key=lambda row: float(row[4]))[0]
-    assert f"# Shortest step        : bucket_mb={best}\n" in done.stdout
+    assert re.search(rf"^# Shortest step        : bucket_mb={best}(; no slower .*)?$", done.stdout, re.M)
+
+
+def test_sizes_of_buckets_that_are_as_good_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def row(megabytes: float, step: float) -> dict[str, Any]:
+        us = {"backward": 10.0, "communication": 10.0, "step": step}
+        return {"bucket_mb": megabytes, "buckets": 3, "us": us, "samples_us": {"step": [step - 1, step, step + 1] * 3}}
+
+    report.overlap([row(1, 15.0), row(4, 14.0), row(8, 14.5), row(16, 15.5)])
+    best = "bucket_mb=4; no slower than its upper quartile: 1, 8\n"
+    assert capsys.readouterr().out.endswith(f"# Shortest step        : {best}")
 
 
 @pytest.fixture
@@ -349,7 +360,7 @@ def installed(peer: str) -> list[str]:
     peer = peer.removesuffix(peers.SINGLE)
     if peer in ("private", "memory"):
         return []
-    if peer in peers.GLOO_CONNECTIONS:
+    if peer in peers.GLOO_INTERFACES:
         if find_spec("torch") is None:
             pytest.skip("no torch in this environment")
         return []
@@ -361,6 +372,46 @@ def installed(peer: str) -> list[str]:
     except peers.Missing as error:
         pytest.skip(str(error))
     return mpich_prefix() if peer == "mpich" else []
+
+
+@each_moving
+@pytest.mark.parametrize("n", [2, 5])
+def test_memory_reads_each_x_once_and_writes_each_out_once(row: table.Collective, n: int) -> None:
+    """In parts of 1/n of the message, over all ranks."""
+    x = n if row.x_in_parts or not row.out_in_parts else 1
+    out = n if row.out_in_parts or not row.x_in_parts else 1
+    givers = 1 if row.rooted and not row.out_at_root else n
+    getters = 1 if row.out_at_root else n - 1 if row.name == "broadcast" else n
+    reads, writes = peers._MOVES[row.name](n)
+    assert (n * reads, n * writes) == (x * givers, out * getters)
+
+
+MEMORY_OF_EVERY_ROW = """
+import numpy as np
+import mscomm
+from mscomm.bench.peers import PEERS
+from mscomm.bench.table import COLLECTIVES, Case
+
+mscomm.init()
+rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
+for row in COLLECTIVES.values():
+    for dtype in ("float32", "int8", "bool"):
+        memory = PEERS["memory"].start(Case(row, np.dtype(dtype), "sum", 0, ranks, rank), None)
+        for count in (0, 1, 1 << 20):
+            cell = memory.cell(count, row.in_place)
+            assert len(cell.measure(1, 2)) == 2
+            assert cell.wrong() == 0
+            cell.close()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_memory_has_a_call_for_every_row(ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "memory.py"
+    script.write_text(MEMORY_OF_EVERY_ROW)
+    command = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
+    assert done.returncode == 0, done.stderr
 
 
 each_peer = pytest.mark.parametrize("peer", ["torch-gloo", *peers.FLAVOURS])
@@ -381,8 +432,8 @@ def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_pa
     about = document["environment"]["contenders"][peer]
     if peer.removesuffix(peers.SINGLE) in peers.FLAVOURS:
         assert about.endswith("MPI_THREAD_SINGLE" if peer.endswith(peers.SINGLE) else "MPI_THREAD_MULTIPLE")
-    if peer in peers.GLOO_CONNECTIONS:
-        assert about.endswith(",".join(["lo"] * peers.GLOO_CONNECTIONS[peer]))
+    if peer in peers.GLOO_INTERFACES:
+        assert about.endswith(",".join(["lo"] * peers.GLOO_INTERFACES[peer]))
 
 
 @pytest.mark.parametrize("settings", ["torch-gloo,torch-gloo-4", "openmpi,openmpi-single"])
@@ -503,7 +554,17 @@ def test_files_with_the_same_collective_and_ranks_share_a_panel() -> None:
     }
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib: pip install 'mscomm[plot]'")
+def test_every_contender_has_a_line() -> None:
+    for shared in (True, False):
+        times = dict.fromkeys(("mscomm", *peers.PEERS), 1.0)
+        ((_, panel),) = plot.panels_of([document("all_reduce", 2, shared, **times)]).items()
+        assert set(panel) <= set(plot._LINES)
+
+
+matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib: pip install 'mscomm[plot]'")
+
+
+@matplotlib
 def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.json").write_text(json.dumps(document("all_reduce", 2, False, mscomm=1.0)))
@@ -513,30 +574,217 @@ def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "b.json", "b.svg"]
 
 
-# -- bench/compare.py
+# -- bench/*.py
+
+BENCH = str(Path(__file__).parents[1] / "bench")
 
 
-def samples(us: float) -> dict[str, Any]:
-    return {"out_of_place": {"us": us, "wrong": 0, "rounds_us": [[us, us * 1.1, us * 0.9]] * 5}}
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder bench can be imported from."""
+    monkeypatch.syspath_prepend(BENCH)
 
 
-def test_compare_reports_goals_and_cells_that_miss_them(tmp_path: Path) -> None:
-    times = {"mscomm": 10.0, "private": 40.0, "memory": 8.0, "openmpi": 90.0, "mpich-single": 60.0, "torch-gloo": 500.0}
-    slow = {**times, "private": 80.0}
-    rows = [
-        {"size": size, "results": {name: samples(us) for name, us in row.items()}}
-        for size, row in ((4096, times), (16384, slow))
+with_scripts = pytest.mark.usefixtures("scripts")
+TIMES = {"mscomm": 10.0, "private": 40.0, "memory": 8.0, "openmpi": 90.0, "openmpi-single": 95.0, "mpich": 70.0}
+TIMES |= {"mpich-single": 60.0, "torch-gloo": 500.0, "torch-gloo-4": 510.0}
+
+
+def samples(us: float, spread: float = 0.0, wrong: int | None = 0) -> dict[str, Any]:
+    """Eleven rounds whose medians are spread around us."""
+    rounds = [us * (1 + spread * (turn - 5) / 5) for turn in (3, 7, 0, 9, 5, 1, 10, 4, 8, 2, 6)]
+    return {"in_place": {"us": us, "wrong": wrong, "rounds_us": [[one, one * 1.1, one * 0.9] for one in rounds]}}
+
+
+def measured(folder: Path, rows: dict[int, dict[str, Any]], collective: str = "all_reduce", **facts: Any) -> None:
+    """A file as compare.py keeps it, on two ranks."""
+    names = next(iter(rows.values()))
+    environment = {"ranks": 2, "cpus": 2, "cpu": "one", "kernel": "6", "began": "now"}
+    environment |= {"mscomm": "1", "python": "3", "numpy": "2", "contenders": {name: f"{name} 1" for name in names}}
+    document = {
+        "plan": {"collective": collective, "shared": True, "peers": list(names)[1:]},
+        "environment": environment | facts,
+        "rows": [{"size": size, "results": results} for size, results in rows.items()],
+    }
+    (folder / f"{collective}-2.json").write_text(json.dumps(document))
+
+
+def compared(folder: Path) -> str:
+    import compare
+
+    return "\n".join(compare.report(compare.read_all(folder))) + "\n"
+
+
+def all_sizes(**spreads: float) -> dict[int, dict[str, Any]]:
+    import compare
+
+    return {size: {name: samples(us, spreads.get(name, 0)) for name, us in TIMES.items()} for size in compare.SIZES}
+
+
+@with_scripts
+def test_compare_reports_times_goals_and_cells_that_miss_them(tmp_path: Path) -> None:
+    rows = all_sizes()
+    rows[16384]["private"] = samples(80.0)
+    measured(tmp_path, rows)
+    text = compared(tmp_path)
+    line = "10.0 | 40.0 | 60.0 mpich-single | 500.0 torch-gloo | 6.00 (6.00 to 6.00) | 1.50 (1.50 to 1.50) | 50.00"
+    assert f"| 4 KiB | {line}" in text and f"| 64 KiB | {line}" in text
+    assert re.search(r"^\| 4 KiB .* - \|$", text, re.M) and re.search(r"^\| 64 KiB .* 80% \|$", text, re.M)
+    arena = "met: all_reduce, 2 ranks, arena, 4 KiB to 64 MiB: MPI takes 6.00 times as long (goal 5); smallest 6.00"
+    assert f"* {arena} (goal 1.5)\n" in text
+    foreign = "MISSED: all_reduce, 2 ranks, foreign, 4 KiB to 64 MiB: MPI takes 1.38 times as long (goal 1.5);"
+    assert f"* {foreign} smallest 0.75 (goal 1)\n  * 16 KiB: mpich-single **0.75 (0.75 to 0.75)**\n" in text
+    assert "* not measured: arena, MPI: all_reduce, 4 ranks\n" in text
+    assert "* wrong elements: none\n" in text and "not checked" not in text
+    assert "* in brackets: 95 %, by a bootstrap over 11 rounds\n" in text
+
+
+@with_scripts
+def test_compare_calls_no_goal_met_of_which_something_is_missing(tmp_path: Path) -> None:
+    rows = all_sizes()
+    del rows[65536], rows[4096]["mpich"]
+    measured(tmp_path, rows)
+    text = compared(tmp_path)
+    assert re.search(r"\* not measured: all_reduce, 2 ranks, arena, .*; missing: 64 KiB, mpich$", text, re.M)
+    assert re.search(r"\* not measured: all_reduce, 2 ranks, arena, 8 B .* gloo .*; missing: 64 KiB$", text, re.M)
+
+
+@with_scripts
+def test_compare_says_which_cells_of_a_goal_are_within_noise(tmp_path: Path) -> None:
+    rows = all_sizes()
+    rows[4096]["mscomm"] = samples(39.0, spread=0.5)  # 60 / 39 is more than 1.5, the interval reaches below
+    measured(tmp_path, rows)
+    found = re.search(r"all_reduce, 2 ranks, arena, 4 KiB.*MPI.*smallest 1.54 \(goal 1.5\)(.*)", compared(tmp_path))
+    assert found and found[1] == "; 1 cells within noise"
+
+
+@with_scripts
+def test_a_ratio_is_that_of_the_medians_of_rounds_and_its_interval_holds_it() -> None:
+    from ratio import interval, ratio
+
+    ours = np.array([1.0, 1, 1, 1, 1, 9, 9, 9, 9, 9, 2])
+    found = ratio(ours * 3, ours)
+    assert found == (3.0, 3.0, 3.0)  # paired: what slows a round down slows both
+    found = ratio(np.full(11, 6.0), ours)
+    assert found.low < found.value == 3.0 < found.high
+    assert (interval(11), interval(5)) == ("95 %", "range")
+
+
+@with_scripts
+def test_compare_tells_wrong_and_unchecked_results(tmp_path: Path) -> None:
+    rows = all_sizes()
+    rows[8]["mpich"] = samples(1.0, wrong=3)
+    rows[4096]["mpich"] = samples(1.0, wrong=4)
+    measured(tmp_path, rows)
+    measured(tmp_path, {8: {"mscomm": samples(1.0, wrong=None), "private": samples(1.0)}}, "broadcast")
+    text = compared(tmp_path)
+    assert "* wrong elements: all_reduce, 2 ranks: 7 of mpich\n* not checked: broadcast, 2 ranks\n" in text
+
+
+@with_scripts
+@pytest.mark.parametrize(
+    "facts",
+    [{"cpu": "two"}, {"cpus": 4}, {"kernel": "7"}, {"mscomm": "2"}, {"contenders": {"mpich": "MPICH 5"}}],
+)
+def test_compare_makes_no_report_of_two_settings(facts: dict[str, Any], tmp_path: Path) -> None:
+    import click
+
+    measured(tmp_path, all_sizes())
+    measured(tmp_path, all_sizes(), "broadcast", **facts)
+    with pytest.raises(click.ClickException, match=r"is .* in .*broadcast-2.json and .* in .*all_reduce-2.json: keep"):
+        compared(tmp_path)
+
+
+@with_scripts
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--collectives", "all_reduce,reduce"], "'reduce' is none of all_reduce"),
+        (["--vs", "torch-gloo,gloo2"], "'gloo2' is none of openmpi"),
+        (["--rounds", "3"], "3 is not in the range x>=5"),
+    ],
+)
+def test_compare_checks_its_words_before_anything_is_measured(words: list[str], said: str, tmp_path: Path) -> None:
+    import compare
+
+    done = CliRunner().invoke(compare.main, [*words, str(tmp_path / "none")])
+    assert done.exit_code == 2 and said in done.output
+    assert not (tmp_path / "none").exists()
+
+
+@with_scripts
+def test_compare_checks_for_matplotlib_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import compare
+
+    monkeypatch.setattr(plot, "missing", lambda: True)
+    done = CliRunner().invoke(compare.main, [str(tmp_path)])
+    assert done.exit_code == 1 and plot.MISSING in done.output
+
+
+@with_scripts
+def test_compare_keeps_what_is_wrong_and_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run for 8 bytes ends with 1 and has a file, the other one leaves none."""
+    import compare
+
+    def bench(command: list[str], **options: Any) -> Any:
+        if command[command.index("-b") + 1] == "8":
+            Path(command[-1]).write_text(json.dumps({"rows": [8]}))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(compare.subprocess, "run", bench)
+    (failed,) = compare._measure(["all_reduce", "-n", "2"], tmp_path / "all_reduce-2.json")
+    assert re.fullmatch(r"mscomm bench all_reduce -n 2 -b 4096 .*: status 1", failed)
+    assert json.loads((tmp_path / "all_reduce-2.json").read_text()) == {"rows": [8]}
+
+
+@matplotlib
+def test_compare_measures_and_reports(tmp_path: Path) -> None:
+    installed("torch-gloo")
+    small = "import compare; compare.SIZES = (8, 4096, 65536); compare.main()"
+    words = ["-n", "2", "--collectives", "broadcast", "--vs", "torch-gloo", "--iters", "1", "--rounds", "5"]
+    done = subprocess.run(
+        [sys.executable, "-c", small, *words, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**clean_environment(), "PYTHONPATH": os.pathsep.join([BENCH, os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "### broadcast, 2 ranks\n\nBegan " in done.stdout
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines() if re.match(r"\| \d", line)] == [
+        "| 8 B",
+        "| 4 KiB",
+        "| 16 KiB",
+        "| 64 KiB",
     ]
-    environment = {"ranks": 2, "cpus": 2, "cpu": "one", "kernel": "6", "began": "now", "contenders": {}}
-    document = {"plan": {"collective": "all_reduce", "shared": True}, "environment": environment, "rows": rows}
-    (tmp_path / "all_reduce-2.json").write_text(json.dumps(document))
-    script = Path(__file__).parents[1] / "bench/compare.py"
-    done = subprocess.run([sys.executable, script, "--read", tmp_path], capture_output=True, text=True, timeout=120)
-    if find_spec("matplotlib") is None:
-        assert "No module named 'matplotlib'" in done.stderr
-    else:
-        assert done.returncode == 0 and (tmp_path / "ratio.svg").exists()
-    assert "| 4 KiB | 10.0 | 40.0 | 60.0 mpich-single | 500.0 torch-gloo | 6.00 (6.00 to 6.00) | 1.50" in done.stdout
-    assert "* met: all_reduce, 2 ranks, arena, 4 KiB to 16 KiB: MPI takes 6.00 times as long (goal 5)" in done.stdout
-    assert "foreign, 4 KiB to 16 KiB: MPI takes 1.06 times as long (goal 1.5); smallest 0.75 (goal 1)\n" in done.stdout
-    assert "\n  * 16 KiB: mpich-single **0.75 (0.75 to 0.75)**\n" in done.stdout
+    assert "* in brackets: range, by a bootstrap over 5 rounds\n" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "broadcast-2.json",
+        "ratio.svg",
+        "report.md",
+        "share.svg",
+    ]
+
+
+@with_scripts
+def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
+    """Without graph mode, too, other weights are found."""
+    import click
+    from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
+
+    def job(value: float) -> Any:
+        return SimpleNamespace(weights=[[np.full(3, value)]] * 2)
+
+    jobs = {
+        Kind("pynative", carrier): job(value) for carrier, value in ((NOBODY, 5.0), (MINDSPORE, 1.0), (MSCOMM, 1.0))
+    }
+    check_weights(jobs)
+    jobs[Kind("pynative", MSCOMM)] = job(2.0)
+    with pytest.raises(
+        click.ClickException, match="pynative, by mscomm: other weights than pynative, by MindSpore, by"
+    ):
+        check_weights(jobs)

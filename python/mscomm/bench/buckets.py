@@ -22,7 +22,7 @@ from mscomm.groups import resolve
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
-BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # the last one holds all of a ResNet-50
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # the last: a small first bucket, and all the rest
 _MATRIX = np.full((48, 48), 1 / 48, np.float32)  # small enough that BLAS computes it in the calling thread
 
 
@@ -128,6 +128,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
                 mscomm.barrier()
                 slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 3), "max")
                 row["samples_us"][way] += [float(ns) / 1e3 for ns in slowest]
+            del step, call  # which hold its buckets
     for row in rows:
         row["us"] = {way: statistics.median(samples) for way, samples in row["samples_us"].items()}
     return rows

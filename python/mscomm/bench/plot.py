@@ -23,8 +23,12 @@ _LINES = {
     "fused": ("mscomm, all_reduce_many", "#08519c", "o"),
     "each": ("mscomm, one all_reduce each", "#6baed6", "s"),
     "torch-gloo": ("gloo (torch.distributed)", "#d95f02", "^"),
+    "torch-gloo-4": ("gloo, its interface named four times", "#fdae6b", "^"),
     "openmpi": ("Open MPI", "#7a5195", "v"),
+    "openmpi-single": ("Open MPI, MPI_THREAD_SINGLE", "#c3a6d1", "v"),
     "mpich": ("MPICH", "#b8860b", "D"),
+    "mpich-single": ("MPICH, MPI_THREAD_SINGLE", "#e0c878", "D"),
+    "memory": ("memory (NumPy, no collective)", "#666666", "x"),
 }
 _GREY = "#666666"
 
@@ -43,10 +47,17 @@ def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
         panel = panels.setdefault((plan["collective"], document["environment"]["ranks"]), {})
         for row in document["rows"]:
             for name, modes in row["results"].items():
-                line = f"mscomm, {'shared' if plan['shared'] else 'private'}" if name == "mscomm" else name
+                line = _line_of(name, plan["shared"])
                 cell = modes.get("in_place") or modes["out_of_place"]
                 panel.setdefault(line, {})[row["size"]] = cell["us"]
     return panels
+
+
+def _line_of(name: str, shared: bool) -> str:
+    """The key in _LINES of a contender of a run with --shared, or without."""
+    if name == "private" or (name == "mscomm" and not shared):
+        return "mscomm, private"
+    return "mscomm, shared" if name == "mscomm" else name
 
 
 def _in_units(value: float, units: tuple[str, ...], step: int) -> str:

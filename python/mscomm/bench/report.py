@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import socket
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,7 +185,10 @@ def overlap(rows: list[dict[str, Any]]) -> None:
             f"{us['step']:>14.1f}{exposed:>14.1f}{hidden:>9.0%}"
         )
     best = min(rows, key=lambda row: float(row["us"]["step"]))
-    say(f"# Shortest step        : bucket_mb={best['bucket_mb']:g}")
+    upper = statistics.quantiles(best["samples_us"]["step"], n=4)[2]
+    alike = [f"{row['bucket_mb']:g}" for row in rows if row is not best and row["us"]["step"] <= upper]
+    noise = f"; no slower than its upper quartile: {', '.join(alike)}" if alike else ""
+    say(f"# Shortest step        : bucket_mb={best['bucket_mb']:g}{noise}")
 
 
 # -- at the end --------------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ all, whichever is more: for all_gather n times its array.
     mpirun -n 4 mscomm bench broadcast -r 3
 """
 
-_VS = """Measure these in turn with mscomm: torch-gloo, openmpi, mpich; torch-gloo-4 (four connections), openmpi-single,
-mpich-single (without threads); private (mscomm on ordinary arrays), memory (as many bytes, no collective)."""
+_VS = """Measure these in turn with mscomm: torch-gloo, openmpi, mpich; torch-gloo-4 (its interface named four times),
+openmpi-single, mpich-single (MPI_THREAD_SINGLE); private (mscomm on ordinary arrays), memory (NumPy, no collective,
+moves the bytes that the collective has to)."""
 
 
 @click.command("bench", help=_HELP)
