@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+import sessions
 from click.testing import CliRunner
 from hosts import Hosts
 from ranks import ranks
-from test_launchers import clean_environment
+from test_launchers import EXAMPLES, clean_environment
 
 from mscomm.bootstrap import rank_table
 from mscomm.cli import data as data_command
@@ -33,7 +33,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("PIL")
 pytest.importorskip("safetensors")
 
-FOLDER = Path(__file__).parent.parent / "examples/distributed_training"
+FOLDER = EXAMPLES / "distributed_training"
 # 40 images to train with and 16 to test: 3 steps of all of them on 2 ranks, 2 of the first 40.
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "1", "OMP_NUM_THREADS": "1"}
 KEPT = dict.fromkeys(TRAIN, 8) | {TEST: 16}
@@ -78,14 +78,7 @@ def variables(**more: str) -> dict[str, str]:
 def run(folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str) -> subprocess.CompletedProcess[str]:
     """bash WORDS from another working directory."""
     script, *arguments = words
-    return subprocess.run(
-        ["bash", folder / script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=folder.parent,
-        env=variables(**env),
-    )
+    return sessions.run(["bash", folder / script, *arguments], timeout_s, variables(**env), folder.parent)
 
 
 def losses(text: str) -> Losses:
@@ -146,14 +139,7 @@ def free_port() -> int:
 def test_eight_ranks_by_the_tutorials_line(folder: Path, few: Path, mpirun: str) -> None:
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"]
     line = [mpirun, *flags, "-n", "8", "pytest", "-s", "-v", "./resnet50_distributed_training_gpu.py"]
-    done = subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-        env=variables(DATA_PATH=str(few), BATCH_SIZE="3"),
-    )
+    done = sessions.run(line, TIMEOUT_S, variables(DATA_PATH=str(few), BATCH_SIZE="3"), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert places(of_each_rank(done.stdout, 8)) == steps(1, 2)
 
@@ -343,16 +329,53 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path) -> No
             time.sleep(0.1)
         script.terminate()
         assert script.wait(60) != 0
-        assert [process for process in psutil.process_iter() if session(process) == script.pid] == []
+        assert sessions.members(script.pid) == []
     finally:
-        for process in psutil.process_iter():
-            if session(process) == script.pid:
-                process.send_signal(signal.SIGKILL)
+        sessions.kill(script.pid)
         script.wait()
 
 
-def session(process: psutil.Process) -> int:
-    try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
-        return -1
+# In the place of Python: the first of the processes ends the script that is starting them, and needs a moment to end.
+ENDS_ITS_STARTER = """#!/bin/bash
+[ "$MS_ROLE" = MS_SCHED ] || [ "$RANK_ID" = 0 ] || exec sleep 600
+trap 'sleep 0.5; touch "$ENDED"; exit' TERM
+kill -s "$SIGNAL" $PPID
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "distributed_training/run.sh",
+        "distributed_training/run_gpu_cluster.sh",
+        "distributed_training_cpu/run.sh",
+        "distributed_training_quickstart/run.sh",
+    ],
+)
+def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
+    script: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """Of so many that it has not started all of them yet."""
+    examples = shutil.copytree(EXAMPLES, tmp_path / "examples", symlinks=True)
+    python, table, ended = (tmp_path / name for name in ("python", "table.json", "ended"))
+    python.write_text(ENDS_ITS_STARTER)
+    python.chmod(0o755)
+    table.touch()
+    env = {"PYTHON": str(python), "SIGNAL": number.name.removeprefix("SIG"), "ENDED": str(ended)}
+    with subprocess.Popen(
+        ["bash", examples / script, tmp_path, "50"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(MS_WORKER_NUM="50", RANK_TABLE_FILE=str(table), **env),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # background jobs of a shell ignore SIGINT
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=60)
+            assert process.returncode in (-number, 128 + number), said
+            assert sessions.members(process.pid) == [] and ended.exists()
+        finally:
+            sessions.kill(process.pid)

@@ -2,7 +2,10 @@
 
 PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null' INT TERM HUP
+
+# However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+trap 'exit 130' INT  # without a trap bash forgets a SIGINT if it waits for a command that ends well
 
 # data_path DATA_PATH: into the environment, so that it holds in every folder
 data_path() {
@@ -27,7 +30,6 @@ finish() {
     for pid in "${pids[@]}"; do
         wait "$pid" || status=$?
     done
-    wait  # a signal ends the wait above before its process has ended
     if [ $status -eq 0 ]; then
         echo "training success"
     else
