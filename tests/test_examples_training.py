@@ -61,13 +61,11 @@ def few(digits: Path) -> Path:
     return out
 
 
-def copy_of_the_folder(where: Path) -> Path:
-    return shutil.copytree(FOLDER, where, ignore=shutil.ignore_patterns("device*", "__pycache__"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return copy_of_the_folder(tmp_path / "distributed_training")
+    """A copy, for the logs and checkpoints."""
+    ignore = shutil.ignore_patterns("device*", "__pycache__")
+    return shutil.copytree(FOLDER, tmp_path / "distributed_training", ignore=ignore)
 
 
 def variables(**more: str) -> dict[str, str]:
@@ -161,16 +159,15 @@ def key(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, few: Path, tmp_path: Path) -> None:
-    """Each machine has a folder of its own."""
-    folders = [copy_of_the_folder(tmp_path / host.name) for host in two]
-    env = variables(MS_WORKER_NUM="2", MS_SCHED_HOST=two[0].address, MSCOMM_JOB_KEY_FILE=key)
-    started = [host.start(["bash", folders[i] / f"run_gpu_cluster_{i + 1}.sh", few], env) for i, host in enumerate(two)]
+def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, few: Path, folder: Path) -> None:
+    """They have one home, and the path of the key is relative."""
+    env = variables(MS_WORKER_NUM="2", MS_SCHED_HOST=two[0].address, MSCOMM_JOB_KEY_FILE=os.path.relpath(key))
+    started = [host.start(["bash", folder / f"run_gpu_cluster_{i + 1}.sh", few], env) for i, host in enumerate(two)]
     ends = [process.communicate(timeout=TIMEOUT_S) for process in started]
-    logs = [(folders[i] / f"device/worker_{i}.log").read_text() for i in range(2)]
+    logs = [(folder / f"device_{i + 1}/worker_{i}.log").read_text() for i in range(2)]
     assert [process.returncode for process in started] == [0, 0], f"{ends} {logs}"
     assert losses(logs[0]) == losses(logs[1]) and places(losses(logs[0])) == steps(1, 3)
-    assert "all 2 workers have left" in (folders[0] / "device/scheduler.log").read_text()
+    assert "all 2 workers have left" in (folder / "device_1/scheduler.log").read_text()
 
 
 @pytest.mark.long

@@ -16,14 +16,14 @@ export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
 
-rm -rf device
-mkdir device
-echo "start training: the logs are ./device/worker_*.log"
+rm -rf device_2
+mkdir device_2
+echo "start training: the logs are ./device_2/worker_*.log"
 
 # Launch the second half of the workers.
 export MS_ROLE=MS_WORKER
 for((i=MS_WORKER_NUM/2;i<MS_WORKER_NUM;i++));
 do
-    begin device/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+    begin device_2/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
 done
-finish "device/worker_*.log"
+finish "device_2/worker_*.log"
