@@ -1,6 +1,7 @@
 # The other scripts source this. It starts processes, waits for all of them, and leaves none behind.
 
 PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
+[ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")  # the scripts change folders
 pids=()
 
 # However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
@@ -16,6 +17,11 @@ data_path() {
     fi
     DATA_PATH=$(realpath "$1")
     export DATA_PATH
+}
+
+# need_key: several machines need one
+need_key() {
+    : "${MSCOMM_JOB_KEY_FILE:?"make a key once, (umask 077; head -c 32 /dev/urandom > job.key), and copy it to each machine"}"
 }
 
 # begin LOG COMMAND...: the command in the background, its output in LOG

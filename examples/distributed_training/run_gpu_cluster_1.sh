@@ -9,8 +9,8 @@ echo "For example: bash run_gpu_cluster_1.sh /path/dataset"
 echo "==========================================="
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
+need_key
 cd "$(dirname "$0")" || exit 1
-: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
