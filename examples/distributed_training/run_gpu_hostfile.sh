@@ -11,6 +11,7 @@ echo "==========================================================================
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
 need_key
+need_mpirun
 HOSTFILE=$(realpath "${2:?"the second argument is the hostfile, with lines like: DEVICE1 slots=8"}")
 cd "$(dirname "$0")" || exit 1
 
