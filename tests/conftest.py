@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import socket
+from pathlib import Path
+
 import pytest
 
 
@@ -11,3 +15,22 @@ def tmpdir_env(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path
+
+
+@pytest.fixture
+def port() -> int:
+    """A free port for a process that binds it seconds later, after its imports.
+
+    It is none of those that the kernel gives to whoever asks for any, as other tests do in the meantime.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    every = range(10000, 65536)
+    numbers = [number for number in every if not low <= number <= high] or every
+    for number in random.SystemRandom().sample(numbers, len(numbers)):
+        with socket.socket() as sock:
+            try:
+                sock.bind(("", number))
+            except OSError:
+                continue
+            return number
+    raise RuntimeError(f"none of {len(numbers)} ports is free; net.ipv4.ip_local_port_range is {low} to {high}")

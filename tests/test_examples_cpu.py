@@ -6,15 +6,14 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sessions
 from click.testing import CliRunner
 from test_launchers import EXAMPLES, clean_environment
 
@@ -46,22 +45,13 @@ def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        number = sock.getsockname()[1]
-    yield number
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the example, for the logs that its run.sh writes."""
     return shutil.copytree(FOLDER, tmp_path / "example", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
 
 
 def run(command: list[Any], timeout_s: float, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=clean_environment(**env))
+    return sessions.run(command, timeout_s, clean_environment(**env))
 
 
 def loss_lines(log: Path) -> list[str]:
@@ -168,11 +158,12 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_scheduler_and_eight_workers_learn_digits(two_digits: Path, folder: Path, port: int) -> None:
     """As the tutorial starts it, but for the images and their size."""
     env = {"MS_SCHED_PORT": str(port), "PYTHON": sys.executable}
     small = ["--image-size", "32", "--batch-size", "16", "--epochs", "5"]
-    done = run(["bash", folder / "run.sh", two_digits, *small], 900, **env)
+    done = run(["bash", folder / "run.sh", two_digits, *small], 800, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_learned([folder / f"worker_{i}.txt" for i in range(8)], 5 * 2)
 
@@ -190,8 +181,6 @@ def test_run_sh_fails_when_the_training_does(folder: Path, tmp_path: Path, port:
 
 @pytest.mark.parametrize("command", [[sys.executable, SCRIPT], ["bash", FOLDER / "run.sh"]], ids=["script", "run.sh"])
 def test_without_data_it_says_where_to_get_some(command: list[Any]) -> None:
-    env = clean_environment()
-    env.pop("DATA_PATH", None)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    done = run(command, 60)
     assert done.returncode == 2
     assert "mscomm data make --from digits --out digits" in done.stderr

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import sessions
+from test_launchers import EXAMPLES, clean_environment
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 3 * 23  # epochs, and batches of 32 in a rank's half of the 1,498 images
 
 Done = subprocess.CompletedProcess[str]
@@ -30,9 +31,7 @@ each_example = pytest.mark.parametrize(
 
 
 def run(*command: str | Path, **more: str) -> Done:
-    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_|DATA_PATH$"
-    env = {name: value for name, value in os.environ.items() if not re.match(theirs, name)} | more
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    return sessions.run(command, 240, clean_environment(**more))
 
 
 @pytest.fixture(scope="module")

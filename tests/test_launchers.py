@@ -28,8 +28,9 @@ ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Without what another launcher may have set for this process."""
-    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|WORLD_SIZE|MASTER_\w+|RANK_\w+)$"
+    """Without what another launcher may have set for this process, and the folder of the examples' data."""
+    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
+    theirs += "|DATA_PATH$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
@@ -109,15 +110,6 @@ def test_the_rows_under_mscomm_run_are_the_tutorials_to_the_byte(tmp_path: Path)
         assert "".join(line.removeprefix(f"[{rank}] ") for line in mine) == ROWS
         log = (tmp_path / f"worker_{rank}.log").read_text()
         assert log.replace("carried by cpu, started by mscomm run: 8 ranks on 1 host(s)\n", "") == ROWS
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        number = sock.getsockname()[1]
-    yield number
 
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -1,6 +1,7 @@
 """The training loop with gradient accumulation."""
 
 import itertools
+import sys
 
 import torch
 from cell_wrapper import TrainAccuStepsWithLossCell
@@ -30,4 +31,6 @@ class Model_ACCU:
                 if not micro_batches:
                     break
                 loss = self.train_step(micro_batches)
-                print(f"epoch: {epoch_num} step: {step}, loss is {loss}", flush=True)
+                # In one write: the ranks of mpirun share a pipe, and print() writes the end of the line by itself.
+                sys.stdout.write(f"epoch: {epoch_num} step: {step}, loss is {loss}\n")
+                sys.stdout.flush()

@@ -54,7 +54,10 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
 
 
 def test_load_checkpoint():
-    """The saved weights in a new network, and how many of the test images that one knows."""
+    """The saved weights in a new network, and how many of the test images that one knows.
+
+    Every rank gets equally many: of the 299 test images of the digits, two ranks count one twice.
+    """
     net = resnet50()
     param_dict = load_checkpoint(ckpt_path)
     assert load_param_into_net(net, param_dict) == ([], [])  # nothing is missing, nothing is left over

@@ -9,25 +9,25 @@ echo "For example: bash run_gpu_cluster_1.sh /path/dataset"
 echo "==========================================="
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
+need_key
 cd "$(dirname "$0")" || exit 1
-: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
 
-rm -rf device
-mkdir device
-echo "start training: the logs are ./device/scheduler.log and ./device/worker_*.log"
+rm -rf device_1
+mkdir device_1
+echo "start training: the logs are ./device_1/scheduler.log and ./device_1/worker_*.log"
 
 # Launch 1 scheduler.
 export MS_ROLE=MS_SCHED
-begin device/scheduler.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+begin device_1/scheduler.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
 
 # Launch the first half of the workers.
 export MS_ROLE=MS_WORKER
 for((i=0;i<MS_WORKER_NUM/2;i++));
 do
-    begin device/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+    begin device_1/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
 done
-finish "device/scheduler.log and device/worker_*.log"
+finish "device_1/scheduler.log and device_1/worker_*.log"

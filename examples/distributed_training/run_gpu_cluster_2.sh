@@ -9,21 +9,21 @@ echo "For example: bash run_gpu_cluster_2.sh /path/dataset"
 echo "==========================================="
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
+need_key
 cd "$(dirname "$0")" || exit 1
-: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
 
-rm -rf device
-mkdir device
-echo "start training: the logs are ./device/worker_*.log"
+rm -rf device_2
+mkdir device_2
+echo "start training: the logs are ./device_2/worker_*.log"
 
 # Launch the second half of the workers.
 export MS_ROLE=MS_WORKER
 for((i=MS_WORKER_NUM/2;i<MS_WORKER_NUM;i++));
 do
-    begin device/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
+    begin device_2/worker_$i.log "$PYTHON" -m pytest -s -v resnet50_distributed_training_gpu.py
 done
-finish "device/worker_*.log"
+finish "device_2/worker_*.log"

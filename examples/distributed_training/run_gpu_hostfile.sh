@@ -10,9 +10,10 @@ echo "For example: RANKS=16 bash run_gpu_hostfile.sh /path/dataset hostfile"
 echo "=============================================================================================================="
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
+need_key
+need_mpirun
 HOSTFILE=$(realpath "${2:?"the second argument is the hostfile, with lines like: DEVICE1 slots=8"}")
 cd "$(dirname "$0")" || exit 1
-: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
 
 # Where mpirun is installed here, its daemons are there. Only Open MPI wants to be told about root.
 FLAGS=(--bind-to none --prefix "$(dirname "$(dirname "$(command -v mpirun)")")")

@@ -113,8 +113,8 @@ def arguments() -> argparse.Namespace:
 
 
 def share_cpus() -> None:
-    """As many threads for torch as this host has CPUs for each rank; `mscomm run` and users say OMP_NUM_THREADS."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    """As many threads for PyTorch as there are CPUs for each rank of this host, unless OMP_NUM_THREADS says it."""
+    if not os.getenv("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // get_local_rank_size()))
 
 

@@ -21,11 +21,14 @@ export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
 
+# However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+trap 'exit 130' INT  # without a trap bash forgets a SIGINT if it waits for a command that ends well
+
 # Launch 1 scheduler.
 export MS_ROLE=MS_SCHED
 "$PYTHON" resnet50_distributed_training.py "$@" >scheduler.txt 2>&1 &
 pids=($!)
-trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
 echo "scheduler start success!"
 
 # Launch the workers.
