@@ -5,9 +5,10 @@
 DATA_PATH=${1:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}
 HOSTFILE=$(realpath "${2:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}")
 LOG=${LOG:-$PWD/train.log}
+[ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")" || exit 1
 export PYTHON=${PYTHON:-$(command -v python3)}
-: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
+: "${MSCOMM_JOB_KEY_FILE:?"make a key once, (umask 077; head -c 32 /dev/urandom > job.key), and copy it to each machine"}"
 
 FLAGS=(--prefix "$(dirname "$(dirname "$(command -v mpirun)")")")
 [ "$(id -u)" -eq 0 ] && FLAGS+=(--allow-run-as-root)

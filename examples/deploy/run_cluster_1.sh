@@ -2,15 +2,20 @@
 # Two machines, 8 workers: the scheduler and workers 1 to 4 on machine 1.
 # Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE.
 
+[ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3}
 LOGS=${LOGS:-.}
-: "${MSCOMM_JOB_KEY_FILE:?"make a key on every machine: (umask 077; head -c 32 /dev/urandom > job.key), one and the same"}"
+: "${MSCOMM_JOB_KEY_FILE:?"make a key once, (umask 077; head -c 32 /dev/urandom > job.key), and copy it to each machine"}"
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
 HERE=$((MS_WORKER_NUM / 2))
+
+# However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+trap 'exit 130' INT  # without a trap bash forgets a SIGINT if it waits for a command that ends well
 
 # Launch 1 scheduler.
 export MS_ROLE=MS_SCHED
@@ -24,7 +29,6 @@ do
     "$PYTHON" nccl_allgather.py > "$LOGS/worker_$i.log" 2>&1 &
     pids+=($!)
 done
-trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
 
 status=0
 for pid in "${pids[@]}"; do

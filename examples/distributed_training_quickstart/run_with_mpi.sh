@@ -12,8 +12,8 @@ fi
 # Open MPI alone wants to be told about root and about more ranks than cores; other mpiruns do not know the words.
 FLAGS=()
 if mpirun --version 2>&1 | grep -q "Open MPI"; then
+    FLAGS+=(--oversubscribe)
     [ "$(id -u)" -eq 0 ] && FLAGS+=(--allow-run-as-root)
-    [ "$RANKS" -gt "$(lscpu -p=SOCKET,CORE 2>/dev/null | grep -v '^#' | sort -u | wc -l)" ] && FLAGS+=(--oversubscribe)
 fi
 
 rm -rf device
