@@ -187,12 +187,15 @@ def test_run_gpu_hostfile_trains_on_two_machines(
 
 @ranks(2, timeout_s=120)
 def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
-    """With GroupNorm, which treats each image by itself; the sums differ in their order alone."""
+    """With GroupNorm, which treats each image by itself; the sums differ in their order alone. In float64, as the first
+    steps move some weights by next to nothing."""
     import functools
 
     sys.path.insert(0, str(FOLDER))
     from cell_wrapper import TrainAccuStepsWithLossCell
     from resnet import ResNet
+
+    torch.set_default_dtype(torch.float64)
 
     def trained(micro_batches: int) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
         torch.manual_seed(1)
@@ -210,10 +213,10 @@ def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
 
     losses_of_1, start, weights_of_1 = trained(1)
     losses_of_4, _, weights_of_4 = trained(4)
-    assert losses_of_4 == pytest.approx(losses_of_1, rel=1e-4)
+    assert losses_of_4 == pytest.approx(losses_of_1, rel=1e-12)
     for before, one, four in zip(start, weights_of_1, weights_of_4, strict=True):
         moved = (one - before).abs().max()
-        assert moved > 0 and (one - four).abs().max() <= 1e-3 * moved
+        assert moved > 0 and (one - four).abs().max() <= 1e-9 * moved
 
 
 def test_run_grad_accu_takes_a_step_for_several_batches(folder: Path, few: Path, mpirun: str) -> None:

@@ -482,6 +482,7 @@ def _fails_with_a_record(rank, group, folder):
     for _ in range(3):
         mscomm.all_reduce(np.ones(2))
     if rank == 1:
+        time.sleep(1)  # until the others have returned from the third, too
         raise RuntimeError("boom")
     mscomm.barrier()
 
