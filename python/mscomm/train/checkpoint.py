@@ -139,6 +139,7 @@ class ModelCheckpoint(Callback):
         else:
             numbers = [self._number(prefix) for _, prefix, *_ in there if self._is_of_series(prefix)]
             self._prefix = f"{self._given_prefix}_{max(numbers) + 1}" if numbers else self._given_prefix
+        self._is_due_at_epoch_end = False
         self._saved_step, self._saved_at, self._minute_mark = now.cur_step_num, time.monotonic(), time.time()
 
     def step_end(self, run_context: RunContext) -> None:

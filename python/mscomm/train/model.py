@@ -345,9 +345,7 @@ class Model:
             "random": randomness.states(),
             "epoch_random": now.epoch_random,
             "dataset": dataset.state_dict() if now.epoch_random is None else None,
-            "callbacks": [
-                (type(one).__name__, its) for one in now.list_callback if (its := one.state_dict()) is not None
-            ],
+            "callbacks": _states(now.list_callback),
         }
 
 
@@ -391,6 +389,7 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
 
 
 def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
+    """What a checkpoint keeps of callbacks, by the names of their classes."""
     states = ((type(one).__name__, one.state_dict()) for one in callbacks)
     return [(name, state) for name, state in states if state is not None]
 
