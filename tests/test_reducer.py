@@ -499,10 +499,16 @@ def test_misuse_is_told(rank, group):
         pass
     with pytest.raises(RuntimeError, match="zero_grad: gradients of a backward pass are on their way"):
         reducer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
-        reducer.carry(2)
     reducer.wait()
     assert reducer.carried == 1
+    last, first = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.half, torch.float))
+    reducer = GradientReducer([last, first])  # a bucket each; the one of float32 carries, and goes before the last
+    first.sum().backward()
+    with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
+        reducer.carry(2)
+    last.sum().backward()
+    reducer.wait()
+    assert (last.grad == 1).all() and (first.grad == 1).all()
     model.bias.requires_grad_(False)
     reducer = GradientReducer(model.named_parameters())  # the first one is gone, and its hooks do nothing
     assert len(reducer.buffers) == 1

@@ -48,6 +48,7 @@ class Autograd:
         self._views = [arrays.over(buffer) for buffer in self._step.buffers]
         # A gradient is told by its address: users may exchange the memory of a tensor that they were given.
         self._addresses = [view.data_ptr() for view in self._views]
+        self._strides = [view.stride() for view in self._views]
 
     def accumulated(self, index: int) -> None:
         """The backward pass has put this gradient where it belongs."""
@@ -56,7 +57,7 @@ class Autograd:
 
     def _put(self, index: int) -> bool:
         """The gradient into its buffer, if autograd made a new tensor for it. False: there is none."""
-        parameter, view = self._parameters[index], self._views[index]
+        parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:  # a hook before ours took it away
             return False
@@ -65,24 +66,31 @@ class Autograd:
                 f"GradientReducer: a gradient of layout {gradient.layout}; use dense gradients (sparse=False), or"
                 " exclude the parameter"
             )
-        if gradient.data_ptr() != self._addresses[index] or gradient.stride() != view.stride():
+        if gradient.data_ptr() != self._addresses[index] or gradient.stride() != self._strides[index]:
+            view = self._views[index]
             view.copy_(gradient.detach())
             parameter.grad = view.detach()
         return True
 
-    def gather(self) -> None:
-        """At the end of the backward pass: what took no part in it, but has a gradient of passes before."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and self._step.is_missing(index):
-                self._put(index)
+    def gather(self) -> list[int]:
+        """At the end of the backward pass: what took no part in it, but has a gradient of passes before. What this rank
+        does not have."""
+        for index in self._step.missing():
+            if self._put(index):
                 self._step.ready(index)
+        return self._step.missing()
 
-    def hand_out(self, moved: bool) -> None:
-        """After the step: the gradients, also those that only other ranks had. moved: they are in new buffers."""
-        if moved:
-            self._look_at_buffers()
-        for index, (view, parameter) in enumerate(zip(self._views, self._parameters, strict=True)):
-            if (moved and parameter.grad is not None) or (parameter.grad is None and self._step.was_used(index)):
+    def hand_out(self, missing: list[int]) -> None:
+        """After the step: the gradients that only other ranks had."""
+        for index in missing:
+            if self._step.was_used(index):
+                self._parameters[index].grad = self._views[index].detach()
+
+    def move(self) -> None:
+        """The gradients are in new buffers."""
+        self._look_at_buffers()
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            if parameter.grad is not None:
                 parameter.grad = view.detach()
 
     def zero(self) -> None:

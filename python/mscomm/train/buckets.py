@@ -81,8 +81,9 @@ class Bucket:
     def __init__(self, layout: Layout, compression: str | None) -> None:
         self.layout = layout
         self.memory = collectives.zeros(layout.size, layout.dtype)
-        self.missing = {place.number for place in layout.places}
-        self.work: Work | None = None
+        self.there = bytearray(len(layout.places))  # 1 where this step's gradient has come
+        self.missing = len(layout.places)
+        self._work: Work | None = None
         self.residual: np.ndarray[Any, Any] | None = None
         self._wire = self.memory
         if compression is not None and layout.dtype.itemsize > 2 and layout.dtype.kind == "f":
@@ -115,19 +116,33 @@ class Bucket:
             mine, its = (slice(one.begin, one.begin + one.size) for one in (here, there))
             self.residual[mine] = other.residual[its]
 
-    def start(self, op: str, group: Group) -> None:
-        """Begin to reduce it, in place."""
+    def clear_missing(self) -> None:
+        """Zeros for the gradients that have not come."""
+        if self.missing:
+            for place, there in zip(self.layout.places, self.there, strict=True):
+                if not there:
+                    self.of(place)[:] = 0
+
+    def start(self, op: str, group: Group, async_op: bool) -> None:
+        """Begin to reduce it, in place; without async_op it is done on return."""
+        self.marks[:] = np.frombuffer(self.there, np.uint8)
         if self.residual is not None:
             self._narrow(self.residual, LARGEST[self._wire.dtype.name] / (group.size if op == "sum" else 1))
-        self.work = collectives.all_reduce(self._wire, op, out=self._wire, group=group, async_op=True)
+        started = collectives.all_reduce(self._wire, op, out=self._wire, group=group, async_op=async_op)
+        self._work = started if async_op else None
 
     def finish(self) -> None:
         """Wait for the reduction."""
-        assert self.work is not None
-        self.work.wait()
-        self.work = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         if self._wire is not self.memory:
             self.memory[:] = self._wire
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.there[:] = bytes(len(self.there))
+        self.missing = len(self.there)
 
     def _narrow(self, residual: np.ndarray[Any, Any], largest: float) -> None:
         """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et

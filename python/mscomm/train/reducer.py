@@ -34,8 +34,8 @@ class GradientReducer:
     itself. group: None for all ranks, or a Group or its name.
 
     PyTorch: a gradient's memory is a view of its bucket, and a bucket is reduced as soon as the backward pass has
-    filled it and those before it. After the first step the buckets are laid out anew, in the order in which rank 0's
-    gradients became ready.
+    filled it and those before it; the last one in wait(). After the first step the buckets are laid out anew, in the
+    order in which rank 0's gradients became ready.
 
     >>> reducer = GradientReducer(model.parameters())
     >>> for images, labels in batches:
@@ -178,7 +178,7 @@ class GradientReducer:
             raise ValueError(f"load_state_dict: the state is not of these {len(self._names)} parameters")
         if order is not None and self._autograd is not None:
             self._step.take_order(order)
-            self._autograd.hand_out(True)
+            self._autograd.move()
         for index, name in enumerate(self._names):
             owed = self._step.residual(index)
             if owed is None or name not in residual:
@@ -199,9 +199,11 @@ class GradientReducer:
         if not autograd.syncing:
             raise RuntimeError("GradientReducer.wait: inside no_sync() gradients stay on their rank")
         with self._step.owed():
-            autograd.gather()
+            missing = autograd.gather()
             _, laid_out = self._step.finish()
-        autograd.hand_out(laid_out)
+        if laid_out:
+            autograd.move()
+        autograd.hand_out(missing)
 
     def zero_grad(self) -> None:
         """Every gradient zero where it lies, also of what is excluded: as `optimizer.zero_grad(set_to_none=False)`.

@@ -83,22 +83,33 @@ class Step:
     # -- a gradient
 
     def ready(self, index: int) -> None:
-        """That gradient lies in its buffer; what is complete is reduced, strictly in the order of the buckets."""
+        """That gradient lies in its buffer; what is complete is reduced, strictly in the order of the buckets.
+
+        The last bucket waits for finish(), which follows: the calling thread reduces it with no switch of threads.
+        """
         self._check_usable()
         bucket, turn = self._bucket_of[index]
-        if index not in bucket.missing:
+        if bucket.there[turn]:
             raise RuntimeError(
                 f"GradientReducer: the gradient of {self._names[index]} came twice in one step: call wait() after each"
                 " backward pass, or use no_sync() to add several up"
             )
-        bucket.missing.discard(index)
-        bucket.marks[turn] = 1
+        bucket.there[turn] = 1
+        bucket.missing -= 1
         self._order.append(index)
-        self._start_complete()
+        if bucket.missing == 0:
+            while self._started < len(self._buckets) - 1 and self._buckets[self._started].missing == 0:
+                self._start_next(async_op=True)
 
-    def is_missing(self, index: int) -> bool:
-        """Whether this step's gradient has not come yet."""
-        return index in self._bucket_of[index][0].missing
+    def missing(self) -> list[int]:
+        """This step's gradients that have not come yet."""
+        return [
+            place.number
+            for bucket in self._buckets
+            if bucket.missing
+            for place, there in zip(bucket.layout.places, bucket.there, strict=True)
+            if not there
+        ]
 
     def was_used(self, index: int) -> bool:
         """After the step: whether some rank had that gradient."""
@@ -132,16 +143,13 @@ class Step:
         the buffers were laid out anew."""
         began = time.monotonic()
         for bucket in self._buckets[self._started :]:
-            for turn, place in enumerate(bucket.layout.places):
-                if place.number in bucket.missing:
-                    bucket.of(place)[:] = 0
-                    bucket.marks[turn] = 0
-            bucket.missing.clear()
-        self._start_complete()
+            bucket.clear_missing()
+        while self._started < len(self._buckets):
+            self._start_next(async_op=self._started < len(self._buckets) - 1)
         active = self._group.size
         if self.joining or self._carrier is None:
             facts = np.array([self._carry * self.active, self.active])
-            total, active = collectives.all_reduce(facts, group=self._group, async_op=True).wait()
+            total, active = collectives.all_reduce(facts, group=self._group)
         for bucket in self._buckets:
             bucket.finish()
             if self._op == "avg" and 0 < active < self._group.size:
@@ -156,17 +164,16 @@ class Step:
         self._order.clear()
         self._started = 0
         for bucket in self._buckets:
-            bucket.missing = {place.number for place in bucket.layout.places}
+            bucket.forget()
         self.waited_s += time.monotonic() - began
         return int(active), laid_out
 
-    def _start_complete(self) -> None:
-        """Begin to reduce the buckets that are next in turn and miss nothing."""
-        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
-            bucket = self._buckets[self._started]
-            bucket.carried = self._carry if bucket is self._carrier else 0.0
-            bucket.start(self._op, self._group)
-            self._started += 1
+    def _start_next(self, *, async_op: bool) -> None:
+        """Begin to reduce the bucket that is next in turn."""
+        bucket = self._buckets[self._started]
+        bucket.carried = self._carry if bucket is self._carrier else 0.0
+        bucket.start(self._op, self._group, async_op)
+        self._started += 1
 
     def _lay_out(self, order: list[int]) -> None:
         """The buckets, for gradients that become ready in that order."""
