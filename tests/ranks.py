@@ -4,6 +4,9 @@
     def test_sum(rank, group):
         assert mscomm.all_reduce(np.float32([rank]))[0] == 3
 
+A rank that has returned from a call knows nothing of where the others are: they may still be in it for a while, and
+fail with it if this rank ends or aborts now. Where they must not, everybody_is_here() comes between.
+
 Each process writes a log; when one fails the others get a moment to report and are then killed, and the test shows
 the logs. `expect` says how a rank is allowed to end other than with 0. Parameters
 of the test (pytest.mark.parametrize) must be JSON.
@@ -15,12 +18,14 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +35,7 @@ from typing import Any
 from mscomm.cluster import hub, security
 
 GRACE_S = 5.0  # for the others to report after the first failure
+TOLD = "RANKS_TOLD"  # the variable with the folder in which the ranks of a job tell each other where they are
 
 
 class Job:
@@ -45,6 +51,7 @@ class Job:
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
+        told = tempfile.mkdtemp(prefix="told-", dir=folder)
         self.hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
         for rank in range(size):
             ours, theirs = socket.socketpair()
@@ -57,6 +64,7 @@ class Job:
                     "MSCOMM_LOCAL_WORLD_SIZE": str(size),
                     "MSCOMM_CONTROL_FD": str(theirs.fileno()),
                     "OMP_NUM_THREADS": "1",
+                    TOLD: told,
                     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
                 }
                 process = subprocess.Popen(
@@ -157,6 +165,45 @@ def ranks(
         return test
 
     return decorate
+
+
+# -- for the ranks: what they tell each other by files, because mscomm is what the test breaks
+
+
+def tell(what: str) -> None:
+    """End until_told(what) on all ranks."""
+    Path(os.environ[TOLD], what).touch()
+
+
+def until_told(*what: str) -> None:
+    """Wait until all of this was told. The test's own time limit ends it."""
+    for one in what:
+        while not Path(os.environ[TOLD], one).exists():
+            time.sleep(0.002)
+
+
+_meetings = itertools.count()
+
+
+def everybody_is_here() -> None:
+    """Wait until all ranks of the job have come to this call: by then they have returned from every call before it."""
+    turn = next(_meetings)
+    tell(f"here {turn} {os.environ['MSCOMM_RANK']}")
+    until_told(*(f"here {turn} {rank}" for rank in range(int(os.environ["MSCOMM_WORLD_SIZE"]))))
+
+
+def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
+    """Beside the caller: then(), when this rank is in the group's call of that number."""
+    from mscomm import groups
+
+    core = groups.resolve(group).core
+
+    def watch() -> None:
+        while core.where()[:2] != (number, True):
+            time.sleep(0.002)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _be_a_rank(where: dict[str, Any]) -> None:

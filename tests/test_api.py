@@ -22,7 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ranks import ranks
+from ranks import everybody_is_here, ranks
 
 import mscomm
 from mscomm import _core, collectives, groups
@@ -926,6 +926,7 @@ def record_lines(rank: int, group: Any, folder: str) -> None:
             mscomm.all_reduce(np.ones((1,) * 13))
     mscomm.all_gather_v(np.ones(rank))  # line 2
     mscomm.barrier(async_op=True).wait()  # line 3
+    everybody_is_here()
     mscomm.abort("show the record")
     with pytest.raises(mscomm.Aborted):
         mscomm.barrier()

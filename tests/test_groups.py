@@ -8,11 +8,12 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Job, ranks
+from ranks import Job, everybody_is_here, ranks, tell, until_told
 
 import mscomm
 from mscomm import groups as joined
@@ -217,6 +218,7 @@ def test_the_group_of_all_ranks_cannot_be_destroyed(rank, group):
 def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo):
     made = mscomm.create_group("all", [0, 1, 2])
     assert total(made) == 3
+    everybody_is_here()
     if rank == 1:
         time.sleep(0.5)  # the others are inside by then, or come later: it makes no difference
         mscomm.destroy_group(made)
@@ -362,6 +364,18 @@ class Enough(Exception):
     """Of a signal's handler."""
 
 
+def when_the_main_thread_meets(number: int) -> None:
+    """Send this process the signal when its main thread waits for the other ranks of a meeting."""
+    main = threading.main_thread().ident
+
+    def functions() -> list[str]:
+        return [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])]
+
+    while functions()[-2:] != ["_await", "wait"]:
+        time.sleep(0.002)
+    os.kill(os.getpid(), number)
+
+
 @ranks(3)
 def test_a_rank_that_is_interrupted_in_create_group_ends_that_for_all_and_nothing_else(rank, group):
     def handler(number, frame):
@@ -369,11 +383,13 @@ def test_a_rank_that_is_interrupted_in_create_group_ends_that_for_all_and_nothin
 
     if rank == 0:
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        threading.Thread(target=when_the_main_thread_meets, args=(signal.SIGALRM,), daemon=True).start()
         with pytest.raises(Enough):
             mscomm.create_group("all", [0, 1, 2])
+        tell("it is over")
     else:
-        time.sleep(rank - 1)  # rank 2 comes when it is over
+        if rank == 2:
+            until_told("it is over")
         with pytest.raises(mscomm.Aborted, match=r"rank 0: create_group\('all'\): .*Enough: of waiting") as caught:
             mscomm.create_group("all", [0, 1, 2])
         assert caught.value.ranks == (0,)

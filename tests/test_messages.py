@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ranks
+from ranks import everybody_is_here, ranks
 
 import mscomm
 
@@ -384,6 +384,7 @@ def test_a_killed_peer_ends_the_wait_by_its_name(rank, group, how, linked, host)
         for peer in {0, 1, 2} - {rank}:
             mscomm.recv(x[:1], peer)
     mscomm.barrier()
+    everybody_is_here()
     if rank == 2:
         time.sleep(0.3)  # the others wait by then, or nearly
         os.kill(os.getpid(), signal.SIGKILL)
@@ -434,8 +435,9 @@ def test_a_send_into_a_group_that_the_peer_has_destroyed_says_so(rank, group):
 def test_abort_elsewhere_wakes_who_waits(rank, group, how):
     x = np.ones(LARGE, np.uint8)
     mscomm.barrier()
+    everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others wait by then, or nearly
         mscomm.abort("no more data")
         return
     with pytest.raises(mscomm.Aborted, match="rank 2 called abort: no more data"):
@@ -447,17 +449,22 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
             mscomm.recv(x, 1 - rank, async_op=True).wait()
 
 
-def interrupt_in_a_message() -> None:
-    """Ctrl-C, when the main thread has been in the same place in group.py for a while."""
-    main, seen = threading.main_thread().ident, 0
+def until_in_a_message(thread: threading.Thread) -> None:
+    """Until it has been in the same place in group.py for a while."""
+    seen = 0
 
     def in_group() -> bool:
-        frame = sys._current_frames()[main]
+        frame = sys._current_frames()[thread.ident]
         return frame.f_code.co_filename.endswith("mscomm/group.py") and frame.f_code.co_name in ("send", "recv")
 
     while seen < 20:
         seen = seen + 1 if in_group() else 0
         time.sleep(0.01)
+
+
+def interrupt_in_a_message() -> None:
+    """Ctrl-C, when the main thread waits in one."""
+    until_in_a_message(threading.main_thread())
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -491,6 +498,7 @@ def test_a_failed_collective_ends_messages_too(rank, group):
 @ranks(2)
 def test_a_failed_message_ends_collectives_too(rank, group):
     mscomm.barrier()
+    everybody_is_here()
     if rank == 0:
         with pytest.raises(mscomm.CollectiveTimeout, match="recv from rank 1"):
             mscomm.recv(np.zeros(1), 1, timeout=0.5)
@@ -567,13 +575,16 @@ def test_a_deadline_before_there_is_a_link_names_the_peer(rank, group):
 def test_a_group_that_is_destroyed_in_another_thread_ends_a_recv(rank, group):
     pair = mscomm.create_group("pair", [0, 1])
     if rank == 0:
+        receiving: list[threading.Thread] = []
 
         def receives():
+            receiving.append(threading.current_thread())
             with pytest.raises(mscomm.Aborted, match="released the group while a call or a message was running"):
                 mscomm.recv(np.zeros(1), 1, group=pair)
 
         def destroys():
-            time.sleep(0.5)
+            wait_until(lambda: receiving)
+            until_in_a_message(receiving[0])
             mscomm.destroy_group(pair)
 
         in_threads(receives, destroys)
