@@ -76,10 +76,8 @@ def test_each_ms_variable_is_checked(change, text):
         ms_cluster.accept({**MS, **change}, soon(), False)
 
 
-def test_a_worker_without_a_scheduler_says_where_it_looked():
-    with listening() as taken:
-        port = str(taken.getsockname()[1])
-    env = {**MS, "MS_SCHED_PORT": port, "MS_TOPO_TIMEOUT": "0.3"}
+def test_a_worker_without_a_scheduler_says_where_it_looked(port):
+    env = {**MS, "MS_SCHED_PORT": str(port), "MS_TOPO_TIMEOUT": "0.3"}
     with pytest.raises(errors.BackendUnavailable, match=f"no scheduler at 127.0.0.1:{port}.*refused"):
         ms_cluster.accept(env, soon(), False)
 
@@ -91,9 +89,8 @@ def test_a_taken_port_is_named_with_what_to_do(tmpdir_env):
             ms_cluster.serve(env)
 
 
-def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, monkeypatch):
-    with listening() as taken:
-        env = {**MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(taken.getsockname()[1])}
+def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, monkeypatch, port):
+    env = {**MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(port)}
 
     class Served(Exception):
         pass
@@ -130,10 +127,8 @@ member.leave(0)
 SCHEDULER = "import os; from mscomm.bootstrap import ms_cluster; ms_cluster.accept(os.environ, None, False)"
 
 
-def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end(tmpdir_env):
-    with listening() as taken:
-        port = str(taken.getsockname()[1])
-    env = {**os.environ, **MS, "MS_SCHED_HOST": "localhost", "MS_SCHED_PORT": port}
+def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end(tmpdir_env, port):
+    env = {**os.environ, **MS, "MS_SCHED_HOST": "localhost", "MS_SCHED_PORT": str(port)}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER], env={**env, "MS_NODE_ID": f"worker_{i}"}, stdout=subprocess.PIPE
@@ -155,10 +150,8 @@ def test_workers_may_start_before_the_scheduler_and_the_key_file_goes_at_the_end
 
 
 @pytest.mark.parametrize("closed", ["closed", "unread"])
-def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed):
-    with listening() as taken:
-        port = str(taken.getsockname()[1])
-    env = {**os.environ, **MS, "MS_WORKER_NUM": "1", "MS_SCHED_PORT": port}
+def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed, port):
+    env = {**os.environ, **MS, "MS_WORKER_NUM": "1", "MS_SCHED_PORT": str(port)}
     reader, writer = os.pipe()
     os.close(reader)
     command = ["sh", "-c", 'exec "$0" "$@" >&-'] if closed == "closed" else []
@@ -171,10 +164,8 @@ def test_a_scheduler_needs_nobody_who_reads_its_log(tmpdir_env, closed):
     assert scheduler.wait(10) == 0
 
 
-def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env):
-    with listening() as taken:
-        port = str(taken.getsockname()[1])
-    env = {**os.environ, **MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": port, "MS_TOPO_TIMEOUT": "0.2"}
+def test_a_scheduler_whose_job_fails_ends_with_1(tmpdir_env, port):
+    env = {**os.environ, **MS, "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": str(port), "MS_TOPO_TIMEOUT": "0.2"}
     done = subprocess.run(
         [sys.executable, "-m", "mscomm", "sched"], env=env, capture_output=True, text=True, timeout=30
     )

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -237,13 +236,16 @@ import os, signal, sys, time
 import numpy as np, mscomm
 mscomm.init()
 rank = mscomm.get_rank()
-mscomm.barrier()
-if rank == 0:
-    sys.exit(0)
-if rank == 1:
-    time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
 try:
+    pids = mscomm.all_gather(np.array([os.getpid()]))
+    if rank == 0:
+        sys.exit(0)
+    if rank == 1:
+        stat = f"/proc/{pids[0]}/stat"
+        while os.path.exists(stat) and " Z " not in open(stat).read():
+            time.sleep(0.01)
+        time.sleep(1)  # the launcher looks at once
+        os.kill(os.getpid(), signal.SIGKILL)
     mscomm.all_reduce(np.ones(1), group=mscomm.create_group("rest", [1, 2]))
 except mscomm.PeerLost:
     mscomm.rejoin()
@@ -358,6 +360,7 @@ while True:
         sizes.append((len(os.listdir("/proc/self/fd")), maps.count("mscomm-heap"), len(os.listdir("/proc/self/task"))))
         if life == 5:
             break
+        mscomm.barrier()  # rank 0 has measured, too
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         mscomm.barrier()
@@ -374,11 +377,8 @@ if rank == 0:
 # -- a scheduler and workers
 
 
-def test_a_worker_comes_back_to_its_scheduler(tmp_path):
+def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
     (tmp_path / "script.py").write_text(LOOP)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     job = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_ENABLE_RECOVERY": "1"}
     env = {**os.environ, **job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "VICTIMS": "40:2"}
 
@@ -406,14 +406,11 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path):
 
 
 @pytest.fixture
-def two_nodes(tmp_path):
+def two_nodes(tmp_path, port):
     """two_nodes(body, options): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
 
     def run_both(body, *options, **env):
         (tmp_path / "script.py").write_text(body)
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
         words = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
         command = [sys.executable, "-m", "mscomm", "run", *map(str, options), *words]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

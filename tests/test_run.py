@@ -49,6 +49,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def ends(pid: int) -> None:
+    """What was killed may need a moment."""
+    until = time.monotonic() + 5
+    while alive(pid):
+        assert time.monotonic() < until, f"{pid} lives on"
+        time.sleep(0.01)
+
+
 def appears(path: Path, timeout_s=10.0) -> str:
     """The text of a file that another process writes."""
     end = time.monotonic() + timeout_s
@@ -225,10 +233,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(script, tmp_path):
     pids = [int(appears(tmp_path / f"pid{rank}")) for rank in range(2)]
     process.kill()
     process.wait()
-    end = time.monotonic() + 5
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    for pid in pids:
+        ends(pid)
 
 
 def test_a_rank_that_raised_is_named_and_not_those_that_lost_it(script):
@@ -257,7 +263,7 @@ def test_what_a_rank_started_does_not_stay_behind(script, tmp_path, status):
     assert done.returncode == status
     assert time.monotonic() - started < 10
     for rank in range(2):
-        assert not alive(int((tmp_path / f"child{rank}").read_text()))
+        ends(int((tmp_path / f"child{rank}").read_text()))
 
 
 def test_a_reader_that_goes_away_ends_the_job(script, tmp_path):
@@ -328,11 +334,8 @@ def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):
 
 
 @pytest.fixture
-def nodes(script):
+def nodes(script, port):
     """nodes(body): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
 
     def run_both(body, *args, first=1, **env):
         path = script(body)
@@ -380,9 +383,11 @@ def test_a_failure_on_one_node_ends_the_job_on_the_other(nodes):
     assert "rank 3 failed first on this host: exit code 7" in err_1
 
 
-def test_a_rank_that_is_killed_elsewhere_ends_ranks_that_do_not_look(nodes):
+def test_a_rank_that_is_killed_elsewhere_ends_ranks_that_do_not_look(nodes, tmp_path):
     body = (
         "import mscomm\nmscomm.init()\nmscomm.barrier()\n"
+        f"open(f'{tmp_path}/up{{rank}}', 'w').close()\n"
+        f"while not all(os.path.exists(f'{tmp_path}/up{{one}}') for one in range(4)): time.sleep(0.01)\n"
         "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\nwhile True: time.sleep(1)"
     )
     (code_0, _, err_0), (code_1, _, err_1) = nodes(body)
@@ -407,11 +412,8 @@ def test_the_exit_code_of_a_rank_elsewhere_is_in_the_error(nodes):
     assert "ended without release: exit code 7" in err_0, err_0 + err_1
 
 
-def test_ranks_end_when_the_launcher_of_node_0_is_killed(script, tmp_path):
+def test_ranks_end_when_the_launcher_of_node_0_is_killed(script, tmp_path, port):
     path = script(f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     node_0, node_1 = (start_node(rank, "-n", 1, path, port=port) for rank in (0, 1))
     for rank in (0, 1):
         appears(tmp_path / f"up{rank}")
@@ -434,10 +436,7 @@ def test_programs_that_know_nothing_of_mscomm_need_no_hub(nodes):
         assert sorted(out.splitlines()) == [f"[{2 * node + i}] 4 {2 * node + i}" for i in range(2)]
 
 
-def test_node_0_waits_for_a_node_that_comes_after_its_own_ranks_have_ended(script, tmp_path):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+def test_node_0_waits_for_a_node_that_comes_after_its_own_ranks_have_ended(script, tmp_path, port):
     path = script(f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')")
     node_0 = start_node(0, "-n", 1, path, port=port)
     appears(tmp_path / "up0")
