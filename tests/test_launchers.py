@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -171,9 +172,10 @@ def test_too_few_workers_end_with_how_many_came(start: Start) -> None:
 
 
 SLOW = """
-import time, numpy as np, mscomm
+import os, sys, time, numpy as np, mscomm
 mscomm.init()
-time.sleep(3)
+while not os.path.exists(sys.argv[0] + ".go"):
+    time.sleep(0.01)
 print(mscomm.all_gather(np.array([mscomm.get_rank()])))
 """
 
@@ -182,7 +184,11 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     scheduler = start("MS_SCHED", script)
-    ends = [finished(worker) for worker in [start("MS_WORKER", script) for _ in range(3)]]
+    workers = [start("MS_WORKER", script) for _ in range(3)]
+    while all(worker.poll() is None for worker in workers):
+        time.sleep(0.02)
+    Path(f"{script}.go").touch()  # one was refused while the others were there
+    ends = [finished(worker) for worker in workers]
     refused = [err for code, _, err in ends if code == 1]
     assert len(refused) == 1 and "already has its 2 workers" in refused[0], ends
     assert sorted(out for code, out, _ in ends if code == 0) == ["[0 1]\n"] * 2

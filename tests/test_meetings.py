@@ -201,8 +201,9 @@ def test_a_lost_rank_ends_the_meetings_that_need_it():
 def test_a_time_out_is_one_on_every_rank_that_came():
     with Job(3) as job:
         members = job.joined()
-        meetings = [Meeting(members, 0, [0, 1, 2], timeout_s=0.3), Meeting(members, 1, [0, 1, 2], timeout_s=60)]
-        for meeting in meetings:
+        other = Meeting(members, 1, [0, 1, 2], timeout_s=60)
+        eventually(lambda: job.hub._meetings._open)
+        for meeting in (Meeting(members, 0, [0, 1, 2], timeout_s=0.3), other):
             assert isinstance(meeting.ended().error, errors.CollectiveTimeout)
             assert meeting.error.waiting_for == (2,)
             assert "waited 0.3 s for rank 2 (pid" in str(meeting.error)

@@ -152,7 +152,7 @@ import mscomm
 mscomm.init()
 for step in range(4):
     if mscomm.get_rank() == 1 and step == 2:
-        time.sleep(0.5)
+        time.sleep(2)  # more than a busy machine makes any other rank wait
     mscomm.all_reduce(np.ones(4))
 if mscomm.get_rank() == 0:
     mscomm.abort("enough")
