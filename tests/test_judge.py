@@ -40,6 +40,15 @@ def test_the_end_of_a_control_link_settles_a_symptom():
     assert court.verdict == ("PeerLost", (2,), (), "rank 2 ended without release")
 
 
+def test_an_explicit_cause_after_a_loss_is_its_consequence():
+    court = judge(watched=True)
+    court.gone(1, "ended without release", now=0)
+    court.failed(2, "Aborted", [2], "PeerLost in rank 2, which nobody caught", -1, range(3), now=0.01)
+    assert court.verdict is None
+    court.process_ended(1, "killed by SIGKILL", True, now=0.02)
+    assert court.verdict == ("PeerLost", (1,), (), "rank 1 ended without release: killed by SIGKILL")
+
+
 def test_a_chain_of_symptoms_ends_at_the_rank_that_was_silent():
     court = judge()
     court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(3), now=0)

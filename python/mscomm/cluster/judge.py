@@ -89,7 +89,7 @@ class Judge:
                 and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
             ):
                 self._symptoms.append(_Symptom(rank, ranks, text, now + self._reason_s))  # how did it end?
-            else:
+            elif not self._gone.keys() - {rank}:  # else one was lost before, and how is about to be said
                 waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
