@@ -1,76 +1,22 @@
 // mscomm._core: converts, releases the GIL, calls. What it offers to Python is typed in python/mscomm/_core.pyi.
-#include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cerrno>
-#include <chrono>
-#include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
-#include <type_traits>
 #include <utility>
-#include <variant>
 
 #include "algo/algorithm.h"
-#include "backend/host.h"
-#include "comm/communicator.h"
+#include "src/group.h"
+#include "src/plain_all_reduce.h"
 #include "transport/arena.h"
 
-namespace py = pybind11;
 using namespace mscomm;
 
 namespace {
-
-void raise(const Error& error) {
-  if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
-  if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
-  if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
-  const py::object made =
-      py::module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
-}
-
-bool python_is_ending() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
-
-// The function's result, without the GIL meanwhile. Not by a guard's destructor: where a daemon thread asks for the GIL when the
-// process ends, Python before 3.14 ends it by an unwinding that no destructor may let through. Who asks later stays here for
-// ever, as in 3.14.
-template <typename Function>
-auto unlocked(const Function& function) {
-  using Result = std::invoke_result_t<Function>;
-  std::conditional_t<std::is_void_v<Result>, std::monostate, std::optional<Result>> result;
-  std::exception_ptr thrown;
-  PyThreadState* const state = PyEval_SaveThread();
-  try {
-    if constexpr (std::is_void_v<Result>) function();
-    else result.emplace(function());
-  } catch (...) {
-    thrown = std::current_exception();
-  }
-  while (python_is_ending()) pause();
-  PyEval_RestoreThread(state);
-  if (thrown) std::rethrow_exception(thrown);
-  if constexpr (!std::is_void_v<Result>) return *std::move(result);
-}
-
-void run_pending_signal_handlers() {
-  if (python_is_ending()) return;
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
 
 // A heap and the descriptor by which the peers map it, until close_fd.
 std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes) {
@@ -81,17 +27,6 @@ std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes) {
     close(fd);
     throw;
   }
-}
-
-// A copy of the descriptor that is closed with its last holder: whoever gave it may close theirs at any time. -1: there is none.
-std::shared_ptr<const int> copy_of(int fd) {
-  if (fd < 0) return std::make_shared<const int>(-1);
-  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-  if (copy < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
-  return {new int(copy), [](const int* owned) {
-            close(*owned);
-            delete owned;
-          }};
 }
 
 py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
@@ -106,124 +41,6 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
-
-// Taken over from Python: closed, but for those that were handed on.
-struct Descriptors {
-  ~Descriptors() {
-    for (const int fd : fds)
-      if (fd >= 0) close(fd);
-  }
-  std::vector<int> fds;
-};
-
-// A group, as Python builds it from the facts that its ranks exchanged.
-struct Group {
-  Recorder recorder;
-  const HostBackend* host;
-  std::shared_ptr<Peers> peers;
-  std::vector<int> ranks;
-  std::mutex notices_mutex;  // protects notices
-  std::vector<std::string> notices;
-  std::atomic<int> away{0};                    // threads in `called` without the GIL
-  std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
-
-  // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
-  // news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the user; it
-  // stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
-  Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
-        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
-      : peers(std::move(job)), ranks(std::move(members)) {
-    // First, so that the descriptors are closed whatever comes.
-    Descriptors owned{links};
-    std::vector<std::optional<Stream>> streams(ranks.size());
-    for (size_t peer = 0; peer < links.size(); peer++) {
-      if (links[peer] < 0) continue;
-      const std::string& name = peers->names.at(static_cast<size_t>(ranks.at(peer)));
-      streams[peer].emplace(std::exchange(owned.fds[peer], -1), name);
-    }
-
-    Layout layout{rank, static_cast<int>(ranks.size()), {}};
-    std::map<int, int> numbers;  // hosts of the group, numbered by their lowest rank
-    for (int member : ranks) {
-      const int host = peers->hosts.at(static_cast<size_t>(member));
-      layout.host.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
-    }
-    Forced algorithms;
-    for (size_t i = 0; i < algorithms.size(); i++) algorithms[i] = forced[i];
-
-    std::unique_ptr<Arena> arena;
-    if (control >= 0) arena = std::make_unique<Arena>(ranks, rank, peers->heaps, static_cast<uint64_t>(control), spin);
-    std::unique_ptr<Mesh> mesh;
-    if (!links.empty())
-      mesh = std::make_unique<Mesh>(ranks, rank, epoch, std::move(streams), [this](uint64_t number) {
-        const auto record = recorder.find(number);
-        return record ? std::optional(record->signature) : std::nullopt;
-      });
-    auto backend = std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh));
-    host = backend.get();
-    const auto wake = [news = copy_of(news_fd)] {
-      const uint64_t one = 1;
-      // Full: the reader has not looked yet, and will.
-      if (*news >= 0 && write(*news, &one, sizeof one) < 0 && errno != EAGAIN) return;
-    };
-    Communicator::Hooks hooks{run_pending_signal_handlers,
-                              [this, wake](const std::string& text) {
-                                {
-                                  const std::lock_guard lock(notices_mutex);
-                                  notices.push_back(text);
-                                }
-                                wake();
-                              },
-                              wake};
-    communicator =
-        std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
-  }
-
-  // unlocked(function), and counted until the GIL is this thread's again.
-  template <typename Function>
-  auto called(const Function& function) {
-    struct Counted {
-      explicit Counted(std::atomic<int>& count) : count(count) { count++; }
-      ~Counted() { count--; }
-      std::atomic<int>& count;
-    };
-    const Counted counted(away);
-    return unlocked(function);
-  }
-
-  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which
-  // may be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
-  void close() {
-    communicator->close();
-    const Deadline deadline(5);
-    while (away > 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-
-  Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
-            const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head) const {
-    Call call;
-    Signature& signature = call.signature;
-    signature.what = static_cast<Collective>(what);
-    signature.function = static_cast<Function>(function);
-    signature.dtype = static_cast<Dtype>(dtype);
-    signature.op = static_cast<Op>(op);
-    signature.root = root;
-    signature.digest = digest;
-    signature.head = head;
-    const size_t dims = shape ? shape->size() : x ? static_cast<size_t>(x->ndim()) : 0;
-    if (dims > max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions; reshape this one");
-    signature.dims = static_cast<uint8_t>(dims);
-    signature.count = signature.what != Collective::barrier;
-    for (size_t i = 0; i < dims; i++) {
-      signature.shape[i] = shape ? (*shape)[i] : static_cast<uint64_t>(x->shape(static_cast<py::ssize_t>(i)));
-      signature.count *= signature.shape[i];
-    }
-    if (x) call.x = x->data(), call.x_bytes = static_cast<size_t>(x->nbytes());
-    if (out) call.out = out->mutable_data(), call.out_bytes = static_cast<size_t>(out->nbytes());
-    call.counts = std::move(counts);
-    return call;
-  }
-};
 
 Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) {
   // A send only reads; Message has one pointer for both directions.
@@ -365,6 +182,7 @@ PYBIND11_MODULE(_core, module) {
              Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
              return group.called([&] { return group.communicator->start(std::move(call), timeout_s); });
            })
+      .def("plain_all_reduce", &plain_all_reduce)
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)
       .def("recv", &run_message<false>)

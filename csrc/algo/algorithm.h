@@ -120,8 +120,11 @@ const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent,
 
 // --- in the arena (arena_steps.cc) ---
 
-// After the first round of an arena call: throws Differs unless all ranks posted the same signature.
-void compare_posts(const Arena& arena);
+// The first round of a call that was posted; throws Differs unless all ranks posted the same signature.
+void meet(Arena& arena, const Wait& wait);
+// Posts the call and meets the others, with a tiny message along: x, of x_bytes, where that of any rank has at most
+// largest_bytes. x nullptr: none.
+void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
 
 // The way of x through staging where x is foreign memory: step k holds piece k of each of its blocks, side by side.
 class Staging {
@@ -129,9 +132,9 @@ class Staging {
   // x: what this rank gives, nullptr: nothing. blocks of x: one that is for all ranks, or one for each.
   Staging(Arena& arena, const void* x, Blocks blocks);
 
-  // Posts the call, lays x in this rank's slot (tiny) or its first pieces into staging, and meets the others: after that all
-  // ranks are known to make the same call.
-  void enter(const Call& call, bool tiny, const Wait& wait);
+  // Posts the call, lays x's first pieces into staging, and meets the others: after that all ranks are known to make the same
+  // call.
+  void enter(const Call& call, const Wait& wait);
   // Nobody reads this block here.
   void leave_out(int block) { left_out_[static_cast<size_t>(block)] = true; }
   // Lays piece k of each block there; nothing where x is in a heap.

@@ -2,7 +2,8 @@
 //
 // Heap memory: rank r reads part r of every x and writes the result into part r of every out that there is: two rounds, nothing
 // is copied. Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1
-// out, chunk k is reduced and chunk k+1 copied in. Tiny messages: everybody reads everybody's slot, one round.
+// out, chunk k is reduced and chunk k+1 copied in. A rank's own part is never staged: it comes from its x and goes to its out.
+// Tiny messages: everybody reads everybody's slot, one round.
 #include <algorithm>
 #include <cstring>
 
@@ -38,32 +39,61 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-void in_chunks(const Call& call, const Ranks& ranks, const Staging& staging, const Wait& wait) {
-  Arena& arena = *ranks.arena;
-  const int n = arena.size(), me = arena.rank();
-  const size_t bytes = call.bytes(), count = staging.steps(bytes);
-  const uint64_t first = arena.steps();
-  std::vector<const char*> x(static_cast<size_t>(n));  // where it can be read without staging
-  std::vector<const void*> in(static_cast<size_t>(n));
-  for (int rank = 0; rank < n; rank++) x[static_cast<size_t>(rank)] = arena.at(rank, arena.posted(rank).x_offset, bytes);
+// What this rank reduces it reads from its own x, and writes to its own out: only what the others reduce is staged.
+class Chunks {
+ public:
+  Chunks(const Call& call, const Ranks& ranks)
+      : call_(call), ranks_(ranks), arena_(*ranks.arena), n_(arena_.size()), me_(arena_.rank()), first_(arena_.steps()) {}
 
-  for (size_t k = 0; k < count; k++) {
-    const Range chunk = piece(bytes, arena.chunk_bytes(), k);
-    const Range mine = part(chunk.bytes(), n, me);
-    for (int rank = 0; rank < n; rank++) {
-      const char* direct = x[static_cast<size_t>(rank)];
-      in[static_cast<size_t>(rank)] = (direct ? direct + chunk.begin : arena.chunk(rank, first + k)) + mine.begin;
-    }
-    reduce_in_order(call.signature, ranks.layout, in.data(), arena.chunk(me, first + k) + mine.begin, mine.bytes());
-    if (k + 1 < count) staging.put(k + 1);
-    arena.round(wait);
-    for (int rank = 0; rank < n && receives(call, me); rank++) {
-      const Range theirs = part(chunk.bytes(), n, rank);
-      std::memcpy(call.result() + chunk.begin + theirs.begin, arena.chunk(rank, first + k) + theirs.begin, theirs.bytes());
+  size_t count() const { return pieces(call_.bytes(), arena_.chunk_bytes()); }
+  void put(size_t k) const {
+    if (arena_.x_in_heap(me_)) return;
+    const Range whole = chunk(k), mine = part(whole.bytes(), n_, me_);
+    const char* x = call_.in() + whole.begin;
+    copy(staged(me_, k), x, mine.begin);
+    copy(staged(me_, k) + mine.end, x + mine.end, whole.bytes() - mine.end);
+  }
+  // Where that rank's x can be read without staging.
+  void look() {
+    for (int rank = 0; rank < n_; rank++)
+      x_.push_back(rank == me_ ? call_.in() : arena_.at(rank, arena_.posted(rank).x_offset, call_.bytes()));
+    in_.resize(x_.size());
+  }
+  void reduce(size_t k) {
+    const Range whole = chunk(k), mine = part(whole.bytes(), n_, me_);
+    for (size_t at = mine.begin; at < mine.end; at += hot_bytes) {
+      const size_t now = std::min(hot_bytes, mine.end - at);
+      for (int rank = 0; rank < n_; rank++) {
+        const char* direct = x_[static_cast<size_t>(rank)];
+        in_[static_cast<size_t>(rank)] = (direct ? direct + whole.begin : staged(rank, k)) + at;
+      }
+      char* const staged_at = staged(me_, k) + at;
+      char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
+      reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // from a root nobody takes anything
     }
   }
-  arena.steps() += count;
-}
+  void take(size_t k) const {
+    const Range whole = chunk(k);
+    for (int i = 1; i < n_ && receives(call_, me_); i++) {
+      const int rank = (me_ + i) % n_;
+      const Range theirs = part(whole.bytes(), n_, rank);
+      copy(call_.result() + whole.begin + theirs.begin, staged(rank, k) + theirs.begin, theirs.bytes());
+    }
+  }
+
+ private:
+  Range chunk(size_t k) const { return piece(call_.bytes(), arena_.chunk_bytes(), k); }
+  char* staged(int rank, size_t k) const { return arena_.chunk(rank, first_ + k); }
+
+  const Call& call_;
+  const Ranks& ranks_;
+  Arena& arena_;
+  const int n_, me_;
+  const uint64_t first_;
+  std::vector<const char*> x_;
+  std::vector<const void*> in_;
+};
 
 }  // namespace
 
@@ -71,20 +101,33 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
   const size_t bytes = call.bytes();
-  const bool tiny = bytes <= tiny_bytes;
-  Staging staging(arena, call.x, Blocks(bytes, 1));
-  staging.enter(call, tiny, wait);
-  if (tiny) {
+  if (bytes <= tiny_bytes) {
+    meet_with(call.x, bytes, bytes, call, arena, wait);
     std::vector<const void*> in(static_cast<size_t>(n));
-    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank);
+    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank, bytes);
     if (receives(call, me)) reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
     return;
   }
+  arena.post(call);
+  Chunks chunks(call, ranks);
+  chunks.put(0);
+  meet(arena, wait);
   bool all_in_heap = true;
   for (int rank = 0; rank < n; rank++)
     all_in_heap &= arena.x_in_heap(rank) && (!receives(call, rank) || arena.posted(rank).out_offset != not_in_heap);
-  if (all_in_heap) in_heaps(call, ranks, wait);
-  else in_chunks(call, ranks, staging, wait);
+  if (all_in_heap) {
+    in_heaps(call, ranks, wait);
+    return;
+  }
+  chunks.look();
+  const size_t count = chunks.count();
+  for (size_t k = 0; k < count; k++) {
+    chunks.reduce(k);
+    if (k + 1 < count) chunks.put(k + 1);
+    arena.round(wait);
+    chunks.take(k);
+  }
+  arena.steps() += count;
 }
 
 }  // namespace mscomm

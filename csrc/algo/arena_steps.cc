@@ -3,14 +3,18 @@
 
 namespace mscomm {
 
-void compare_posts(const Arena& arena) {
-  const Signature& mine = arena.posted(arena.rank()).signature;
-  bool same = true;
-  for (int rank = 0; rank < arena.size(); rank++) same &= arena.posted(rank).signature == mine;
-  if (same) return;
+void meet(Arena& arena, const Wait& wait) {
+  arena.round(wait);
+  if (arena.agreed()) return;
   Differs differs;
   for (int rank = 0; rank < arena.size(); rank++) differs.calls.emplace_back(rank, arena.posted(rank).signature);
   throw differs;
+}
+
+void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait) {
+  arena.post(call);
+  if (x) copy(arena.tiny(arena.rank(), largest_bytes), x, x_bytes);
+  meet(arena, wait);
 }
 
 Staging::Staging(Arena& arena, const void* x, Blocks blocks)
@@ -23,12 +27,10 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
   if (blocks_.size() > 1) leave_out(arena.rank());  // its own block a rank reads from x
 }
 
-void Staging::enter(const Call& call, bool tiny, const Wait& wait) {
+void Staging::enter(const Call& call, const Wait& wait) {
   arena_.post(call);
-  if (!tiny) put(0);
-  else if (x_) copy(arena_.tiny(arena_.rank()), x_, blocks_.total());
-  arena_.round(wait);
-  compare_posts(arena_);
+  put(0);
+  meet(arena_, wait);
 }
 
 void Staging::put(size_t k) const {
@@ -49,18 +51,20 @@ const char* Staging::at(int rank, size_t k) const {
 void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank(), root = call.signature.root;
-  const bool tiny = moves.largest_x <= tiny_bytes, for_all = moves.blocks.size() == 1;
+  const bool for_all = moves.blocks.size() == 1;
   // In place, all_to_all writes over what others still need: then nobody else touches the array.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
-  Staging staging(arena, moves.x, std::move(moves.blocks));
-  staging.enter(hidden ? Call{.signature = call.signature} : call, tiny, wait);
-  if (tiny) {
+  const Call posted = hidden ? Call{.signature = call.signature} : call;
+  if (moves.largest_x <= tiny_bytes) {
+    meet_with(moves.x, moves.blocks.total(), moves.largest_x, posted, arena, wait);
     for (int source = 0; source < n; source++) {
       const Move move = moves.between(source, me);
-      if (move.bytes) copy(call.result() + move.to, arena.tiny(source) + move.from, move.bytes);
+      if (move.bytes) copy(call.result() + move.to, arena.tiny(source, moves.largest_x) + move.from, move.bytes);
     }
     return;
   }
+  Staging staging(arena, moves.x, std::move(moves.blocks));
+  staging.enter(posted, wait);
 
   // The posts are the same for all, so all see the same ways.
   enum class Way { own, read, written, staged };

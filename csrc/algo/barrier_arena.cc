@@ -5,8 +5,7 @@ namespace mscomm {
 
 void barrier_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   ranks.arena->post(call);
-  ranks.arena->round(wait);
-  compare_posts(*ranks.arena);
+  meet(*ranks.arena, wait);
 }
 
 }  // namespace mscomm

@@ -9,15 +9,15 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
   const int n = arena.size(), me = arena.rank();
   const Blocks blocks = Blocks::divided(call, n);
   const size_t begin = blocks.begin(me), bytes = blocks.bytes(me);
-  const bool tiny = blocks.total() <= tiny_bytes;
   std::vector<const void*> in(static_cast<size_t>(n));
-  Staging staging(arena, call.x, blocks);
-  staging.enter(call, tiny, wait);
-  if (tiny) {
-    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank) + begin;
+  if (const size_t whole = blocks.total(); whole <= tiny_bytes) {
+    meet_with(call.x, whole, whole, call, arena, wait);
+    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank, whole) + begin;
     reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
     return;
   }
+  Staging staging(arena, call.x, blocks);
+  staging.enter(call, wait);
   bool any_staged = false, any_shared = false;
   for (int rank = 0; rank < n; rank++) (arena.x_in_heap(rank) ? any_shared : any_staged) = true;
   const size_t steps = any_staged ? staging.steps(blocks.largest()) : 0;

@@ -129,6 +129,23 @@ void check(const Call& call, int rank, int size) {
   compare("out", call.out, call.out_bytes, at_root || writes_all ? whole.out : 0);
 }
 
+uint64_t Signature::fingerprint() const {
+  uint64_t mixed = 0;
+  // Each step maps the mixed words one to one (an odd factor, a shift), so what went in differently stays different.
+  const auto mix = [&mixed](uint64_t word) {
+    mixed = (mixed ^ word) * 0x9E3779B97F4A7C15u;
+    mixed ^= mixed >> 32;
+  };
+  mix(number);
+  mix(static_cast<uint64_t>(what) | static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(op) << 16 |
+      static_cast<uint64_t>(dims) << 24 | static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32);
+  mix(static_cast<uint64_t>(function) | static_cast<uint64_t>(head) << 8);
+  mix(count);
+  mix(digest);
+  for (int i = 0; i < dims; i++) mix(shape[i]);
+  return mixed;
+}
+
 std::string Signature::text() const {
   if (!valid()) return "a call that this version does not know";
   std::string text = std::string(name(function)) + " #" + std::to_string(number);

@@ -12,7 +12,8 @@ namespace mscomm {
 
 inline constexpr int max_dims = 12;
 
-// Compared field by field between ranks; travels in slots and headers as it is, so it has no padding and no pointer.
+// Compared between ranks, field by field or by its fingerprint; travels in slots and headers as it is, so it has no padding and
+// no pointer.
 struct Signature {
   uint64_t number = 0;  // the call's place in the group's order, from 1
   Collective what = Collective::barrier;
@@ -33,6 +34,8 @@ struct Signature {
     return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
            function <= Function::broadcast_object && head <= 1;
   }
+  // Of all fields. Signatures that differ in one of its steps have different ones; else by a chance of one in 2^64.
+  uint64_t fingerprint() const;
   // "all_reduce #17 (float32[1024, 3], sum)"
   std::string text() const;
 };

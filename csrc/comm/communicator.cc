@@ -28,15 +28,11 @@ std::vector<Communicator*> all;
 
 }  // namespace
 
-void Communicator::enter_caller() {
-  const std::lock_guard lock(turn_mutex_);
-  callers_++;
-}
-
-void Communicator::leave_caller() {
+void Communicator::leave_caller(uint64_t ended) {
   {
     const std::lock_guard lock(turn_mutex_);
     callers_--;
+    if (ended) running_ = ended + 1;
   }
   turn_->notify_all();
 }
@@ -135,13 +131,9 @@ void Communicator::run(Call call, double timeout_s) {
   mscomm::check(call, rank_, size());  // a wrong call uses no number
   check_no_handler();
   const Deadline deadline(timeout_s);
-  const Caller inside(*this, true);
-  {
-    const std::lock_guard lock(turn_mutex_);
-    const uint64_t first = take_numbers(call.signature.number == 0 ? 1 : 0);
-    if (call.signature.number == 0) call.signature.number = first;
-  }
-  execute(call, deadline);
+  Caller inside(*this, call.signature);
+  execute(call, deadline, inside.its_turn());
+  inside.ended();
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
@@ -190,20 +182,20 @@ void Communicator::work() {
       job.emplace(std::move(jobs_.front()));
       jobs_.pop_front();
     }
-    std::optional<Error> failure = outcome([&] { execute(job->call, job->deadline); });
+    std::optional<Error> failure = outcome([&] { execute(job->call, job->deadline, false); });
     const bool failed = failure.has_value();
-    leave_caller();
+    leave_caller(failed ? 0 : job->call.signature.number);
     job->work->end(std::move(failure));  // last: whoever sees it may close the group
     if (failed && hooks_.failed) hooks_.failed();
   }
 }
 
 // THE catch: whatever ends a call early ends it here.
-void Communicator::execute(const Call& call, const Deadline& deadline) {
+void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
   const uint64_t number = call.signature.number;
   try {
-    queue_for(call.signature, deadline);
-    recorder_.begin(call.signature);
+    if (!its_turn) queue_for(call.signature, deadline);
+    recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_->run(call, {*this, deadline});
     // Whoever was stopped in here may have been given up meanwhile: what it read can have changed.
@@ -225,11 +217,6 @@ void Communicator::execute(const Call& call, const Deadline& deadline) {
     fail(call, Error("Error", current() + " on " + name_of(rank_) + ": " + error.what()));
   }
   recorder_.end(number, Record::State::done);
-  {
-    const std::lock_guard lock(turn_mutex_);
-    running_ = number + 1;
-  }
-  turn_->notify_all();
 }
 
 void Communicator::queue_for(const Signature& call, const Deadline& deadline) {

@@ -135,15 +135,27 @@ class Communicator final : public Watch {
   // Counts a thread in and out of run(), for close().
   class Caller {
    public:
-    // in_call: its turn must end before a later call's begins; a message is beside the calls.
-    Caller(Communicator& group, bool in_call) : group_(group), in_call_(in_call), outer_(innermost_) {
-      group_.enter_caller();
-      innermost_ = this;
+    // With a message, which is beside the calls.
+    explicit Caller(Communicator& group) : group_(group), in_call_(false), outer_(innermost_) {
+      const std::lock_guard lock(group_.turn_mutex_);
+      enter();
+    }
+    // With a call, which gets its number here, unless it was reserved.
+    Caller(Communicator& group, Signature& call) : group_(group), in_call_(true), outer_(innermost_) {
+      const std::lock_guard lock(group_.turn_mutex_);
+      const uint64_t first = group_.take_numbers(call.number == 0 ? 1 : 0);
+      number_ = call.number = call.number == 0 ? first : call.number;
+      its_turn_ = group_.running_ == number_;
+      enter();
     }
     ~Caller() {
       innermost_ = outer_;
-      group_.leave_caller();
+      group_.leave_caller(ended_ ? number_ : 0);
     }
+    // Whether no call was before this one when it was numbered.
+    bool its_turn() const { return its_turn_; }
+    // The call has ended well: the next one's turn comes when this thread leaves.
+    void ended() { ended_ = true; }
     // Whether this thread is in a call of the group.
     static bool calls(const Communicator& group) {
       for (const Caller* one = innermost_; one; one = one->outer_)
@@ -154,8 +166,15 @@ class Communicator final : public Watch {
     Caller& operator=(const Caller&) = delete;
 
    private:
+    void enter() {
+      group_.callers_++;
+      innermost_ = this;
+    }
+
     Communicator& group_;
     const bool in_call_;
+    uint64_t number_ = 0;
+    bool its_turn_ = false, ended_ = false;
     const Caller* const outer_;  // of the same thread: a signal handler may call, too
     static inline thread_local const Caller* innermost_ = nullptr;
   };
@@ -170,8 +189,7 @@ class Communicator final : public Watch {
     std::shared_ptr<Work> work;
   };
 
-  void enter_caller();
-  void leave_caller();
+  void leave_caller(uint64_t ended = 0);  // ended: the number of a call that has ended well
   // Before any lock is taken: in a forked child one may be locked for ever. Again under the lock.
   void check_usable() const;
   void check_no_handler() const;
@@ -179,7 +197,7 @@ class Communicator final : public Watch {
   std::optional<Error> outcome(const std::function<void()>& part);
   void work();
   void stop_worker();
-  void execute(const Call& call, const Deadline& deadline);
+  void execute(const Call& call, const Deadline& deadline, bool its_turn);
   void queue_for(const Signature& call, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
@@ -213,7 +231,7 @@ class Communicator final : public Watch {
   std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, and the making of worker_
   std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
-  uint64_t running_ = 1;  // the number whose turn it is
+  uint64_t running_ = 1;  // the number whose turn it is; goes on as the thread of a call that ended well leaves
   int callers_ = 0;       // threads inside run(), and jobs and messages that have not ended
   std::deque<Job> jobs_;
   bool stopping_ = false;

@@ -77,7 +77,7 @@ class Communicator::Delivery final : public Watch {
 
 void Communicator::run(const Message& message, const Deadline& deadline) {
   check_usable();
-  const Caller inside(*this, false);
+  const Caller inside(*this);
   check_usable();
   Delivery delivery(*this, message, true);
   try {

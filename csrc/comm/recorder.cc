@@ -5,44 +5,66 @@
 
 namespace mscomm {
 
-void Recorder::begin(const Signature& signature) {
-  using std::chrono::system_clock;
+void Recorder::begin(const Signature& signature, Clock::time_point now) {
   const std::lock_guard lock(mutex_);
-  const size_t at = signature.number % kept;
-  ring_[at] = {signature, Record::State::inside, std::chrono::duration<double>(system_clock::now().time_since_epoch()).count(),
-               0};
-  started_[at] = Clock::now();
+  ring_[signature.number % kept] = {signature, Record::State::inside, now, now};
   newest_ = std::max(newest_, signature.number);
 }
 
 void Recorder::end(uint64_t number, Record::State state) {
   const std::lock_guard lock(mutex_);
-  Record& record = ring_[number % kept];
-  if (record.signature.number != number) return;
-  record.state = state;
-  record.took_s = seconds_since(started_[number % kept]);
+  Entry& entry = ring_[number % kept];
+  if (entry.signature.number != number) return;
+  entry.state = state;
+  entry.ended = Clock::now();
 }
+
+// Reckoned when somebody asks: calls are many, and who asks is rare.
+class Recorder::TimeOfDay {
+ public:
+  TimeOfDay() {
+    // The thread may lose its CPU between two clocks; three times in a row for long it will not.
+    for (int i = 0; i < 3; i++) {
+      const auto before = Clock::now();
+      const Seconds day = std::chrono::system_clock::now().time_since_epoch();
+      const auto after = Clock::now();
+      if (i > 0 && after - before >= between_) continue;
+      between_ = after - before;
+      start_s_ = (day - Seconds(before.time_since_epoch())).count();
+    }
+  }
+  Record record_of(const Entry& entry) const {
+    return {entry.signature, entry.state, start_s_ + Seconds(entry.began.time_since_epoch()).count(),
+            Seconds(entry.ended - entry.began).count()};
+  }
+
+ private:
+  using Seconds = std::chrono::duration<double>;
+  Clock::duration between_{};
+  double start_s_ = 0;  // the time of day at zero of Clock
+};
 
 std::optional<Record> Recorder::find(uint64_t number) const {
   const std::lock_guard lock(mutex_);
-  const Record& record = ring_[number % kept];
-  if (number == 0 || record.signature.number != number) return std::nullopt;
-  return record;
+  const Entry& entry = ring_[number % kept];
+  if (number == 0 || entry.signature.number != number) return std::nullopt;
+  return TimeOfDay().record_of(entry);
 }
 
 std::optional<Record> Recorder::last() const {
   const std::lock_guard lock(mutex_);
   if (newest_ == 0) return std::nullopt;
-  return ring_[newest_ % kept];
+  return TimeOfDay().record_of(ring_[newest_ % kept]);
 }
 
 std::vector<Record> Recorder::all(uint64_t after) const {
+  const TimeOfDay day;
   const std::lock_guard lock(mutex_);
   std::vector<Record> records;
   const uint64_t oldest = newest_ > kept ? newest_ - kept + 1 : 1;
   for (uint64_t number = std::max(oldest, after + 1); number <= newest_; number++) {
-    const Record& record = ring_[number % kept];
-    if (record.signature.number == number) records.push_back(record);
+    const Entry& entry = ring_[number % kept];
+    if (entry.signature.number == number) records.push_back(day.record_of(entry));
   }
   return records;
 }

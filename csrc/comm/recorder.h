@@ -23,7 +23,7 @@ struct Record {
 
 class Recorder {
  public:
-  void begin(const Signature& signature);
+  void begin(const Signature& signature, Clock::time_point now);
   void end(uint64_t number, Record::State state);
   std::optional<Record> find(uint64_t number) const;
   std::optional<Record> last() const;
@@ -31,10 +31,16 @@ class Recorder {
   std::vector<Record> all(uint64_t after = 0) const;
 
  private:
+  struct Entry {
+    Signature signature;
+    Record::State state = Record::State::inside;
+    Clock::time_point began, ended;
+  };
+  class TimeOfDay;
+
   static constexpr size_t kept = 1024;
   mutable std::mutex mutex_;  // protects everything below: callers, member thread and Python read and write
-  std::array<Record, kept> ring_{};
-  std::array<Clock::time_point, kept> started_{};
+  std::array<Entry, kept> ring_{};
   uint64_t newest_ = 0;  // call number; 0: none
 };
 

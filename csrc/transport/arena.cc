@@ -10,6 +10,7 @@
 #include <climits>
 #include <ctime>
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "base/error.h"
@@ -80,6 +81,15 @@ char* Arena::staging(int rank) const {
 void Arena::post(const Call& call) {
   parity_ = call.signature.number & 1;
   slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
+  first_round_ = round_ + 1;
+  slot(rank_).lines[first_round_ & 1].fingerprint = call.signature.fingerprint();
+}
+
+bool Arena::agreed() const {
+  const uint64_t mine = slot(rank_).lines[first_round_ & 1].fingerprint;
+  bool same = true;
+  for (int rank = 0; rank < size_; rank++) same &= slot(rank).lines[first_round_ & 1].fingerprint == mine;
+  return same;
 }
 
 uint64_t Arena::offered(const void* memory, size_t bytes) const {
@@ -103,67 +113,81 @@ void Arena::withdraw(const Call& call) {
 }
 
 void Arena::round(const Wait& wait) {
-  const auto target = static_cast<uint32_t>(++round_);
-  slot(rank_).arrived.store(round_, std::memory_order_relaxed);
-  if (gate().arrivals.fetch_add(1) + 1 == round_ * static_cast<uint64_t>(size_)) {
-    // Both sides use seq_cst read-modify-writes: either the waiter sees the round, or we see the sleeper.
-    gate().round.exchange(target);
-    wake(target);
+  round_++;
+  here_ = 0;
+  // seq_cst here, in open() and for the sleepers: of a rank that arrives and one that goes to sleep, one sees the other.
+  slot(rank_).lines[round_ & 1].arrived.store(round_);
+  if (open()) {
+    wake();
     return;
   }
   // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks
   // on the same, and moves them apart only after milliseconds.
   const int polls = spin_ ? polls_a_turn : 1;
-  const auto start = Clock::now();
-  do {
+  std::optional<Clock::time_point> start;
+  while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
-      if (open(target)) return;
+      if (open()) return;
       pause_briefly();
     }
+    if (!start) start = Clock::now();
+    else if (seconds_since(*start) > awake_s) break;
     sched_yield();
-  } while (seconds_since(start) < awake_s && !wait.watch.broken());
-  sleep(target, wait);
+  }
+  sleep(wait);
 }
 
-void Arena::wake(uint32_t round) {
+bool Arena::open() {
+  while (here_ < size_ && slot(here_).lines[round_ & 1].arrived.load() >= round_) here_++;
+  return here_ == size_;
+}
+
+void Arena::wake() {
   int64_t woken_ns = 0;
-  if (gate().sleepers.fetch_add(0) > 0) {
-    futex(gate().round, FUTEX_WAKE, INT_MAX);
+  if (gate().sleepers.load() > 0) {
+    ring();
     woken_ns = now_ns();
   }
-  gate().woken_ns.store(woken_ns, std::memory_order_relaxed);
-  gate().woken.store(round, std::memory_order_release);
+  slot(rank_).opened_ns.store(woken_ns, std::memory_order_relaxed);
+  slot(rank_).opened.store(round_, std::memory_order_release);
 }
 
-bool Arena::open(uint32_t round) const { return static_cast<int32_t>(gate().round.load(std::memory_order_acquire) - round) >= 0; }
-
-void Arena::sleep(uint32_t round, const Wait& wait) {
+void Arena::sleep(const Wait& wait) {
   constexpr timespec longest{0, longest_sleep_ms * 1'000'000};
-  while (!open(round)) {
+  while (!open()) {
+    const uint32_t bell = gate().bell.load();  // first: what rings after this look around ends the sleep
     wait.look([this] { return missing(); });
     gate().sleepers.fetch_add(1);
-    const uint32_t now = gate().round.fetch_add(0);
-    if (static_cast<int32_t>(now - round) < 0) {
+    if (!open()) {
       const int64_t bound_ns = now_ns() + longest.tv_nsec;  // the sleep ends later than this, or is woken
-      const bool timed_out = futex(gate().round, FUTEX_WAIT, now, &longest) < 0 && errno == ETIMEDOUT;
+      const bool timed_out = futex(gate().bell, FUTEX_WAIT, bell, &longest) < 0 && errno == ETIMEDOUT;
       // A gate that opened at about the bound is no lost wake: its opener may be on the way to us. While this rank counts as a
       // sleeper none has to be seen.
-      if (timed_out && gate().woken.load(std::memory_order_acquire) == round &&
-          gate().woken_ns.load(std::memory_order_relaxed) < bound_ns)
-        lost_wakes_++;
+      if (timed_out && woken_before(bound_ns)) lost_wakes_++;
     }
     gate().sleepers.fetch_sub(1);
   }
 }
 
+bool Arena::woken_before(int64_t bound_ns) const {
+  for (int rank = 0; rank < size_; rank++)
+    if (slot(rank).opened.load(std::memory_order_acquire) == round_ &&
+        slot(rank).opened_ns.load(std::memory_order_relaxed) < bound_ns)
+      return true;
+  return false;
+}
+
 std::vector<int> Arena::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < size_; rank++)
-    if (slot(rank).arrived.load(std::memory_order_relaxed) < round_) ranks.push_back(rank);
+    if (slot(rank).lines[round_ & 1].arrived.load(std::memory_order_relaxed) < round_) ranks.push_back(rank);
   return ranks;
 }
 
-void Arena::ring() const { futex(gate().round, FUTEX_WAKE, INT_MAX); }
+void Arena::ring() const {
+  gate().bell.fetch_add(1);
+  futex(gate().bell, FUTEX_WAKE, INT_MAX);
+}
 
 char* Arena::at(int rank, uint64_t offset, size_t bytes) const {
   return offset == not_in_heap ? nullptr : heaps_->at(ranks_[static_cast<size_t>(rank)], offset, bytes);

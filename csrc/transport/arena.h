@@ -19,11 +19,13 @@
 namespace mscomm {
 
 inline constexpr uint64_t not_in_heap = ~uint64_t{0};
-// Larger ones from foreign memory pass through staging in chunks. Each costs a round: a chunk fits the cache where a round is two
-// cache-line transfers, and is large where a round is a turn of the scheduler.
+// Larger ones from foreign memory pass through staging in chunks. Each costs a round: a chunk fits the cache where a round is a
+// few cache lines, and is large where a round is a turn of the scheduler.
 inline constexpr size_t chunk_in_cache_bytes = 256 << 10;
 inline constexpr size_t largest_chunk_bytes = 1 << 20;
 inline constexpr int chunks = 3;
+// What goes along with the arrival at a round, in the same cache line.
+inline constexpr size_t inline_bytes = 48;
 
 // What a rank says about its call before the first round.
 struct Post {
@@ -51,6 +53,8 @@ class Arena {
   // ENTERED: tells the others about this call, and offers them x and out where the heap lets them have it and they are not tiny.
   // Followed by the first round.
   void post(const Call& call);
+  // After that round: whether all ranks posted the same signature.
+  bool agreed() const;
   // The group is broken: takes what was offered for the call out of the others' reach. Throws if some of it stays there; then no
   // later call offers anything.
   void withdraw(const Call& call);
@@ -65,8 +69,11 @@ class Arena {
   void ring() const;
 
   size_t chunk_bytes() const { return spin_ ? chunk_in_cache_bytes : largest_chunk_bytes; }
-  // Where rank's message of the current call lies when it is tiny.
-  char* tiny(int rank) const { return staging(rank) + parity_ * tiny_bytes; }
+  // Where rank's message of the current call lies when none is larger than `bytes`, which are tiny. Before the first round this
+  // rank's is written, and read after it, until the next round.
+  char* tiny(int rank, size_t bytes) const {
+    return bytes <= inline_bytes ? slot(rank).lines[first_round_ & 1].data : staging(rank) + parity_ * tiny_bytes;
+  }
   // The staging chunk of rank that is number `step` since the group was made; in use until step + chunks.
   char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * largest_chunk_bytes; }
   // Chunk steps taken so far; a call that used n of them adds n, on all ranks alike.
@@ -74,29 +81,34 @@ class Arena {
 
   // rank's memory at an offset that it posted, after checking that bytes from there lie in its heap; nullptr: not in its heap.
   char* at(int rank, uint64_t offset, size_t bytes) const;
-  bool in_heap(int rank) const { return posted(rank).x_offset != not_in_heap && posted(rank).out_offset != not_in_heap; }
   bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
 
-  // Lost wakes: sleeps that lasted until their bound although the rank that opened the gate had woken the sleepers before, or had
-  // not, because it saw none. Always 0, and tested to be.
+  // Lost wakes: sleeps that lasted until their bound although a rank that had found all there as it arrived had woken the
+  // sleepers before, or had not, because it saw none. Always 0, and tested to be. That there is such a rank it does not tell.
   uint64_t lost_wakes() const { return lost_wakes_; }
 
  private:
+  // Written only where somebody sleeps: else a line that all ranks have in their caches.
   struct alignas(64) Gate {
-    std::atomic<uint64_t> arrivals;           // of all ranks, since the group was made
-    alignas(64) std::atomic<uint32_t> round;  // the last round that everybody reached; the futex word
-    alignas(64) std::atomic<uint32_t> sleepers;
-    // For lost_wakes alone: the last round whose sleepers were woken, and when that had been done, on CLOCK_MONOTONIC; 0: there
-    // were none to wake.
-    std::atomic<uint32_t> woken;
-    std::atomic<int64_t> woken_ns;
+    std::atomic<uint32_t> bell;  // the futex word: rung when all have arrived in a round and some sleep
+    std::atomic<uint32_t> sleepers;
     alignas(64) std::atomic<uint32_t> closed;  // ranks whose Arena is gone
   };
-  struct alignas(64) Slot {
-    std::atomic<uint64_t> arrived;  // the last round that this rank reached
-    Post post[2];
+  // One cache line: what the others need of a rank that has nothing but a few bytes to say.
+  struct alignas(64) Line {
+    std::atomic<uint64_t> arrived;  // the last round of this parity that the rank reached
+    uint64_t fingerprint;           // in the first round of a call: of its signature
+    char data[inline_bytes];
   };
-  static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+  struct alignas(64) Slot {
+    Line lines[2];  // for odd and even rounds: a rank may be one ahead of a peer that still reads
+    Post post[2];
+    // For lost_wakes alone: the last round in which this rank found all there as it arrived, and when it had woken the sleepers,
+    // on CLOCK_MONOTONIC; 0: there were none.
+    alignas(64) std::atomic<uint64_t> opened;
+    std::atomic<int64_t> opened_ns;
+  };
+  static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
   static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * largest_chunk_bytes;
 
@@ -105,9 +117,11 @@ class Arena {
   Slot& slot(int rank) const { return reinterpret_cast<Slot*>(control_ + sizeof(Gate))[rank]; }
   char* staging(int rank) const;
   uint64_t offered(const void* memory, size_t bytes) const;
-  bool open(uint32_t round) const;
-  void wake(uint32_t round);
-  void sleep(uint32_t round, const Wait& wait);
+  // Whether all have arrived in the current round.
+  bool open();
+  void wake();
+  void sleep(const Wait& wait);
+  bool woken_before(int64_t bound_ns) const;
 
   std::vector<int> ranks_;
   int rank_, size_;
@@ -115,6 +129,8 @@ class Arena {
   char* control_;
   bool spin_;
   uint64_t round_ = 0;
+  uint64_t first_round_ = 0;  // of the current call
+  int here_ = 0;              // the ranks below this one are known to have arrived in the current round
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
   uint64_t lost_wakes_ = 0;

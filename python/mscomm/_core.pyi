@@ -3,7 +3,7 @@
 The place of a name in collectives, functions, ops and dtypes() is its number in the other functions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -136,6 +136,9 @@ class Group:
         /,
     ) -> Work:
         """The same on the worker's thread; x and out must live until it has ended."""
+
+    def plain_all_reduce(self, timeout_s: float, /) -> Callable[[Any, Any, Any], Any]:
+        """all_reduce(x, op, out) of plain arrays; it returns NotImplemented for what else it is given."""
 
     def reserve(self, count: int, /) -> int:
         """That many call numbers in a row; returns the first."""

@@ -159,6 +159,10 @@ class Work:
         return None
 
 
+def _not_plain(_x: Any, _op: Any, _out: Any, /) -> Any:
+    return NotImplemented
+
+
 class Group:
     """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world)."""
 
@@ -186,6 +190,8 @@ class Group:
         self._running: list[Work] = []
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
+        noted = self._lines is not None or self._traced is not None
+        self._plain_all_reduce = _not_plain if noted else founded.core.plain_all_reduce(self.timeout_s)
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._letters = Letters(job, self.core, id, self.ranks)
         if self.member:
@@ -215,6 +221,17 @@ class Group:
             return result()
         seconds = self.seconds(timeout)
         return self.watch(call, result, [lambda: self.start(call, seconds)])
+
+    def all_reduce_plain(self, x: Any, op: Any, out: Any) -> Any:
+        """all_reduce of a plain NumPy array in one step; NotImplemented, and nothing was done, for all that is not
+        plain: other arrays, wrong arguments, lines that are to be noted, calls beside that may have ended."""
+        try:
+            return NotImplemented if self._running else self._plain_all_reduce(x, op, out)
+        except Error as symptom:
+            self.fail(symptom)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def call_after(
         self, head: Call, then: Callable[[], tuple[Call, Callable[[], Any]]], timeout: Any, async_op: bool

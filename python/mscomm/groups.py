@@ -58,6 +58,9 @@ class _Joined:
         self.local_rank = 0
         self.hub: Any = None  # its process, if this rank started it
         self.pid = os.getpid()
+        self.forked = (
+            False  # in a child of the process that joined, as every call has to know; a system call would be slow
+        )
         self.world = Group("world", list(range(job.size)), timeout_s)
         self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
         self.makings: list[Making] = []  # how rejoin() brings the others back, in this order
@@ -531,14 +534,15 @@ def get_launcher() -> str:
 
 
 def _here() -> _Joined:
-    if _joined is None:
+    joined = _joined
+    if joined is None:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
-    if _joined.pid != os.getpid():
+    if joined.forked:
         raise RuntimeError(
-            f"mscomm: this process was forked from a rank (pid {_joined.pid}) and is no rank itself;"
+            f"mscomm: this process was forked from a rank (pid {joined.pid}) and is no rank itself;"
             " call mscomm in the parent"
         )
-    return _joined
+    return joined
 
 
 def resolve(group: Group | str | None) -> Group:
@@ -557,6 +561,14 @@ def resolve(group: Group | str | None) -> Group:
             return joined.groups[group]
         raise ValueError(f"no group is named {group!r}; there is {', '.join(joined.groups)}")
     raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
+
+
+def _in_child() -> None:
+    if _joined is not None:
+        _joined.forked = True
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -15,7 +15,8 @@ void every_collective_in_every_memory() {
   for (int size : {1, 2, 3, 5, 8})
     for (bool spin : {true, false}) {
       // On both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
-      std::vector<size_t> sizes{0, 1, 7, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_in_cache_bytes / 4 + 5};
+      std::vector<size_t> sizes{
+          0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_in_cache_bytes / 4 + 5};
       if (!spin) sizes = {1000, chunk_in_cache_bytes / 4};
       if (!spin && size == 3) sizes.push_back(3 * largest_chunk_bytes / 4 + 5);
       const ThreadJob job(size);

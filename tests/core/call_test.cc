@@ -159,6 +159,41 @@ void shapes_that_wrap_around_are_refused() {
   CHECK(refused(unknown, 0, "does not know"));
 }
 
+// Whatever one of a signature's fields says, its fingerprint tells; and where several differ.
+void fingerprints_tell_signatures_apart() {
+  Signature plain;
+  plain.number = 7;
+  plain.dims = 2;
+  plain.shape[0] = 3, plain.shape[1] = 5;
+  plain.count = 15;
+  std::vector<Signature> all{plain};
+  const auto with = [&](const std::function<void(Signature&)>& change) {
+    Signature other = plain;
+    change(other);
+    all.push_back(other);
+  };
+  for (uint64_t more : {uint64_t{1}, uint64_t{2}, uint64_t{1} << 32, uint64_t{1} << 63}) {
+    with([&](Signature& s) { s.number += more; });
+    with([&](Signature& s) { s.count += more; });
+    with([&](Signature& s) { s.digest += more; });
+    for (int i = 0; i < 2; i++) with([&](Signature& s) { s.shape[i] += more; });
+  }
+  for (int i = 0; i < 9; i++) with([&](Signature& s) { s.root = i; });
+  with([](Signature& s) { s.what = Collective::all_reduce; });
+  with([](Signature& s) { s.dtype = Dtype::float32; });
+  with([](Signature& s) { s.op = Op::max; });
+  with([](Signature& s) { s.function = Function::all_reduce_many; });
+  with([](Signature& s) { s.head = 1; });
+  with([](Signature& s) { s.dims = 1; });
+  with([](Signature& s) { std::swap(s.shape[0], s.shape[1]); });
+  with([](Signature& s) { s.number = s.count, s.count = 7; });
+  for (size_t a = 0; a < all.size(); a++)
+    for (size_t b = 0; b < all.size(); b++) {
+      CHECK((all[a] == all[b]) == (a == b));
+      CHECK((all[a].fingerprint() == all[b].fingerprint()) == (a == b));
+    }
+}
+
 // They send nothing, use no number and break nothing, whether run or started.
 void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
   float x[8] = {1, 1}, out[8] = {};
@@ -187,6 +222,7 @@ int main() {
   roots_that_are_none_are_refused();
   operations_that_are_not_defined_are_refused();
   shapes_that_wrap_around_are_refused();
+  fingerprints_tell_signatures_apart();
   for (const std::string algorithm : {"arena", "direct"}) on_threads(3, algorithm, false, a_refused_call_leaves_the_group_whole);
   return test::failed();
 }

@@ -1,0 +1,204 @@
+// What Python holds of a group, and the way from Python into the core and back: the GIL, signals, exceptions.
+#pragma once
+
+#include <fcntl.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include "backend/host.h"
+#include "comm/communicator.h"
+#include "transport/arena.h"
+
+namespace mscomm {
+
+namespace py = pybind11;
+
+inline void raise(const Error& error) {
+  if (error.kind == "ValueError") return PyErr_SetString(PyExc_ValueError, error.what());
+  if (error.kind == "RuntimeError") return PyErr_SetString(PyExc_RuntimeError, error.what());
+  if (error.kind == "MemoryError") return PyErr_SetString(PyExc_MemoryError, error.what());
+  const py::object made =
+      py::module_::import("mscomm.errors").attr("make")(error.kind, error.what(), error.ranks, error.waiting_for);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+inline bool python_is_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// The function's result, without the GIL meanwhile. Not by a guard's destructor: where a daemon thread asks for the GIL when the
+// process ends, Python before 3.14 ends it by an unwinding that no destructor may let through. Who asks later stays here for
+// ever, as in 3.14.
+template <typename Function>
+auto unlocked(const Function& function) {
+  using Result = std::invoke_result_t<Function>;
+  std::conditional_t<std::is_void_v<Result>, std::monostate, std::optional<Result>> result;
+  std::exception_ptr thrown;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    if constexpr (std::is_void_v<Result>) function();
+    else result.emplace(function());
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  while (python_is_ending()) pause();
+  PyEval_RestoreThread(state);
+  if (thrown) std::rethrow_exception(thrown);
+  if constexpr (!std::is_void_v<Result>) return *std::move(result);
+}
+
+inline void run_pending_signal_handlers() {
+  if (python_is_ending()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// A copy of the descriptor that is closed with its last holder: whoever gave it may close theirs at any time. -1: there is none.
+inline std::shared_ptr<const int> copy_of(int fd) {
+  if (fd < 0) return std::make_shared<const int>(-1);
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (copy < 0) throw system_error("fcntl(F_DUPFD_CLOEXEC)", errno);
+  return {new int(copy), [](const int* owned) {
+            close(*owned);
+            delete owned;
+          }};
+}
+
+// Taken over from Python: closed, but for those that were handed on.
+struct Descriptors {
+  ~Descriptors() {
+    for (const int fd : fds)
+      if (fd >= 0) close(fd);
+  }
+  std::vector<int> fds;
+};
+
+// A group, as Python builds it from the facts that its ranks exchanged.
+struct Group {
+  Recorder recorder;
+  const HostBackend* host;
+  std::shared_ptr<Peers> peers;
+  std::vector<int> ranks;
+  std::mutex notices_mutex;  // protects notices
+  std::vector<std::string> notices;
+  std::atomic<int> away{0};                    // threads in `called` without the GIL
+  std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
+
+  // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
+  // news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the user; it
+  // stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
+  Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
+        const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
+      : peers(std::move(job)), ranks(std::move(members)) {
+    // First, so that the descriptors are closed whatever comes.
+    Descriptors owned{links};
+    std::vector<std::optional<Stream>> streams(ranks.size());
+    for (size_t peer = 0; peer < links.size(); peer++) {
+      if (links[peer] < 0) continue;
+      const std::string& name = peers->names.at(static_cast<size_t>(ranks.at(peer)));
+      streams[peer].emplace(std::exchange(owned.fds[peer], -1), name);
+    }
+
+    Layout layout{rank, static_cast<int>(ranks.size()), {}};
+    std::map<int, int> numbers;  // hosts of the group, numbered by their lowest rank
+    for (int member : ranks) {
+      const int host = peers->hosts.at(static_cast<size_t>(member));
+      layout.host.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
+    }
+    Forced algorithms;
+    for (size_t i = 0; i < algorithms.size(); i++) algorithms[i] = forced[i];
+
+    std::unique_ptr<Arena> arena;
+    if (control >= 0) arena = std::make_unique<Arena>(ranks, rank, peers->heaps, static_cast<uint64_t>(control), spin);
+    std::unique_ptr<Mesh> mesh;
+    if (!links.empty())
+      mesh = std::make_unique<Mesh>(ranks, rank, epoch, std::move(streams), [this](uint64_t number) {
+        const auto record = recorder.find(number);
+        return record ? std::optional(record->signature) : std::nullopt;
+      });
+    auto backend = std::make_unique<HostBackend>(std::move(layout), algorithms, std::move(arena), std::move(mesh));
+    host = backend.get();
+    const auto wake = [news = copy_of(news_fd)] {
+      const uint64_t one = 1;
+      // Full: the reader has not looked yet, and will.
+      if (*news >= 0 && write(*news, &one, sizeof one) < 0 && errno != EAGAIN) return;
+    };
+    Communicator::Hooks hooks{run_pending_signal_handlers,
+                              [this, wake](const std::string& text) {
+                                {
+                                  const std::lock_guard lock(notices_mutex);
+                                  notices.push_back(text);
+                                }
+                                wake();
+                              },
+                              wake};
+    communicator =
+        std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
+  }
+
+  // unlocked(function), and counted until the GIL is this thread's again.
+  template <typename Function>
+  auto called(const Function& function) {
+    struct Counted {
+      explicit Counted(std::atomic<int>& count) : count(count) { count++; }
+      ~Counted() { count--; }
+      std::atomic<int>& count;
+    };
+    const Counted counted(away);
+    return unlocked(function);
+  }
+
+  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which
+  // may be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
+  void close() {
+    communicator->close();
+    const Deadline deadline(5);
+    while (away > 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
+            const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head) const {
+    Call call;
+    Signature& signature = call.signature;
+    signature.what = static_cast<Collective>(what);
+    signature.function = static_cast<Function>(function);
+    signature.dtype = static_cast<Dtype>(dtype);
+    signature.op = static_cast<Op>(op);
+    signature.root = root;
+    signature.digest = digest;
+    signature.head = head;
+    const size_t dims = shape ? shape->size() : x ? static_cast<size_t>(x->ndim()) : 0;
+    if (dims > max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions; reshape this one");
+    signature.dims = static_cast<uint8_t>(dims);
+    signature.count = signature.what != Collective::barrier;
+    for (size_t i = 0; i < dims; i++) {
+      signature.shape[i] = shape ? (*shape)[i] : static_cast<uint64_t>(x->shape(static_cast<py::ssize_t>(i)));
+      signature.count *= signature.shape[i];
+    }
+    if (x) call.x = x->data(), call.x_bytes = static_cast<size_t>(x->nbytes());
+    if (out) call.out = out->mutable_data(), call.out_bytes = static_cast<size_t>(out->nbytes());
+    call.counts = std::move(counts);
+    return call;
+  }
+};
+
+}  // namespace mscomm
