@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README, GUIDE, ERRORS = ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/errors.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = [(ROOT / "python/mscomm", "*.py"), (ROOT / "csrc", "*.cc"), (ROOT / "src", "*.cc")]
+SOURCES = [(ROOT / "python/mscomm", "*.py"), (ROOT / "csrc", "*.cc"), (ROOT / "src", "*.*")]
 CODE = "\n".join(path.read_text() for folder, pattern in SOURCES for path in sorted(folder.rglob(pattern)))
 VARIABLE = r"\b(?:MSCOMM|MS|OMPI|PMIX|PMI|MPI|SLURM|JSM|OMP)_[A-Z_]+\b"
 
