@@ -58,9 +58,7 @@ class _Joined:
         self.local_rank = 0
         self.hub: Any = None  # its process, if this rank started it
         self.pid = os.getpid()
-        self.forked = (
-            False  # in a child of the process that joined, as every call has to know; a system call would be slow
-        )
+        self.forked = False  # in a child of the process that joined; every call asks, and getpid() would be slow
         self.world = Group("world", list(range(job.size)), timeout_s)
         self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
         self.makings: list[Making] = []  # how rejoin() brings the others back, in this order
