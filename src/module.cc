@@ -11,7 +11,7 @@
 
 #include "algo/algorithm.h"
 #include "src/group.h"
-#include "src/plain_all_reduce.h"
+#include "src/plain_calls.h"
 #include "transport/arena.h"
 
 using namespace mscomm;
@@ -182,7 +182,7 @@ PYBIND11_MODULE(_core, module) {
              Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
              return group.called([&] { return group.communicator->start(std::move(call), timeout_s); });
            })
-      .def("plain_all_reduce", &plain_all_reduce)
+      .def("plain_calls", &plain_calls)
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)
       .def("recv", &run_message<false>)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# CPython 3.11 and the core as they are take 5,985, of which the core has 1,500; the general way, of arrays that are not
+# CPython 3.11 and the core as they are take 5,500, of which the core has 1,500; the general way, of arrays that are not
 # plain, takes 40,000. Other builds of Python take more or less.
 MOST = 12_000
 CALLS = (1000, 11_000)

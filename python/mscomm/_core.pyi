@@ -4,7 +4,7 @@ The place of a name in collectives, functions, ops and dtypes() is its number in
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, NoReturn, final
 
 import numpy as np
 
@@ -137,8 +137,11 @@ class Group:
     ) -> Work:
         """The same on the worker's thread; x and out must live until it has ended."""
 
-    def plain_all_reduce(self, timeout_s: float, /) -> Callable[[Any, Any, Any], Any]:
-        """all_reduce(x, op, out) of plain arrays; it returns NotImplemented for what else it is given."""
+    def plain_calls(
+        self, timeout_s: float, beside: list[Any], failed: Callable[[BaseException], NoReturn], /
+    ) -> Callable[[Any, Any, Any, Any, Any], Any]:
+        """call(what, x, op, root, out) of plain arrays; it returns NotImplemented for what else it is given, and while
+        there is something in beside. An exception of the call is handed to failed, which raises it or another."""
 
     def reserve(self, count: int, /) -> int:
         """That many call numbers in a row; returns the first."""

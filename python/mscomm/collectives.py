@@ -40,6 +40,9 @@ Timeout = float | timedelta | None
 
 OPS = {name: code for code, name in enumerate(_core.ops)}
 WHAT = {name: code for code, name in enumerate(_core.collectives)}
+_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST, _ALL_TO_ALL, _BARRIER = (
+    WHAT[name] for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+)
 FUNCTION = {name: code for code, name in enumerate(_core.functions)}
 _INT64 = dtype_code(np.dtype(np.int64))
 
@@ -73,7 +76,7 @@ def all_reduce(
     """
     group = resolve(group)
     if timeout is None and not async_op:
-        done = group.all_reduce_plain(x, op, out)
+        done = group.call_plain(_ALL_REDUCE, x, op, -1, out)
         if done is not NotImplemented:
             return done
     given = _given("all_reduce", x)
@@ -108,6 +111,10 @@ def all_gather(
            [1.]], dtype=float32)
     """
     group = resolve(group)
+    if timeout is None and not async_op:
+        done = group.call_plain(_ALL_GATHER, x, None, -1, out)
+        if done is not NotImplemented:
+            return done
     given = _given("all_gather", x)
     target, result = _result("all_gather", given, out, _times(given.shape, group.size), group.rank * given.source.size)
     call = Call(WHAT["all_gather"], given.source, target, dtype=given.code)
@@ -134,6 +141,10 @@ def reduce_scatter(
     array([4., 6.])
     """
     group = resolve(group)
+    if timeout is None and not async_op:
+        done = group.call_plain(_REDUCE_SCATTER, x, op, -1, out)
+        if done is not NotImplemented:
+            return done
     given = _given("reduce_scatter", x)
     op_code = _op_code("reduce_scatter", op, given.source.dtype)
     shape = _share("reduce_scatter", given.shape, group.size)
@@ -160,6 +171,10 @@ def broadcast(
     array([1, 1])
     """
     group = resolve(group)
+    if timeout is None and not async_op:
+        done = group.call_plain(_BROADCAST, x, None, root, out)
+        if done is not NotImplemented:
+            return done
     given = _given("broadcast", x)
     root = checked_root("broadcast", root, group)
     target, result = _result("broadcast", given, out, given.shape, 0)
@@ -276,6 +291,10 @@ def all_to_all(
     array([ 1, 11])
     """
     group = resolve(group)
+    if timeout is None and not async_op:
+        done = group.call_plain(_ALL_TO_ALL, x, None, -1, out)
+        if done is not NotImplemented:
+            return done
     given = _given("all_to_all", x)
     _share("all_to_all", given.shape, group.size)
     target, result = _result("all_to_all", given, out, given.shape, 0)
@@ -285,7 +304,12 @@ def all_to_all(
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
     """Return when every rank of the group has called it. None; with async_op a Work of None."""
-    return resolve(group).call(Call(WHAT["barrier"]), timeout, async_op, _nothing)
+    group = resolve(group)
+    if timeout is None and not async_op:
+        done = group.call_plain(_BARRIER, None, None, -1, None)
+        if done is not NotImplemented:
+            return done
+    return group.call(Call(_BARRIER), timeout, async_op, _nothing)
 
 
 # -- parts that differ by rank

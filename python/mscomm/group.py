@@ -159,7 +159,7 @@ class Work:
         return None
 
 
-def _not_plain(_x: Any, _op: Any, _out: Any, /) -> Any:
+def _not_plain(_what: Any, _x: Any, _op: Any, _root: Any, _out: Any, /) -> Any:
     return NotImplemented
 
 
@@ -191,7 +191,12 @@ class Group:
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         noted = self._lines is not None or self._traced is not None
-        self._plain_all_reduce = _not_plain if noted else founded.core.plain_all_reduce(self.timeout_s)
+        # call_plain(what, x, op, root, out): a call on plain NumPy arrays in one step; NotImplemented, and nothing was
+        # done, for all that is not plain: other collectives and arrays, wrong arguments, lines that are to be noted,
+        # calls beside that may have ended.
+        self.call_plain = _not_plain
+        if not noted:
+            self.call_plain = founded.core.plain_calls(self.timeout_s, self._running, self._plain_failed)
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._letters = Letters(job, self.core, id, self.ranks)
         if self.member:
@@ -200,6 +205,7 @@ class Group:
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
+        self.call_plain = _not_plain  # it refers to this group, out of the garbage collector's sight
         if self._traced is not None:
             self._trace()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
@@ -222,16 +228,9 @@ class Group:
         seconds = self.seconds(timeout)
         return self.watch(call, result, [lambda: self.start(call, seconds)])
 
-    def all_reduce_plain(self, x: Any, op: Any, out: Any) -> Any:
-        """all_reduce of a plain NumPy array in one step; NotImplemented, and nothing was done, for all that is not
-        plain: other arrays, wrong arguments, lines that are to be noted, calls beside that may have ended."""
-        try:
-            return NotImplemented if self._running else self._plain_all_reduce(x, op, out)
-        except Error as symptom:
-            self.fail(symptom)
-        except BaseException as error:
-            self._interrupted(error)
-            raise
+    def _plain_failed(self, error: BaseException) -> NoReturn:
+        with self._failing():
+            raise error
 
     def call_after(
         self, head: Call, then: Callable[[], tuple[Call, Callable[[], Any]]], timeout: Any, async_op: bool
@@ -323,11 +322,11 @@ class Group:
 
     def _forget_ended(self) -> None:
         with self._watching:
-            self._running = [one for one in self._running if not one.done()]
+            self._running[:] = [one for one in self._running if not one.done()]
 
     def drain(self) -> None:
         """Until the calls that nobody waits for have ended; how, the group remembers."""
-        for work in self._running:
+        for work in tuple(self._running):
             while not work.done():
                 time.sleep(0.001)
 

@@ -545,6 +545,8 @@ def _here() -> _Joined:
 
 def resolve(group: Group | str | None) -> Group:
     """The Group that the argument names. RuntimeError before init(), and in a forked child."""
+    if group is None and _joined is not None and not _joined.forked:  # most calls
+        return _joined.world
     joined = _here()
     if group is None:
         return joined.world

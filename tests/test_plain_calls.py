@@ -1,9 +1,11 @@
-"""The short way of plain arrays into all_reduce: what goes by it, and that nobody can tell."""
+"""The short way of plain arrays into the collectives: what goes by it, and that nobody can tell."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +14,14 @@ import pytest
 from ranks import everybody_is_here, ranks, tell, until_told, when_inside
 
 import mscomm
-from mscomm import groups
+from mscomm import _core, groups
 from mscomm.group import Group
+
+WHAT = {name: code for code, name in enumerate(_core.collectives)}
+
+
+def reduced(group: Group, x: Any, op: Any, out: Any) -> Any:
+    return group.call_plain(WHAT["all_reduce"], x, op, -1, out)
 
 
 class Sub(np.ndarray):
@@ -80,31 +88,93 @@ def alone():
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
 def test_what_is_not_plain_is_left_to_the_general_way(alone, case):
     before = alone.core.where()
-    assert alone.all_reduce_plain(*case) is NotImplemented
+    assert reduced(alone, *case) is NotImplemented
     assert alone.core.where() == before
 
 
 @pytest.mark.parametrize("x", PLAIN.values(), ids=PLAIN)
 def test_plain_arrays_are_taken(alone, x):
     number = alone.core.where()[0]
-    result = alone.all_reduce_plain(x, "sum", None)
+    result = reduced(alone, x, "sum", None)
     assert type(result) is np.ndarray and (result.dtype, result.shape) == (x.dtype, x.shape)
     assert result is not x and np.array_equal(result, x)
     out = np.zeros_like(x)
-    assert alone.all_reduce_plain(x, "sum", out) is out and np.array_equal(out, x)
+    assert reduced(alone, x, "sum", out) is out and np.array_equal(out, x)
     if x.flags.writeable:
-        assert alone.all_reduce_plain(x, "sum", x) is x
+        assert reduced(alone, x, "sum", x) is x
     assert alone.core.where()[0] == number + 2 + x.flags.writeable
 
 
-def test_all_reduce_takes_it_unless_a_timeout_or_a_work_is_wanted(alone, monkeypatch):
-    taken = []
-    monkeypatch.setattr(Group, "all_reduce_plain", lambda _, *given: taken.append(given) or NotImplemented)
-    mscomm.all_reduce(whole, "max", out=whole)
-    assert [(op, out is whole) for _, op, out in taken] == [("max", True)]
-    mscomm.all_reduce(whole, timeout=5)
-    mscomm.all_reduce(whole, async_op=True).wait()
+CALLS = {
+    "all_reduce": lambda **given: mscomm.all_reduce(whole, **given),
+    "all_gather": lambda **given: mscomm.all_gather(whole, **given),
+    "reduce_scatter": lambda **given: mscomm.reduce_scatter(whole, **given),
+    "broadcast": lambda **given: mscomm.broadcast(whole, **given),
+    "all_to_all": lambda **given: mscomm.all_to_all(whole, **given),
+    "barrier": lambda **given: mscomm.barrier(**given),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_functions_take_it_unless_a_timeout_or_a_work_is_wanted(alone, monkeypatch, name):
+    taken, call = [], alone.call_plain
+
+    def noted(what: int, *given: Any) -> Any:
+        result = call(what, *given)
+        taken.append((what, result is not NotImplemented))
+        return result
+
+    monkeypatch.setattr(alone, "call_plain", noted)
+    result = CALLS[name]()
+    assert result is None if name == "barrier" else np.array_equal(result, whole)
+    assert taken == [(WHAT[name], True)]
+    CALLS[name](timeout=5)
+    CALLS[name](async_op=True).wait()
     assert len(taken) == 1
+
+
+@ranks(3)
+def test_what_the_general_way_refuses_or_knows_better(rank, group):
+    there = groups.resolve(None)
+    x = np.arange(6.0)
+    call = there.call_plain
+    for case in (
+        ("reduce_scatter", np.ones(4), "sum", -1, None),  # no three parts
+        ("reduce_scatter", np.array(1.0), "sum", -1, None),
+        ("reduce_scatter", x, "sum", -1, np.ones(6)),
+        ("reduce_scatter", x, "sum", -1, x[2 * rank : 2 * rank + 2]),  # in place
+        ("reduce_scatter", x, "avg ", -1, None),
+        ("all_to_all", np.ones(4), None, -1, None),
+        ("all_to_all", np.array(1.0), None, -1, None),
+        ("all_to_all", x, None, -1, x[::-1]),
+        ("all_gather", x[2 * rank : 2 * rank + 2], None, -1, x),  # in place
+        ("all_gather", x, None, -1, np.ones(6)),
+        ("all_gather", np.empty((1 << 62, 0), np.uint8), None, -1, None),  # three times that is no number
+        ("broadcast", x, None, 3, None),
+        ("broadcast", x, None, -1, None),
+        ("broadcast", x, None, 1 << 40, None),
+        ("broadcast", x, None, -(1 << 80), None),
+        ("broadcast", x, None, "0", None),
+        ("broadcast", x, None, True, None),
+        ("broadcast", read_only(np.ones(2)), None, 0, read_only(np.ones(2))),
+        ("all_reduce", x, "sum", 0, None),
+        ("reduce", x, "sum", 0, None),
+        ("gather", x, None, 0, None),
+        ("scatter", x, None, 0, None),
+    ):
+        name, *given = case
+        assert call(WHAT[name], *given) is NotImplemented, case
+    assert call(-1, x, "sum", -1, None) is call(9, x, "sum", -1, None) is NotImplemented
+    assert call(1 << 70, x, "sum", -1, None) is call(None, x, "sum", -1, None) is NotImplemented
+    assert there.core.where()[0] == 0
+    same = np.full((3, 2), rank, np.int32)
+    assert np.array_equal(call(WHAT["all_to_all"], same, None, -1, same), np.repeat(np.arange(3), 2).reshape(3, 2))
+    assert np.array_equal(call(WHAT["all_gather"], np.array(rank), None, -1, None), np.arange(3))
+    assert np.array_equal(call(WHAT["all_gather"], np.full((1, 2), rank), None, -1, None), same)
+    assert np.array_equal(call(WHAT["reduce_scatter"], x, "sum", -1, None), 3 * x[2 * rank : 2 * rank + 2])
+    assert np.array_equal(call(WHAT["broadcast"], x + rank, None, 2, None), x + 2)
+    assert call(WHAT["barrier"], None, None, -1, None) is None
+    assert there.core.where()[0] == 6
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
@@ -125,17 +195,28 @@ def test_what_errors_make_raises_passes_through(monkeypatch):
 
 
 def test_a_released_group_is_told(alone):
+    call = alone.call_plain
     mscomm.release()
     with pytest.raises(RuntimeError, match="no job joined"):
         mscomm.all_reduce(whole)
     with pytest.raises(RuntimeError, match="group world was released"):
-        alone.all_reduce_plain(whole, "sum", None)
+        call(WHAT["all_reduce"], whole, "sum", -1, None)
+    assert reduced(alone, whole, "sum", None) is NotImplemented
     mscomm.init()
+
+
+def test_a_released_group_is_let_go():
+    mscomm.init()
+    mscomm.all_reduce(whole)
+    group = weakref.ref(groups.resolve(None))
+    mscomm.release()
+    gc.collect()
+    assert group() is None
 
 
 @ranks(3)
 def test_both_ways_meet(rank, group):
-    """A rank whose array is strided goes the general way, the others the short one: the same call, the same bits."""
+    """A rank whose array is strided goes the general way, the others the short one: the same calls, the same bits."""
     rng = np.random.default_rng(rank)
     for op in ("sum", "avg", "max", "prod"):
         for count in (1, 12, 13, 5000, 200_000):
@@ -146,6 +227,18 @@ def test_both_ways_meet(rank, group):
                 for turn in range(4)
             ]
             assert len({one.tobytes() for one in results}) == 1
+    for name, given in (
+        ("all_gather", {}),
+        ("reduce_scatter", {"op": "max"}),
+        ("broadcast", {"root": 1}),
+        ("all_to_all", {}),
+    ):
+        x = rng.standard_normal(600)[::2]
+        expected = getattr(mscomm, name)(x, timeout=60, **given)
+        for turn in range(3):
+            found = getattr(mscomm, name)(x if rank == turn else np.ascontiguousarray(x), **given)
+            assert found.tobytes() == expected.tobytes()
+    mscomm.barrier(timeout=60 if rank == 0 else None)
 
 
 @ranks(2)

@@ -1,0 +1,229 @@
+#include "src/plain_calls.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <climits>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string_view>
+
+#include "base/reduce.h"
+#include "src/group.h"
+
+namespace mscomm {
+
+namespace {
+
+using Numpy = py::detail::npy_api;
+
+// By NumPy's type numbers, which are part of its ABI. bfloat16 has none of its own.
+constexpr int type_numbers = 24;
+constexpr auto dtype_of_number = [] {
+  std::array<std::optional<Dtype>, type_numbers> table{};
+  table[Numpy::NPY_BOOL_] = Dtype::boolean;
+  table[Numpy::NPY_BYTE_] = Dtype::int8;
+  table[Numpy::NPY_UBYTE_] = Dtype::uint8;
+  table[Numpy::NPY_SHORT_] = Dtype::int16;
+  table[Numpy::NPY_USHORT_] = Dtype::uint16;
+  table[Numpy::NPY_INT_] = Dtype::int32;
+  table[Numpy::NPY_UINT_] = Dtype::uint32;
+  table[Numpy::NPY_LONG_] = Dtype::int64;
+  table[Numpy::NPY_ULONG_] = Dtype::uint64;
+  table[Numpy::NPY_LONGLONG_] = Dtype::int64;
+  table[Numpy::NPY_ULONGLONG_] = Dtype::uint64;
+  table[Numpy::NPY_FLOAT_] = Dtype::float32;
+  table[Numpy::NPY_DOUBLE_] = Dtype::float64;
+  table[Numpy::NPY_CFLOAT_] = Dtype::complex64;
+  table[Numpy::NPY_CDOUBLE_] = Dtype::complex128;
+  table[23] = Dtype::float16;  // NPY_HALF
+  return table;
+}();
+static_assert(std::endian::native == std::endian::little && sizeof(long) == 8 && sizeof(int) == 4 && sizeof(short) == 2);
+
+struct Shape {
+  int dims = 0;
+  std::array<Py_intptr_t, max_dims + 1> extents{};
+
+  bool operator==(const Shape& other) const {
+    return dims == other.dims && std::equal(extents.begin(), extents.begin() + dims, other.extents.begin());
+  }
+};
+
+// An array whose memory is the elements one after the other, as the core reads them.
+struct Plain {
+  const py::detail::PyArray_Proxy* array;
+  Dtype dtype;
+  Shape shape;
+  size_t bytes;
+
+  char* begin() const { return array->data; }
+  bool apart_from(const Plain& other) const { return begin() + bytes <= other.begin() || other.begin() + other.bytes <= begin(); }
+};
+
+std::optional<Plain> plain(PyObject* object, int flags) {
+  if (Py_TYPE(object) != Numpy::get().PyArray_Type_) return std::nullopt;  // no subclass: a masked array is one
+  const auto* array = py::detail::array_proxy(object);
+  const auto* descriptor = py::detail::array_descriptor_proxy(array->descr);
+  const int number = descriptor->type_num;
+  if ((array->flags & flags) != flags || number < 0 || number >= type_numbers || descriptor->byteorder == '>')
+    return std::nullopt;
+  const auto dtype = dtype_of_number[static_cast<size_t>(number)];
+  if (!dtype || array->nd > max_dims) return std::nullopt;
+  Plain found{array, *dtype, {array->nd, {}}, size_of(*dtype)};
+  for (int i = 0; i < array->nd; i++) {
+    found.shape.extents[static_cast<size_t>(i)] = array->dimensions[i];
+    found.bytes *= static_cast<size_t>(array->dimensions[i]);
+  }
+  return found;
+}
+
+// Of what a rank gets from an x of that shape, in a group of n; none: x cannot be divided, or what comes is not of one shape.
+std::optional<Shape> result_of(Collective what, Shape x, int n) {
+  const bool divides = x.dims > 0 && x.extents[0] % n == 0;
+  switch (what) {
+    case Collective::all_reduce:
+    case Collective::broadcast:
+      return x;
+    case Collective::all_to_all:
+      return divides ? std::optional(x) : std::nullopt;
+    case Collective::reduce_scatter:
+      x.extents[0] /= n;
+      return divides ? std::optional(x) : std::nullopt;
+    case Collective::all_gather:
+      if (x.dims == 0) return Shape{1, {n}};
+      return __builtin_mul_overflow(x.extents[0], n, &x.extents[0]) ? std::nullopt : std::optional(x);
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<Op> op_of(PyObject* object) {
+  Py_ssize_t length = 0;
+  const char* text = PyUnicode_CheckExact(object) ? PyUnicode_AsUTF8AndSize(object, &length) : nullptr;
+  if (!text) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  const auto found = std::find(ops.begin(), ops.end(), std::string_view(text, static_cast<size_t>(length)));
+  if (found == ops.end()) return std::nullopt;
+  return static_cast<Op>(found - ops.begin());
+}
+
+std::optional<int> int_of(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
+  const long value = PyLong_AsLong(object);
+  if (value == -1 && PyErr_Occurred()) PyErr_Clear();  // too large: none that is known here
+  return value >= -1 && value <= INT_MAX ? std::optional(static_cast<int>(value)) : std::nullopt;
+}
+
+py::object new_array(const Plain& like, const Shape& shape) {
+  const auto& api = Numpy::get();
+  auto array = py::reinterpret_steal<py::object>(
+      api.PyArray_NewFromDescr_(api.PyArray_Type_, py::handle(like.array->descr).inc_ref().ptr(), shape.dims,
+                                shape.extents.data(), nullptr, nullptr, 0, nullptr));
+  if (!array) throw py::error_already_set();
+  return array;
+}
+
+py::object call_plain(Group& group, double timeout_s, PyObject* what_object, PyObject* x_object, PyObject* op_object,
+                      PyObject* root_object, PyObject* out_object) {
+  constexpr int readable = Numpy::NPY_ARRAY_C_CONTIGUOUS_ | Numpy::NPY_ARRAY_ALIGNED_;
+  constexpr int writable = readable | Numpy::NPY_ARRAY_WRITEABLE_;
+  const py::object not_for_us = py::reinterpret_borrow<py::object>(Py_NotImplemented);
+  const int n = static_cast<int>(group.ranks.size());
+
+  Call call;
+  Signature& signature = call.signature;
+  const auto number = int_of(what_object), root = int_of(root_object);
+  if (!number || *number < 0 || *number >= static_cast<int>(collectives.size()) || !root) return not_for_us;
+  signature.what = static_cast<Collective>(*number);
+  signature.function = static_cast<Function>(*number);  // those of the collectives come first, in the same order
+  if (*root >= n || (signature.what == Collective::broadcast) != (*root >= 0)) return not_for_us;
+  signature.root = *root;
+  signature.dtype = Dtype::boolean;  // of a barrier, as the general way says it
+  py::object result = py::none();
+  if (signature.what != Collective::barrier) {
+    const auto x = plain(x_object, readable);
+    const auto shape = x ? result_of(signature.what, x->shape, n) : std::nullopt;
+    if (!shape) return not_for_us;
+    if (reduces(signature.what)) {
+      const auto op = op_of(op_object);
+      if (!op || !supports(x->dtype, *op)) return not_for_us;
+      signature.op = *op;
+    }
+    result = out_object == Py_None ? new_array(*x, *shape) : py::reinterpret_borrow<py::object>(out_object);
+    const auto out = plain(result.ptr(), writable);
+    if (!out || out->dtype != x->dtype || !(out->shape == *shape)) return not_for_us;
+    // In place as a whole; other ways to lie in each other are looked at in Python.
+    if (!(out_object == x_object && *shape == x->shape) && !out->apart_from(*x)) return not_for_us;
+    signature.dtype = x->dtype;
+    signature.dims = static_cast<uint8_t>(x->shape.dims);
+    signature.count = x->bytes / size_of(x->dtype);
+    for (size_t i = 0; i < signature.dims; i++) signature.shape[i] = static_cast<uint64_t>(x->shape.extents[i]);
+    call.x = x->begin();
+    call.x_bytes = x->bytes;
+    call.out = out->begin();
+    call.out_bytes = out->bytes;
+  }
+  group.called([&] { group.communicator->run(std::move(call), timeout_s); });
+  return result;
+}
+
+// What the function is bound to.
+struct Bound {
+  py::object owner;
+  Group* group;
+  double timeout_s;
+  py::list beside;
+  py::function failed;
+};
+
+PyObject* call_bound(const Bound& bound, PyObject* const* arguments) {
+  try {
+    try {
+      const auto& [what, x, op, root, out] = *reinterpret_cast<PyObject* const(*)[5]>(arguments);
+      return call_plain(*bound.group, bound.timeout_s, what, x, op, root, out).release().ptr();
+    } catch (const Error& error) {
+      raise(error);  // by Python, where a signal's handler may raise something else
+    }
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "plain_call takes what, x, op, root and out");
+    return nullptr;
+  }
+  const auto& bound = *static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
+  if (PyList_GET_SIZE(bound.beside.ptr()) > 0) Py_RETURN_NOTIMPLEMENTED;
+  if (PyObject* const result = call_bound(bound, arguments)) return result;
+  const py::error_already_set error;
+  if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
+  // What a failure means to the group is said there.
+  return PyObject_CallFunctionObjArgs(bound.failed.ptr(), error.value().ptr(), nullptr);
+}
+
+}  // namespace
+
+py::object plain_calls(py::object group, double timeout_s, py::list beside, py::function failed) {
+  static PyMethodDef definition{"plain_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_by_python)),
+                                METH_FASTCALL, nullptr};
+  auto bound = std::make_unique<Bound>(Bound{group, group.cast<Group*>(), timeout_s, std::move(beside), std::move(failed)});
+  const py::capsule self(bound.get(), nullptr,
+                         [](PyObject* capsule) { delete static_cast<Bound*>(PyCapsule_GetPointer(capsule, nullptr)); });
+  (void)bound.release();
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
+}
+
+}  // namespace mscomm
