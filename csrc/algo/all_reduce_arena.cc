@@ -3,7 +3,7 @@
 // Heap memory: rank r reads part r of every x and writes the result into part r of every out that there is: two rounds, nothing
 // is copied. Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1
 // out, chunk k is reduced and chunk k+1 copied in. A rank's own part is never staged: it comes from its x and goes to its out.
-// Tiny messages: everybody reads everybody's slot, one round.
+// Tiny messages that are not all in heaps: everybody reads everybody's slot, one round.
 #include <algorithm>
 #include <cstring>
 
@@ -14,9 +14,16 @@ namespace mscomm {
 namespace {
 
 // Bytes of each input that are read, reduced and written to all outputs while they are in the cache.
-constexpr size_t hot_bytes = 16 << 10;
+constexpr size_t hot_bytes = 4 << 10;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
+
+// After the first round, on all ranks alike.
+bool all_in_heaps(const Call& call, const Arena& arena) {
+  for (int rank = 0; rank < arena.size(); rank++)
+    if (!arena.x_in_heap(rank) || (receives(call, rank) && arena.posted(rank).out_offset == not_in_heap)) return false;
+  return true;
+}
 
 void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
@@ -39,13 +46,30 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
+// Whose x is in a heap has not copied it yet: that would be in vain where all are.
+void from_slots(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Arena& arena = *ranks.arena;
+  const size_t bytes = call.bytes();
+  std::vector<const void*> in;
+  bool any_in_heap = false;
+  for (int rank = 0; rank < arena.size(); rank++) {
+    in.push_back(arena.tiny(rank, bytes));
+    any_in_heap |= arena.x_in_heap(rank);
+  }
+  if (any_in_heap) {
+    if (arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), bytes), call.x, bytes);
+    arena.round(wait);
+  }
+  if (receives(call, arena.rank())) reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
+}
+
 // What this rank reduces it reads from its own x, and writes to its own out: only what the others reduce is staged.
 class Chunks {
  public:
   Chunks(const Call& call, const Ranks& ranks)
       : call_(call), ranks_(ranks), arena_(*ranks.arena), n_(arena_.size()), me_(arena_.rank()), first_(arena_.steps()) {}
 
-  size_t count() const { return pieces(call_.bytes(), arena_.chunk_bytes()); }
+  size_t count() const { return pieces(call_.bytes(), chunk_bytes); }
   void put(size_t k) const {
     if (arena_.x_in_heap(me_)) return;
     const Range whole = chunk(k), mine = part(whole.bytes(), n_, me_);
@@ -83,7 +107,7 @@ class Chunks {
   }
 
  private:
-  Range chunk(size_t k) const { return piece(call_.bytes(), arena_.chunk_bytes(), k); }
+  Range chunk(size_t k) const { return piece(call_.bytes(), chunk_bytes, k); }
   char* staged(int rank, size_t k) const { return arena_.chunk(rank, first_ + k); }
 
   const Call& call_;
@@ -99,23 +123,18 @@ class Chunks {
 
 void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
-  const int n = arena.size(), me = arena.rank();
-  const size_t bytes = call.bytes();
-  if (bytes <= tiny_bytes) {
-    meet_with(call.x, bytes, bytes, call, arena, wait);
-    std::vector<const void*> in(static_cast<size_t>(n));
-    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank, bytes);
-    if (receives(call, me)) reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
+  arena.post(call);
+  if (call.bytes() <= tiny_bytes) {
+    if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
+    meet(arena, wait);
+    if (all_in_heaps(call, arena)) in_heaps(call, ranks, wait);
+    else from_slots(call, ranks, wait);
     return;
   }
-  arena.post(call);
   Chunks chunks(call, ranks);
   chunks.put(0);
   meet(arena, wait);
-  bool all_in_heap = true;
-  for (int rank = 0; rank < n; rank++)
-    all_in_heap &= arena.x_in_heap(rank) && (!receives(call, rank) || arena.posted(rank).out_offset != not_in_heap);
-  if (all_in_heap) {
+  if (all_in_heaps(call, arena)) {
     in_heaps(call, ranks, wait);
     return;
   }

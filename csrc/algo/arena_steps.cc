@@ -22,7 +22,7 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
       x_(static_cast<const char*>(x)),
       blocks_(std::move(blocks)),
       left_out_(static_cast<size_t>(blocks_.size())),
-      piece_bytes_(std::max<size_t>(64, arena.chunk_bytes() / static_cast<size_t>(blocks_.size()) / 64 * 64)),
+      piece_bytes_(std::max<size_t>(64, chunk_bytes / static_cast<size_t>(blocks_.size()) / 64 * 64)),
       first_(arena.steps()) {
   if (blocks_.size() > 1) leave_out(arena.rank());  // its own block a rank reads from x
 }

@@ -93,13 +93,13 @@ bool Arena::agreed() const {
 }
 
 uint64_t Arena::offered(const void* memory, size_t bytes) const {
-  return bytes > tiny_bytes ? heaps_->mine().find(memory, bytes).value_or(not_in_heap) : not_in_heap;
+  return bytes > unoffered_bytes() ? heaps_->mine().find(memory, bytes).value_or(not_in_heap) : not_in_heap;
 }
 
 void Arena::withdraw(const Call& call) {
   std::exception_ptr failed;
   const auto take_back = [&](const void* memory, size_t bytes, bool keep) {
-    if (bytes <= tiny_bytes) return;
+    if (bytes <= unoffered_bytes()) return;
     try {
       heaps_->mine().withdraw(memory, bytes, keep);
     } catch (...) {

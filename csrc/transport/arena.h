@@ -19,10 +19,10 @@
 namespace mscomm {
 
 inline constexpr uint64_t not_in_heap = ~uint64_t{0};
-// Larger ones from foreign memory pass through staging in chunks. Each costs a round: a chunk fits the cache where a round is a
-// few cache lines, and is large where a round is a turn of the scheduler.
-inline constexpr size_t chunk_in_cache_bytes = 256 << 10;
-inline constexpr size_t largest_chunk_bytes = 1 << 20;
+// From foreign memory a message of at most so many bytes lies whole in the slot of its call.
+inline constexpr size_t tiny_bytes = 16 << 10;
+// Larger ones pass through staging in chunks, of which each costs a round; the chunks in use by all ranks have to fit the cache.
+inline constexpr size_t chunk_bytes = 512 << 10;
 inline constexpr int chunks = 3;
 // What goes along with the arrival at a round, in the same cache line.
 inline constexpr size_t inline_bytes = 48;
@@ -50,7 +50,7 @@ class Arena {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // ENTERED: tells the others about this call, and offers them x and out where the heap lets them have it and they are not tiny.
+  // ENTERED: tells the others about this call, and offers them x and out where the heap lets them have it and they are not small.
   // Followed by the first round.
   void post(const Call& call);
   // After that round: whether all ranks posted the same signature.
@@ -68,14 +68,15 @@ class Arena {
   // Wakes every sleeper of the host, so that it looks around.
   void ring() const;
 
-  size_t chunk_bytes() const { return spin_ ? chunk_in_cache_bytes : largest_chunk_bytes; }
+  // An array of at most so many bytes is not offered: a round that is a turn of the scheduler costs more than the copy.
+  size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
   // Where rank's message of the current call lies when none is larger than `bytes`, which are tiny. Before the first round this
   // rank's is written, and read after it, until the next round.
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? slot(rank).lines[first_round_ & 1].data : staging(rank) + parity_ * tiny_bytes;
   }
   // The staging chunk of rank that is number `step` since the group was made; in use until step + chunks.
-  char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * largest_chunk_bytes; }
+  char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
   // Chunk steps taken so far; a call that used n of them adds n, on all ranks alike.
   uint64_t& steps() { return steps_; }
 
@@ -110,7 +111,7 @@ class Arena {
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-  static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * largest_chunk_bytes;
+  static constexpr size_t staging_bytes = 2 * tiny_bytes + chunks * chunk_bytes;
 
   static size_t control_bytes(int size);
   Gate& gate() const { return *reinterpret_cast<Gate*>(control_); }

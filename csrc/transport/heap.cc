@@ -23,7 +23,7 @@ constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + uni
 Heap::Heap(Mapping mapping) : owner_(getpid()), mapping_(std::move(mapping)) { free_[0] = mapping_.bytes(); }
 
 void* Heap::allocate(size_t bytes) {
-  const uint64_t unit = bytes > tiny_bytes ? page : line;
+  const uint64_t unit = bytes > unshared_bytes ? page : line;
   const uint64_t need = round_up(bytes ? bytes : 1, unit);
   std::optional<uint64_t> start;
   {

@@ -14,8 +14,8 @@
 
 namespace mscomm {
 
-// A message of at most so many bytes lies whole in the slot of its call, so that nothing is gained where its array is shared.
-inline constexpr size_t tiny_bytes = 16 << 10;
+// An array of at most so many bytes is copied sooner than shared.
+inline constexpr size_t unshared_bytes = 2 << 10;
 
 class Heap {
  public:

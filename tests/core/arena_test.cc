@@ -16,9 +16,8 @@ void every_collective_in_every_memory() {
     for (bool spin : {true, false}) {
       // On both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
       std::vector<size_t> sizes{
-          0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_in_cache_bytes / 4 + 5};
-      if (!spin) sizes = {1000, chunk_in_cache_bytes / 4};
-      if (!spin && size == 3) sizes.push_back(3 * largest_chunk_bytes / 4 + 5);
+          0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
+      if (!spin) sizes = {1000, chunk_bytes / 4};
       const ThreadJob job(size);
       const ThreadGroup world(job, job.all(), "arena", spin);
       const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
@@ -35,7 +34,7 @@ void groups_share_the_heaps() {
   const ThreadJob job(4);
   const ThreadGroup world(job, {0, 1, 2, 3}, "arena", false), three(job, {3, 0, 1}, "arena", false),
       two(job, {2, 3}, "arena", false);
-  const std::vector<size_t> sizes{5, tiny_bytes, chunk_in_cache_bytes / 4 + 3};
+  const std::vector<size_t> sizes{5, tiny_bytes, chunk_bytes / 4 + 3};
   const Inputs of_world(world.layout(), Dtype::float32, 2 * sizes.back() + 100),
       of_three(three.layout(), Dtype::float32, 2 * sizes.back() + 100),
       of_two(two.layout(), Dtype::float32, 2 * sizes.back() + 100);
@@ -295,7 +294,7 @@ void heap_gives_each_byte_once() {
       CHECK(reinterpret_cast<uintptr_t>(memory) % 64 == 0);
       if (bytes) memory[0] = memory[bytes - 1] = static_cast<unsigned char>(live.size());
       for (auto [other, size] : live) CHECK(memory + bytes <= other || other + size <= memory);
-      CHECK(bytes <= tiny_bytes || heap.find(memory, bytes));
+      CHECK(bytes <= unshared_bytes || heap.find(memory, bytes));
       live.emplace_back(memory, bytes);
     } else if (!live.empty()) {
       const size_t pick = random() % live.size();
