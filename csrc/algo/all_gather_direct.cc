@@ -8,13 +8,13 @@ void all_gather_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = mesh.size(), me = mesh.rank();
   const Blocks blocks = Blocks::gathered(call, n);
   copy(call.result() + blocks.begin(me), call.x, call.x_bytes);
-  std::vector<Piece> out, in;
+  send_to_all(mesh, call.in(), call.x_bytes);
+  std::vector<Piece> in;
   for (int i = 1; i < n; i++) {
-    const int to = (me + i) % n, from = (me - i + n) % n;
-    out.push_back({to, const_cast<char*>(call.in()), call.x_bytes});
+    const int from = (me - i + n) % n;
     in.push_back({from, call.result() + blocks.begin(from), blocks.bytes(from)});
   }
-  mesh.exchange(out, in, wait);
+  mesh.exchange({}, in, wait);
 }
 
 }  // namespace mscomm

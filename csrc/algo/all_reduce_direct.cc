@@ -1,25 +1,58 @@
 // All-reduce over the mesh in two latencies: every rank gets its part of the message from all others, reduces it in the canonical
 // order, and sends the result to all. 2 (n-1)/n of the message leave each rank, as in a ring (Thakur, Rabenseifner, Gropp 2005,
-// "pairwise").
+// "pairwise"). All that is sent first is queued at once, and a window's result right behind it, so that the wire has something to
+// carry in both directions from the first byte to the last.
+//
+// Small messages in one: everybody sends everybody all of it.
 #include "algo/algorithm.h"
 
 namespace mscomm {
 
+namespace {
+
+// Of all ranks together: up to so many bytes take less time on a wire than the second latency.
+constexpr size_t one_latency_bytes = 8 << 10;
+
+void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Mesh& mesh = *ranks.mesh;
+  const int n = mesh.size(), me = mesh.rank();
+  const size_t bytes = call.bytes();
+  char* scratch = ranks.scratch_of(static_cast<size_t>(n) * bytes);
+  std::vector<Piece> out, in;
+  std::vector<const void*> inputs(static_cast<size_t>(n), call.x);
+  for (int rank = 0; rank < n; rank++) {
+    if (rank == me) continue;
+    char* const theirs = scratch + static_cast<size_t>(rank) * bytes;
+    out.push_back({rank, const_cast<char*>(call.in()), bytes});
+    in.push_back({rank, theirs, bytes});
+    inputs[static_cast<size_t>(rank)] = theirs;
+  }
+  mesh.exchange(out, in, wait);
+  reduce_in_order(call.signature, ranks.layout, inputs.data(), call.out, bytes);
+}
+
+}  // namespace
+
 void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
+  if (static_cast<size_t>(n) * call.bytes() <= one_latency_bytes) return in_one_latency(call, ranks, wait);
 
   const Blocks parts = Blocks::parts(call.bytes(), n);
   char* mine = call.result() + parts.begin(me);
-  for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++)
-    reduce_window(call, ranks, parts, k, mine + piece(parts.bytes(me), window_bytes, k).begin, wait);
-  std::vector<Piece> out, in;
+  send_blocks(call, mesh, parts);
+  for (size_t k = 0; k < windows(parts.bytes(me), window_bytes); k++) {
+    const Range now = piece(parts.bytes(me), window_bytes, k);
+    reduce_window(call, ranks, parts, k, mine + now.begin, wait);
+    send_to_all(mesh, mine + now.begin, now.bytes());
+  }
+  std::vector<Piece> in;
+  // In place, too: what comes from a rank takes the place of what that rank has got.
   for (int i = 1; i < n; i++) {
-    const int to = (me + i) % n, from = (me - i + n) % n;
-    out.push_back({to, mine, parts.bytes(me)});
+    const int from = (me - i + n) % n;
     in.push_back({from, call.result() + parts.begin(from), parts.bytes(from)});
   }
-  mesh.exchange(out, in, wait);
+  mesh.exchange({}, in, wait);
 }
 
 }  // namespace mscomm

@@ -57,25 +57,46 @@ void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range win
   reduce_in_order(call.signature, ranks.layout, inputs.data(), to, now);
 }
 
+void send_window(const Call& call, Mesh& mesh, const Blocks& blocks, size_t k) {
+  std::vector<Piece> out;
+  for (int i = 1; i < mesh.size(); i++) {
+    const int to = (mesh.rank() + i) % mesh.size();
+    const Range now = piece(blocks.bytes(to), window_bytes, k);
+    // The first pieces go even when they are empty: their header says which call this is.
+    if (k == 0 || now.bytes()) out.push_back({to, const_cast<char*>(call.in()) + blocks.begin(to) + now.begin, now.bytes()});
+  }
+  mesh.send(out);
+}
+
+void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks) {
+  for (size_t k = 0; k < windows(blocks.largest(), window_bytes); k++) send_window(call, mesh, blocks, k);
+}
+
+void send_to_all(Mesh& mesh, const char* data, size_t bytes) {
+  std::vector<Piece> out;
+  for (size_t k = 0; k < windows(bytes, window_bytes); k++)
+    for (int i = 1; i < mesh.size(); i++) {
+      const Range now = piece(bytes, window_bytes, k);
+      out.push_back({(mesh.rank() + i) % mesh.size(), const_cast<char*>(data) + now.begin, now.bytes()});
+    }
+  mesh.send(out);
+}
+
 void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const Range here = piece(blocks.bytes(me), window_bytes, k);
   char* scratch = ranks.scratch_of(static_cast<size_t>(n) * window_bytes);
-  std::vector<Piece> out, in;
+  std::vector<Piece> in;
   std::vector<const void*> inputs(static_cast<size_t>(n));
   inputs[static_cast<size_t>(me)] = call.in() + blocks.begin(me) + here.begin;
   for (int i = 1; i < n; i++) {
-    const int to_rank = (me + i) % n, from = (me - i + n) % n;
-    const Range now = piece(blocks.bytes(to_rank), window_bytes, k);
+    const int from = (me - i + n) % n;
     char* at = scratch + static_cast<size_t>(from) * window_bytes;
     inputs[static_cast<size_t>(from)] = at;
-    // The pieces of the first window go even when they are empty: their header says which call this is.
-    if (k == 0 || now.bytes())
-      out.push_back({to_rank, const_cast<char*>(call.in()) + blocks.begin(to_rank) + now.begin, now.bytes()});
     if (k == 0 || here.bytes()) in.push_back({from, at, here.bytes()});
   }
-  mesh.exchange(out, in, wait);
+  mesh.receive(in, wait);
   reduce_in_order(call.signature, ranks.layout, inputs.data(), to, here.bytes());
 }
 

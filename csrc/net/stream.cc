@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -15,6 +17,8 @@
 namespace mscomm {
 
 namespace {
+constexpr int unsent_bytes = 128 << 10;
+
 bool later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 }  // namespace
 
@@ -25,6 +29,9 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
     close(fd_);
     throw system_error("fcntl of the link to " + peer_, cause);
   }
+  // What waits for the wire waits here, not in the kernel, so that who sends to several peers decides what goes first. A unix
+  // socket has no such option.
+  setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
 Stream::~Stream() {

@@ -4,10 +4,16 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 namespace mscomm {
+
+namespace {
+// Before the other links, and the other direction, have their turn.
+constexpr size_t at_once_bytes = 256 << 10;
+}  // namespace
 
 Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
     : ranks_(std::move(ranks)), rank_(rank), epoch_(epoch), links_(links.size()), recorded_(std::move(recorded)) {
@@ -18,6 +24,7 @@ Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::op
 void Mesh::begin(const Signature& mine) {
   mine_ = mine;
   looked_ = Clock::now();
+  all_at_once_ = false;
   for (Link& link : links_) link.greeted = link.announced = link.due = link.receiving = false;
   last_look();
 }
@@ -32,13 +39,26 @@ void Mesh::last_look() {
   }
 }
 
-void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait) {
+void Mesh::send(std::span<const Piece> out) {
   for (const Piece& piece : out) {
     Link& link = links_[static_cast<size_t>(piece.peer)];
     if (!link.announced) greet(link, true);
-    link.send_at = piece.data;
-    link.send_left = piece.bytes;
+    if (piece.bytes > 0) link.queue.push_back({piece, queued_++});
   }
+  sent_ = Clock::now();
+}
+
+void Mesh::receive(std::span<const Piece> in, const Wait& wait) {
+  transfer(in, wait, [this] { return all_received(); });
+}
+
+void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait) {
+  send(out);
+  transfer(in, wait, [this] { return all_received() && all_sent(); });
+}
+
+template <typename Done>
+void Mesh::transfer(std::span<const Piece> in, const Wait& wait, const Done& done) {
   for (const Piece& piece : in) {
     Link& link = links_[static_cast<size_t>(piece.peer)];
     link.receiving = true;
@@ -64,23 +84,29 @@ void Mesh::greet(Link& link, bool payload) {
   link.announced |= payload;
 }
 
-bool Mesh::done() const {
-  for (const Link& link : links_)
-    if (!link.sent() || !link.received()) return false;
-  return true;
+bool Mesh::all_sent() const {
+  return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.sent(); });
+}
+
+bool Mesh::all_received() const {
+  return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.received(); });
 }
 
 bool Mesh::move_some() {
   bool moved = false;
+  turn_ = queued_;
+  for (const Link& link : links_)
+    if (!link.queue.empty()) turn_ = std::min(turn_, link.queue.front().order);
+  all_at_once_ |= turn_ < queued_ && seconds_since(sent_) > longest_sleep_ms * 1e-3;
   for (int peer = 0; peer < size(); peer++) {
     Link& link = links_[static_cast<size_t>(peer)];
     if (!link.stream) continue;
     // Receive before we look at the error of a send: a peer that died mid-call often leaves its last bytes for us to read.
     if (!link.received()) {
-      while (receive_some(peer)) moved = true;
+      moved |= receive_some(peer);
       if (link.ended && !link.received()) throw lost(peer, *link.ended);
     }
-    if (link.sent()) continue;
+    if (!may_send(link)) continue;
     try {
       moved |= send_some(link);
     } catch (const Stream::Broken& broken) {
@@ -93,6 +119,11 @@ bool Mesh::move_some() {
   return moved;
 }
 
+bool Mesh::may_send(const Link& link) const {
+  if (!link.outbox.empty()) return true;
+  return !link.queue.empty() && (all_at_once_ || link.queue.front().order == turn_);
+}
+
 bool Mesh::send_some(Link& link) {
   if (!link.outbox.empty()) {
     const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
@@ -101,9 +132,12 @@ bool Mesh::send_some(Link& link) {
     if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
     return moved > 0;
   }
-  const size_t moved = link.stream->send(link.send_at, link.send_left);
-  link.send_at += moved;
-  link.send_left -= moved;
+  Piece& first = link.queue.front().piece;
+  const size_t moved = link.stream->send(first.data, first.bytes);
+  first.data += moved;
+  first.bytes -= moved;
+  if (moved > 0) sent_ = Clock::now();
+  if (first.bytes == 0) link.queue.pop_front();
   return moved > 0;
 }
 
@@ -112,7 +146,7 @@ bool Mesh::receive_some(int peer) {
   if (!link.listens()) return false;
   try {
     if (link.due) {
-      const size_t moved = link.stream->receive(link.receive_at, link.receive_left);
+      const size_t moved = link.stream->receive(link.receive_at, std::min(link.receive_left, at_once_bytes));
       link.receive_at += moved;
       link.receive_left -= moved;
       return moved > 0;
@@ -159,7 +193,7 @@ void Mesh::poll_links(const Wait& wait) {
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[static_cast<size_t>(peer)];
     if (!link.stream) continue;
-    const int events = (link.listens() ? POLLIN : 0) | (link.sent() ? 0 : POLLOUT);
+    const int events = (link.listens() ? POLLIN : 0) | (may_send(link) ? POLLOUT : 0);
     if (events == 0) continue;
     polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
     peers.push_back(peer);

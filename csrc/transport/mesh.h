@@ -36,8 +36,13 @@ class Mesh {
 
   // Starts a call; takes in what peers already said, without waiting.
   void begin(const Signature& mine);
-  // Sends and receives all pieces, in any order, full duplex. At most one piece a peer and direction. Waiting for data from a
-  // peer tells it first which call we are in.
+  // Queues the pieces. They go while a later receive or exchange waits, one after the other, so that no link carries many streams
+  // at once, of which one would come last; but none for long behind a peer that takes nothing. They stay as they are until the
+  // next exchange has ended, or the peer has shown by what it sent that it has them.
+  void send(std::span<const Piece> out);
+  // Receives all pieces, in any order, at most one from a peer. Who waits long tells the peer which call it is in.
+  void receive(std::span<const Piece> in, const Wait& wait);
+  // Both, full duplex; returns when all that was ever queued is sent, too.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
   // Takes in what peers said since, without waiting.
   void last_look();
@@ -52,6 +57,10 @@ class Mesh {
   void close_descriptors();
 
  private:
+  struct Queued {
+    Piece piece;
+    uint64_t order;  // among those of all links
+  };
   struct Link {
     std::optional<Stream> stream;
     std::optional<Stream::Broken> ended;  // seen while nothing was due from this peer: no failure until something is
@@ -59,9 +68,8 @@ class Mesh {
     bool greeted = false;    // the peer was told which call we are in
     bool announced = false;  // ... and that data follows
     std::deque<Header> outbox;
-    size_t outbox_sent = 0;  // bytes of outbox.front() that are gone
-    const char* send_at = nullptr;
-    size_t send_left = 0;
+    size_t outbox_sent = 0;    // bytes of outbox.front() that are gone
+    std::deque<Queued> queue;  // behind the outbox; of the first what is still to go
 
     Header inbox;
     size_t inbox_got = 0;  // bytes of inbox that came
@@ -70,12 +78,15 @@ class Mesh {
     char* receive_at = nullptr;
     size_t receive_left = 0;
 
-    bool sent() const { return outbox.empty() && send_left == 0; }
+    bool sent() const { return outbox.empty() && queue.empty(); }
     bool received() const { return !receiving || (due && receive_left == 0); }
     bool listens() const { return stream && !ended && inbox_got < sizeof(Header) && (!due || receive_left > 0); }
   };
 
+  template <typename Done>
+  void transfer(std::span<const Piece> in, const Wait& wait, const Done& done);
   void greet(Link& link, bool payload);
+  bool may_send(const Link& link) const;
   bool send_some(Link& link);
   bool receive_some(int peer);
   // Compares a complete inbox with our own calls. False: the peer is ahead, keep it for later.
@@ -83,7 +94,8 @@ class Mesh {
   bool move_some();
   void poll_links(const Wait& wait);
   void look(const Wait& wait);
-  bool done() const;
+  bool all_sent() const;
+  bool all_received() const;
   Error lost(int peer, const Stream::Broken& broken) const;
 
   std::vector<int> ranks_;
@@ -93,6 +105,10 @@ class Mesh {
   Recorded recorded_;
   Signature mine_;
   Clock::time_point looked_;  // when this call looked around last: many short exchanges may make a long call
+  uint64_t queued_ = 0;       // pieces so far
+  uint64_t turn_ = 0;         // the order of the piece that goes now
+  Clock::time_point sent_;    // when one was queued or went last
+  bool all_at_once_ = false;  // for the rest of the call: the peer whose turn it is takes nothing
 };
 
 }  // namespace mscomm
