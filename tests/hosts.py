@@ -5,7 +5,7 @@
 
 On network j host i has 10.77.j.(i+1) and fd77:j::(i+1) at its interface net<j>, and the hosts know each other as
 host-0, host-1, ... The namespaces share this machine's files and memory; MSCOMM_HOST_ID and the namespace tell mscomm
-that they are different hosts.
+that they are different hosts. With a rate, as 1gbit, that is what each host's interfaces send and receive at most.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ _serial = itertools.count()
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # nothing of a launcher that runs the tests
 
 
-def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
+def _ip(*words: str, program: str = "ip") -> str:
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=30)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{program} {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _shape(space: str, device: str, rate: str) -> None:
+    """The device sends no faster than that, but for the first 256 KiB after a pause."""
+    bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+    _ip("-n", space, "qdisc", "add", "dev", device, "root", *bucket, program="tc")
 
 
 class Host:
@@ -83,7 +89,14 @@ class Hosts:
     """Makes them, and takes everything away again, processes that still run there included."""
 
     def __init__(
-        self, count: int, folder: Path, *, networks: int = 1, version: int = 4, names: Sequence[str] | None = None
+        self,
+        count: int,
+        folder: Path,
+        *,
+        networks: int = 1,
+        version: int = 4,
+        names: Sequence[str] | None = None,
+        rate: str = "",
     ) -> None:
         if os.getuid() != 0:
             pytest.skip("network namespaces need root")
@@ -92,6 +105,7 @@ class Hosts:
         self._folder = folder
         self._networks = networks
         self._version = version
+        self._rate = rate
         prefix = f"mscomm-{os.getpid()}-{next(_serial)}"
         self._switch = f"{prefix}-switch"
         self._names = list(names or [f"host-{i}" for i in range(count)])
@@ -142,6 +156,9 @@ class Hosts:
                 plain = ["nodad"] if self._version == 6 else []
                 length = 24 if self._version == 4 else 64
                 _ip("-n", host.space, "addr", "add", f"{host.addresses[j]}/{length}", "dev", f"net{j}", *plain)
+                if self._rate:  # of what the host sends, and of what is sent to it
+                    _shape(host.space, f"net{j}", self._rate)
+                    _shape(self._switch, port, self._rate)
             # `ip netns exec` shows this file as /etc/hosts there.
             etc = Path("/etc/netns", host.space)
             etc.mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -768,6 +769,28 @@ def test_compare_measures_and_reports(tmp_path: Path) -> None:
         "report.md",
         "share.svg",
     ]
+
+
+@pytest.mark.long
+def test_hosts_measures_and_reports(tmp_path: Path) -> None:
+    """Over links of namespaces; not imported here, where `hosts` is that of the tests."""
+    installed("torch-gloo")
+    if os.getuid() != 0 or shutil.which("tc") is None:
+        pytest.skip("shaped links need root and iproute2")
+    words = ["--links", "1gbit", "--layouts", "2x1", "--sizes", "8,64K", "--iters", "1", "--rounds", "5"]
+    command = [sys.executable, Path(BENCH, "hosts.py"), *words, tmp_path]
+    env = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "* wrong elements: none\n* went between hosts by another way than the wire: nothing\n" in done.stdout
+    assert "### 1gbit, 2 hosts, 1 rank each\n\nBegan " in done.stdout
+    assert re.search(r"^Of mscomm's calls 0 bytes went by shared memory, [1-9]\d* by links\.$", done.stdout, re.M)
+    assert re.findall(r"^\| (\d+ \w+) ", done.stdout, re.M) == ["8 B", "64 KiB"]
+    missing = "* not measured: 1gbit, 2 hosts, 1 rank each: of the wire (goal 97.0%); missing: 16 MiB\n"
+    assert missing in done.stdout and "* not measured: unshaped, 4x1" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1gbit-2x1.json", "report.md"]
+    (row, _) = json.loads((tmp_path / "1gbit-2x1.json").read_text())["rows"]
+    assert all(len(modes["in_place"]["rounds_us"]) == 5 for modes in row["results"].values())
 
 
 @with_scripts

@@ -19,7 +19,7 @@ class Cell(Protocol):
     """One contender's messages of one size."""
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
-        """Microseconds of each call, of the slowest rank."""
+        """Microseconds of each call, the mean over ranks."""
 
     def wrong(self) -> int:
         """How many elements of one call's results are wrong, over all ranks."""
@@ -64,7 +64,11 @@ class Local:
 
     def cell(self, count: int, in_place: bool) -> Cell:
         buffers = Buffers(self._case, count, in_place, self._make)
-        return _LocalCell(buffers, self._bind(self._case, buffers), self._has_result)
+        return _LocalCell(buffers, self.call(buffers), self._has_result)
+
+    def call(self, buffers: Buffers) -> Callable[[], object]:
+        """One call on these buffers, for those who time it themselves."""
+        return self._bind(self._case, buffers)
 
     def close(self) -> None:
         self._end()
@@ -79,8 +83,8 @@ class _LocalCell:
         for _ in range(warmup):
             self._call()
         mscomm.barrier()
-        slowest: Array = mscomm.all_reduce(times_ns(self._call, iterations), "max")
-        return [float(ns) / 1e3 for ns in slowest]
+        mean: Array = mscomm.all_reduce(times_ns(self._call, iterations), "avg")
+        return [float(ns) / 1e3 for ns in mean]
 
     def wrong(self) -> int:
         self._buffers.fill()

@@ -98,9 +98,9 @@ class Rank:
             call()
         self._comm.Barrier()
         mine = table.times_ns(call, iterations)
-        slowest = np.empty_like(mine)
-        self._comm.Allreduce(mine, slowest, MPI.MAX)
-        return {"us": [float(ns) / 1e3 for ns in slowest]} if self._case.rank == 0 else {}
+        total = np.empty_like(mine)
+        self._comm.Allreduce(mine, total, MPI.SUM)
+        return {"us": [float(ns) / 1e3 / self._case.ranks for ns in total]} if self._case.rank == 0 else {}
 
     def wrong(self, number: int) -> dict[str, Any]:
         buffers, call = self._cells[number]

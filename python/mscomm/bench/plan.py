@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,12 @@ class Plan(NamedTuple):
         if self.iterations is not None:
             return self.iterations
         return 200 if size <= 64 << 10 else 20
+
+    def affordable(self, iterations: int, first_round_us: list[float]) -> int:
+        """Of a contender whose calls take long fewer, from its second round on: about a second's, but five."""
+        if self.iterations is not None or not first_round_us:
+            return iterations
+        return min(iterations, max(5, int(1e6 / statistics.median(first_round_us))))
 
     def modes(self, case: Case) -> tuple[bool, ...]:
         """In place or not; beside peers the form that all of them have."""

@@ -87,7 +87,8 @@ def _of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) ->
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
         for _ in range(plan.rounds):
             for name, cell in cells.items():
-                rounds[name].append(cell.measure(plan.warmup, iterations))
+                affordable = plan.affordable(iterations, rounds[name][0] if rounds[name] else [])
+                rounds[name].append(cell.measure(plan.warmup, affordable))
         for name, cell in cells.items():
             wrong = cell.wrong() if plan.check else None
             samples = [us for one in rounds[name] for us in one]

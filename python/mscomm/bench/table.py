@@ -157,7 +157,7 @@ class Buffers:
 def times_ns(call: Callable[[], object], iterations: int) -> Array:
     """How long each of so many calls took on this rank."""
     clock = time.perf_counter_ns
-    spent = np.empty(iterations, np.int64)
+    spent = np.empty(iterations)
     for i in range(iterations):
         began = clock()
         call()

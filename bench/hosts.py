@@ -1,0 +1,357 @@
+"""all_reduce between hosts: mscomm beside gloo, in two settings, and beside what the wire takes for the same bytes.
+
+    sudo python bench/hosts.py results
+    python bench/hosts.py --read results
+
+The hosts are network namespaces of this machine (tests/hosts.py), so they share its CPUs and its memory bus. A link of
+1 Gbit/s is shaped so in both directions, after a burst of 256 KiB; an unshaped one is as fast as the kernel. For each
+link and layout (2x4: 2 hosts with 4 ranks each) all contenders take turns in one job, in rounds, and every result is
+checked: float32 sum in place, in ordinary arrays. Keeps all samples in the folder, and prints tables in Markdown. A
+call's time is the mean over the ranks; a time is the median over rounds of their medians, a ratio that of two times,
+its interval a paired bootstrap over rounds.
+
+"wire": with H hosts an all_reduce of S bytes has every host send and receive 2 (H-1)/H S at least. One rank of each
+host does that, to the next host and from the one before, at once, and nothing else. "share" is that time over mscomm's.
+"sent" is what the busiest host has sent by its interface, over those bytes: below 1 something went another way, and
+the command fails. Ratios to gloo below 1 are in bold. Then the goals, and the cells that miss them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+from compare import GLOO, Cell, _ratio_text, size_text
+from hosts_rank import WIRE
+from ratio import Ratio, interval
+
+from mscomm.bench.peers import PEERS, Missing
+from mscomm.bench.plan import ROUNDS_WITH_PEERS, size_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # before this folder, in which this file is `hosts`
+from hosts import Host, Hosts
+
+LINKS = {"1gbit": "1gbit", "unshaped": ""}  # a host's rate, as tc writes it
+SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 20, 16 << 20)}
+LAYOUTS = ("2x1", "4x1", "2x4")
+INTERFACE = "net0"
+PASSED_ON = ("MSCOMM_ALGO",)  # of the caller's environment, to the ranks
+SENT_FROM = 4 << 10  # bytes: below, headers are what is sent
+SERIES_S = 900.0
+LAST_LINES = 15
+
+
+class Goal(NamedTuple):
+    """Of each size from `smallest` on, at least: so much of the wire, and so many times as fast as the better gloo."""
+
+    link: str
+    layouts: tuple[str, ...]
+    smallest: int
+    share: float | None
+    speed: float | None
+
+
+GOALS = (
+    Goal("1gbit", ("2x1", "4x1"), 16 << 20, share=0.97, speed=1),
+    Goal("1gbit", ("2x4",), 16 << 20, share=0.95, speed=None),
+    Goal("unshaped", ("2x1", "4x1"), 1 << 20, share=None, speed=1.5),
+)
+
+
+class Series:
+    """One link and layout."""
+
+    def __init__(self, path: Path) -> None:
+        document = json.loads(path.read_text())
+        plan, self.environment = document.get("plan", {}), document.get("environment", {})
+        if plan.get("link") not in LINKS or plan.get("layout") not in LAYOUTS:
+            raise click.ClickException(f"{path}: not written by hosts.py; move it to another folder")
+        self.path = path
+        self.link: str = plan["link"]
+        self.layout: str = plan["layout"]
+        self.variables: dict[str, str] = plan["variables"]
+        self.carried: dict[str, list[int]] = document["carried"]
+        self.cells = [Cell(row) for row in document["rows"]]
+        self._rows = {row["size"]: row for row in document["rows"]}
+        self.wrong = {
+            name: count
+            for name in self.environment["contenders"]
+            if (count := sum(row["results"][name]["in_place"]["wrong"] for row in document["rows"]))
+        }
+
+    def __str__(self) -> str:
+        hosts, ranks = self.layout.split("x")
+        return f"{self.link}, {hosts} hosts, {ranks} {'rank' if ranks == '1' else 'ranks'} each"
+
+    def setting(self) -> dict[str, Any]:
+        """What all series of a report must have in common."""
+        names = ("cpu", "cpus", "kernel", "congestion_control", "mscomm", "python", "numpy")
+        about = self.environment["contenders"]
+        facts = {"variables": self.variables, **{name: self.environment[name] for name in names}}
+        return {**facts, **{name: about[name] for name in (*GLOO, WIRE)}}
+
+    def sent(self, name: str, size: int) -> float:
+        """What the busiest host sent, over what every host must."""
+        row = self._rows[size]
+        return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
+
+    def beside_the_wire(self) -> Iterator[str]:
+        """What shows that bytes went between the hosts by another way than their interfaces."""
+        for size in self._rows:
+            for name in self.environment["contenders"]:
+                if (sent := self.sent(name, size)) < 1:
+                    yield f"{self}, {size_text(size)}: {name} sent {sent:.2f} of what it must"
+        if self.layout.endswith("x1") and any(self.carried["arena"]):
+            yield f"{self}: mscomm carried {max(self.carried['arena'])} bytes by shared memory"
+
+
+def read_all(folder: Path) -> list[Series]:
+    """The folder's series in order; ClickException if they are not of one setting."""
+    found = [Series(path) for path in folder.glob("*-*.json")]
+    if not found:
+        raise click.ClickException(f"{folder} has no measurements")
+    found.sort(key=lambda one: (list(LINKS).index(one.link), LAYOUTS.index(one.layout)))
+    for series in found:
+        for what, value in series.setting().items():
+            if (first := found[0].setting().get(what)) != value:
+                raise click.ClickException(
+                    f"{what} is {value!r} in {series.path} and {first!r} in {found[0].path}: keep what was not measured"
+                    " alike in folders of its own"
+                )
+    return found
+
+
+# -- what is printed
+
+
+def report(all_series: list[Series]) -> Iterator[str]:
+    setting = all_series[0].setting()
+    yield f"{setting['cpus']} CPUs for all hosts ({setting['cpu']}), Linux {setting['kernel']},"
+    yield f"TCP by {setting['congestion_control']}, Python {setting['python']}, NumPy {setting['numpy']}"
+    if setting["variables"]:
+        yield "* " + " ".join(f"{name}={value}" for name, value in setting["variables"].items())
+    yield from (f"* {name}: {setting[name]}" for name in (*GLOO, WIRE))
+    rounds = min(cell.rounds for series in all_series for cell in series.cells)
+    yield f"* in brackets: {interval(rounds)}, by a bootstrap over {rounds} rounds"
+    wrong = [f"{series}: {count} of {name}" for series in all_series for name, count in series.wrong.items()]
+    yield f"* wrong elements: {'; '.join(wrong) or 'none'}"
+    beside = [line for series in all_series for line in series.beside_the_wire()]
+    yield f"* went between hosts by another way than the wire: {'; '.join(beside) or 'nothing'}"
+    for series in all_series:
+        yield from ("", f"### {series}", "", *about(series), "", *times(series))
+    yield from ("", "### Goals", "", *goals(all_series))
+
+
+def about(series: Series) -> Iterator[str]:
+    arena, mesh = (sum(series.carried[what]) for what in ("arena", "mesh"))
+    yield f"Began {series.environment['began']}. mscomm: {series.environment['contenders']['mscomm']}."
+    yield f"Of mscomm's calls {arena} bytes went by shared memory, {mesh} by links."
+
+
+def times(series: Series) -> Iterator[str]:
+    columns = ("size", "mscomm, us", "better gloo, us", "wire, us", "gloo/mscomm", "share", "sent: mscomm", "gloo")
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+    for cell in series.cells:
+        gloo = _better_gloo(cell)
+        line = [size_text(cell.size), f"{cell.us('mscomm'):.1f}", f"{cell.us(gloo):.1f} {gloo}"]
+        line += [f"{cell.us(WIRE):.1f}", _ratio_text(speed(cell)), _share_text(share(cell))]
+        line += [f"{series.sent(name, cell.size):.2f}" if cell.size >= SENT_FROM else "-" for name in ("mscomm", gloo)]
+        yield f"| {' | '.join(line)} |"
+
+
+def speed(cell: Cell) -> Ratio:
+    """How many times as fast mscomm is as the better gloo."""
+    return cell.ratio(_better_gloo(cell), "mscomm")
+
+
+def share(cell: Cell) -> Ratio:
+    """How much of mscomm's time the wire takes."""
+    return cell.ratio(WIRE, "mscomm")
+
+
+def _better_gloo(cell: Cell) -> str:
+    return min(GLOO, key=cell.us)
+
+
+def _share_text(one: Ratio) -> str:
+    return f"{one.value:.1%} ({one.low:.1%} to {one.high:.1%})"
+
+
+def goals(all_series: list[Series]) -> Iterator[str]:
+    """One line a goal and layout, below it the cells that miss it; and what was not measured."""
+    for goal in GOALS:
+        for layout in goal.layouts:
+            for series in all_series:
+                if (series.link, series.layout) == (goal.link, layout):
+                    yield from _goal(goal, series)
+                    break
+            else:
+                yield f"* not measured: {goal.link}, {layout}"
+
+
+def _goal(goal: Goal, series: Series) -> Iterator[str]:
+    wanted = [size for size in SIZES[goal.link] if size >= goal.smallest]
+    cells = [cell for cell in series.cells if cell.size >= goal.smallest]
+    gaps = [size_text(size) for size in wanted if size not in {cell.size for cell in cells}]
+    if goal.share is not None:
+        yield from _part_of_goal(series, goal.share, "of the wire", share, _share_text, "{:.1%}".format, cells, gaps)
+    if goal.speed is not None:
+        words = "times as fast as gloo"
+        yield from _part_of_goal(series, goal.speed, words, speed, _ratio_text, "{:.2f}".format, cells, gaps)
+
+
+def _part_of_goal(
+    series: Series,
+    least: float,
+    words: str,
+    figure: Callable[[Cell], Ratio],
+    text: Callable[[Ratio], str],
+    number: Callable[[float], str],
+    cells: list[Cell],
+    gaps: list[str],
+) -> Iterator[str]:
+    found = [(cell, figure(cell)) for cell in cells]
+    missed = [(cell, one) for cell, one in found if one.value < least]
+    unsure = sum(one.low < least <= one.value for _, one in found)
+    sizes = " to ".join(dict.fromkeys(size_text(cell.size) for cell in (*cells[:1], *cells[-1:])))
+    lowest = f"{number(min(one.value for _, one in found))} {words}" if found else words
+    verdict = "MISSED" if missed else "not measured" if gaps else "met"
+    yield (
+        f"* {verdict}: {series}{f', {sizes}' if sizes else ''}: {lowest} (goal {number(least)})"
+        + (f"; {unsure} cells within noise" if unsure else "")
+        + (f"; missing: {', '.join(gaps)}" if gaps else "")
+    )
+    for cell, one in missed:
+        yield f"  * {size_text(cell.size)}: {text(one)}"
+
+
+# -- the command
+
+
+def _words_of(known: Iterable[str]) -> Any:
+    def words(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
+        found = value.split(",")
+        if strangers := [word for word in found if word not in known]:
+            raise click.BadParameter(f"{strangers[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return words
+
+
+def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
+    try:
+        return [size_of(word) for word in value.split(",")] if value else None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--links", default=",".join(LINKS), callback=_words_of(LINKS), help="Which.  [both]")
+@click.option("--layouts", default=",".join(LAYOUTS), callback=_words_of(LAYOUTS), help="Hosts x ranks.  [all]")
+@click.option("--sizes", callback=_sizes, help="As 64K,1M.  [64 KiB to 16 MiB; unshaped 8 bytes, too]")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls in a round.  [100 up to 64K, 20 up to 1M, then 4]")
+@click.option(
+    "--rounds", type=click.IntRange(ROUNDS_WITH_PEERS), default=11, show_default=True, help="How many rounds."
+)
+@click.option("--read", is_flag=True, help="Measure nothing: report on what the folder has.")
+def main(
+    folder: Path,
+    links: list[str],
+    layouts: list[str],
+    sizes: list[int] | None,
+    iters: int | None,
+    rounds: int,
+    read: bool,
+) -> None:
+    failed: list[str] = []
+    if not read:
+        try:
+            for name in GLOO:
+                PEERS[name].check(None)
+        except Missing as error:
+            raise click.ClickException(str(error)) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        for link in links:
+            for layout in layouts:
+                plan = {"link": link, "layout": layout, "sizes": sizes or SIZES[link], "rounds": rounds, "iters": iters}
+                plan["variables"] = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+                failed += _measure(plan, folder / f"{link}-{layout}.json")
+    all_series = read_all(folder)
+    text = "\n".join(report(all_series))
+    (folder / "report.md").write_text(text + "\n")
+    click.echo(text)
+    if failed:
+        raise click.ClickException("failed, and has no figures here:\n" + "\n".join(failed))
+    if any(series.wrong or list(series.beside_the_wire()) for series in all_series):
+        raise click.ClickException("some results are wrong, or came by another way: see the head of the report")
+
+
+def _measure(plan: dict[str, Any], into: Path) -> list[str]:
+    """One job on new hosts; what failed."""
+    into.unlink(missing_ok=True)  # of an earlier run
+    began = time.monotonic()
+    hosts_count, ranks = map(int, plan["layout"].split("x"))
+    with tempfile.TemporaryDirectory(prefix="mscomm-hosts-") as scratch:
+        key = Path(scratch, "job.key")
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(32))
+        try:
+            with Hosts(hosts_count, Path(scratch), rate=LINKS[plan["link"]]) as hosts:
+                plan = {**plan, "addresses": [host.address for host in hosts], "interface": INTERFACE}
+                given = Path(scratch, "plan.json")
+                given.write_text(json.dumps(plan))
+                problem = _job(hosts, ranks, given, into, {**plan["variables"], "MSCOMM_JOB_KEY_FILE": str(key)})
+        except pytest.skip.Exception as error:  # tests/hosts.py is made for tests
+            raise click.ClickException(str(error)) from error
+    what = f"{plan['link']}, {plan['layout']}"
+    click.echo(f"{what}: {time.monotonic() - began:.0f} s", err=True)
+    return [f"{what}: {problem}"] if problem else []
+
+
+def _job(hosts: Hosts, ranks: int, plan: Path, into: Path, variables: dict[str, str]) -> str:
+    """Every host a node of `mscomm run`. What went wrong, or nothing; leaving `hosts` ends what still runs there."""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m", "mscomm", "run", "--nnodes", str(len(hosts)), "--master-addr", hosts[0].address]
+    run += ["-n", str(ranks), "--node-rank"]
+    script = [Path(__file__).with_name("hosts_rank.py"), plan, into.absolute()]
+    logs = [plan.with_name(f"{host.name}.log") for host in hosts]
+    nodes = [
+        _start(host, [*run, str(i), *script], log, env | variables)
+        for i, (host, log) in enumerate(zip(hosts, logs, strict=True))
+    ]
+    until = time.monotonic() + SERIES_S
+    for host, node, log in zip(hosts, nodes, logs, strict=True):
+        try:
+            status = node.wait(max(until - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            return f"{host.name} has not ended after {SERIES_S:g} s"
+        if status:
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+            return f"{host.name} ended with {status}; its last lines:\n{last}"
+    return ""
+
+
+def _start(host: Host, words: list[str | Path], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            host.command(words),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**env, "MSCOMM_HOST_ID": host.name},
+        )
+
+
+if __name__ == "__main__":
+    main()

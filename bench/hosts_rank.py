@@ -1,0 +1,241 @@
+"""What each rank of bench/hosts.py does: join, make the contenders, measure them in turn. Rank 0 writes the file.
+
+    mscomm run ... hosts_rank.py PLAN RESULT
+
+PLAN is a file of JSON: addresses (of each host, in order), interface, sizes, rounds, iters (null: by size).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mscomm
+from mscomm.bench import report
+from mscomm.bench.contenders import Contender, Local, ourselves
+from mscomm.bench.peers import GLOO_INTERFACES, PEERS
+from mscomm.bench.plan import Plan
+from mscomm.bench.table import Buffers, Case, times_ns
+from mscomm.groups import resolve
+
+WIRE = "wire"
+GLOO_PORT, WIRE_PORT = 29500, 29501  # the hosts are new: nobody else is there
+WARMUP = 2
+START_S = 60.0
+STUCK_S = 60.0
+
+
+def main(plan_file: str, result_file: str) -> None:
+    given = json.loads(Path(plan_file).read_text())
+    mscomm.init()
+    rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
+    plan = Plan(
+        "all_reduce",
+        tuple(given["sizes"]),
+        "float32",
+        "sum",
+        root=0,
+        iterations=given["iters"],
+        warmup=WARMUP,
+        rounds=given["rounds"],
+        check=True,
+        shared=False,
+        peers=(*GLOO_INTERFACES, WIRE),
+        prefixes={},
+        json=Path(result_file),
+        plot=None,
+    )
+    environment = report.environment(plan, ranks)
+    case = plan.case(rank, ranks)
+    job = Job(case, given["addresses"], given["interface"])
+    started = [ourselves(case, shared=False), *_gloos(case, given), _wire(job)]
+    contenders = [one for one in started if isinstance(one, Local)]
+    assert len(contenders) == len(started)  # all of them in these processes
+    rows = [_of_size(plan, job, contenders, count) for count in plan.counts(case)]
+    carried = resolve(None).core.carried()
+    by = {what: [int(one) for one in mscomm.all_gather(np.array([carried[what]]))] for what in ("arena", "mesh")}
+    environment["congestion_control"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    environment["contenders"] = {contender.name: contender.about for contender in contenders}
+    for contender in contenders:
+        contender.close()
+    if rank == 0:
+        report.write(Path(result_file), {"plan": given, "environment": environment, "rows": rows, "carried": by})
+
+
+class Job:
+    """Which rank is where, and what has left each host."""
+
+    def __init__(self, case: Case, addresses: list[str], interface: str) -> None:
+        self.case, self.addresses, self._interface = case, addresses, interface
+        self.hosts = len(addresses)
+        self.local_ranks = case.ranks // self.hosts
+        self.host = case.rank // self.local_ranks
+        self.first_of_host = case.rank % self.local_ranks == 0
+
+    def least_bytes(self, size: int) -> int:
+        """What every host must send, and receive, however many ranks it has."""
+        return 2 * (self.hosts - 1) * size // self.hosts
+
+    def sent(self) -> int:
+        """The bytes that this host has sent by its interface, headers included."""
+        for line in Path("/proc/self/net/dev").read_text().splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == self._interface:
+                return int(numbers.split()[8])
+        raise RuntimeError(f"this host has no interface {self._interface}")
+
+
+def _gloos(case: Case, given: dict[str, Any]) -> list[Contender]:
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = given["interface"]
+    store = f"tcp://{given['addresses'][0]}:{GLOO_PORT}"
+    dist.init_process_group("gloo", init_method=store, rank=case.rank, world_size=case.ranks)
+    return [PEERS[name].start(case, None) for name in GLOO_INTERFACES]
+
+
+# -- the wire
+
+
+def _wire(job: Job) -> Local:
+    ring = Ring(job) if job.first_of_host else None
+    mscomm.barrier()
+
+    def bind(case: Case, buffers: Buffers) -> Callable[[], object]:
+        if ring is None:
+            return lambda: None
+        bytes_ = job.least_bytes(case.size(buffers.count))
+        out, into = memoryview(bytearray(bytes_)), memoryview(bytearray(bytes_))
+        return lambda: ring.exchange(out, into)
+
+    about = "no collective: one rank of each host sends to the next host what it must, and receives from the one before"
+    return Local(WIRE, about, job.case, np.empty, bind, ring.close if ring else lambda: None, has_result=False)
+
+
+class Ring:
+    """Streams of plain bytes: one to the host on the right, one from that on the left."""
+
+    def __init__(self, job: Job) -> None:
+        right = job.addresses[(job.host + 1) % job.hosts]
+        with socket.create_server((job.addresses[job.host], WIRE_PORT)) as listener:
+            listener.settimeout(START_S)
+            self._right = _connected(right)
+            self._left, _ = listener.accept()
+        self._poll = select.poll()
+        for sock in (self._right, self._left):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+
+    def exchange(self, out: memoryview, into: memoryview) -> None:
+        """Both ways at once, until all is sent and all has come."""
+        sent = got = 0
+        while sent < len(out) or got < len(into):
+            came = _moved(self._left.recv_into, into[got:])
+            went = _moved(self._right.send, out[sent:])
+            if came == 0 and got < len(into):
+                raise ConnectionError("the host on the left has ended")
+            got += came or 0
+            sent += went or 0
+            if not came and not went:
+                self._wait(sent < len(out), got < len(into))
+
+    def _wait(self, sending: bool, receiving: bool) -> None:
+        self._poll.register(self._right, select.POLLOUT if sending else 0)
+        self._poll.register(self._left, select.POLLIN if receiving else 0)
+        if not self._poll.poll(STUCK_S * 1e3):
+            raise TimeoutError(f"nothing moved between the hosts for {STUCK_S:g} s")
+
+    def close(self) -> None:
+        self._right.close()
+        self._left.close()
+
+
+def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
+    """How many bytes; None where it would have to wait."""
+    try:
+        return move(bytes_) if bytes_ else 0
+    except BlockingIOError:
+        return None
+
+
+def _connected(address: str) -> socket.socket:
+    """To the ring's listener there, as soon as it is there."""
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            return socket.create_connection((address, WIRE_PORT), timeout=START_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+# -- measuring
+
+
+def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
+    """A row of the file. `least_bytes`: what every host must send in a call; `sent_bytes`: what the busiest one did."""
+    size = job.case.size(count)
+    buffers = Buffers(job.case, count, True, np.empty)  # the same memory for all
+    calls = {contender.name: contender.call(buffers) for contender in contenders}
+    rounds: dict[str, list[list[float]]] = {name: [] for name in calls}
+    sent = dict.fromkeys(calls, 0)
+    for _ in range(plan.rounds):
+        for name, call in calls.items():
+            mscomm.barrier()
+            before = job.sent()
+            mscomm.barrier()
+            rounds[name].append(_round(job, name, call, buffers, plan))
+            mscomm.barrier()  # all that was sent has come
+            sent[name] += job.sent() - before
+    results = {}
+    for name, call in calls.items():
+        wrong = 0 if name == WIRE else _wrong(call, buffers)
+        us = statistics.median(us for one in rounds[name] for us in one)
+        busiest = int(mscomm.all_reduce(np.array([sent[name]]), "max")[0])
+        calls_made = plan.rounds * (plan.warmup + iterations_of(plan, size))
+        results[name] = {
+            "in_place": {"us": us, "wrong": wrong, "rounds_us": rounds[name], "sent_bytes": busiest / calls_made}
+        }
+    return {"size": size, "count": count, "least_bytes": job.least_bytes(size), "results": results}
+
+
+def iterations_of(plan: Plan, size: int) -> int:
+    """Calls in a round; they are as long as links make them."""
+    if plan.iterations is not None:
+        return plan.iterations
+    return 100 if size <= 64 << 10 else 20 if size <= 1 << 20 else 4
+
+
+def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, plan: Plan) -> list[float]:
+    """Microseconds of each call, the mean over the ranks that take part."""
+    buffers.fill_for_repetition()
+    for _ in range(plan.warmup):
+        call()
+    mscomm.barrier()
+    mine = times_ns(call, iterations_of(plan, job.case.size(buffers.count)))
+    spent = mscomm.all_gather(mine[np.newaxis])
+    taking_part = spent[:: job.local_ranks] if name == WIRE else spent
+    return [float(ns) / 1e3 for ns in np.mean(taking_part, axis=0)]
+
+
+def _wrong(call: Callable[[], object], buffers: Buffers) -> int:
+    """How many elements of one call's results are wrong, over all ranks."""
+    buffers.fill()
+    mscomm.barrier()
+    call()
+    return int(mscomm.all_reduce(np.array([buffers.wrong()]))[0])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
