@@ -114,7 +114,10 @@ std::optional<Op> op_of(PyObject* object) {
 std::optional<int> int_of(PyObject* object) {
   if (!PyLong_CheckExact(object)) return std::nullopt;
   const long value = PyLong_AsLong(object);
-  if (value == -1 && PyErr_Occurred()) PyErr_Clear();  // too large: none that is known here
+  if (value == -1 && PyErr_Occurred()) {  // too large
+    PyErr_Clear();
+    return std::nullopt;
+  }
   return value >= -1 && value <= INT_MAX ? std::optional(static_cast<int>(value)) : std::nullopt;
 }
 
@@ -183,7 +186,8 @@ struct Bound {
 PyObject* call_bound(const Bound& bound, PyObject* const* arguments) {
   try {
     try {
-      const auto& [what, x, op, root, out] = *reinterpret_cast<PyObject* const(*)[5]>(arguments);
+      PyObject *const what = arguments[0], *const x = arguments[1], *const op = arguments[2], *const root = arguments[3],
+                      *const out = arguments[4];
       return call_plain(*bound.group, bound.timeout_s, what, x, op, root, out).release().ptr();
     } catch (const Error& error) {
       raise(error);  // by Python, where a signal's handler may raise something else
@@ -208,10 +212,14 @@ PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_
   const auto& bound = *static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
   if (PyList_GET_SIZE(bound.beside.ptr()) > 0) Py_RETURN_NOTIMPLEMENTED;
   if (PyObject* const result = call_bound(bound, arguments)) return result;
-  const py::error_already_set error;
-  if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace) PyException_SetTraceback(value, trace);
   // What a failure means to the group is said there.
-  return PyObject_CallFunctionObjArgs(bound.failed.ptr(), error.value().ptr(), nullptr);
+  PyObject* const raised = PyObject_CallFunctionObjArgs(bound.failed.ptr(), value, nullptr);
+  Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+  return raised;
 }
 
 }  // namespace

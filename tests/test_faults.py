@@ -432,6 +432,25 @@ def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
     assert re.search(r"all_reduce #2 \(1 MiB\) has waited 10 s for rank 2 \(pid \d+ on host ", lines[0])
 
 
+@ranks(3, timeout_s=40, env={"MSCOMM_ALGO": "direct"})
+def _waits_long_on_links(rank, group):
+    mscomm.barrier()
+    everybody_is_here()
+    if rank == 2:
+        time.sleep(11.5)
+    mscomm.all_reduce(np.ones(1 << 22, np.float32))
+
+
+def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
+    """16 MiB do not fit into the links: ranks 0 and 1 stop reading from each other while they wait for rank 2."""
+    _waits_long_on_links(tmp_path)
+    logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
+    lines = [line for line in logs.splitlines() if "has waited" in line]
+    assert 1 <= len(lines) <= 2
+    for line in lines:
+        assert re.search(r"all_reduce #2 \(16 MiB\) has waited 10 s for rank 2 \(pid \d+ on host [^,]*\)$", line), line
+
+
 @ranks(2)
 def test_a_rank_that_wakes_late_writes_into_nothing_that_lives(rank, group):
     x = mscomm.zeros(8 << 20, np.float32)

@@ -172,8 +172,7 @@ void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait
 
 // --- over the mesh (mesh_steps.cc) ---
 
-// What is received from each peer before it is used, while it is in the cache, and sent to one before the next has its turn;
-// bounds the scratch memory.
+// What is received from each peer before it is used, while it is in the cache; bounds the scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
 inline constexpr size_t tree_window_bytes = 64 << 10;  // an inner node holds one for each rank below it
 // How often: at least once, because the first piece carries the header even when it is empty.
@@ -201,11 +200,9 @@ const char* gather_window(const Ranks& ranks, const Tree& tree, const Blocks& wi
 // The same for one window of everybody's x, which the root reduces to `to`.
 void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range window, char* to, const Wait& wait);
 
-// Has window k of every other rank's block of x sent to it.
-void send_window(const Call& call, Mesh& mesh, const Blocks& blocks, size_t k);
-// All windows; the peers have turns.
-void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks);
-// The same bytes to all others, likewise.
+// Has every other rank's block of x sent to it, or piece k of each.
+void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes = SIZE_MAX, size_t k = 0);
+// The same bytes to all others.
 void send_to_all(Mesh& mesh, const char* data, size_t bytes);
 // Reduces window k of this rank's block, which the others send, to `to`. This rank's own window of
 // scratch, at its rank times window_bytes, stays free.

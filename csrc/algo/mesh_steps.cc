@@ -57,28 +57,20 @@ void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range win
   reduce_in_order(call.signature, ranks.layout, inputs.data(), to, now);
 }
 
-void send_window(const Call& call, Mesh& mesh, const Blocks& blocks, size_t k) {
+void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes, size_t k) {
   std::vector<Piece> out;
   for (int i = 1; i < mesh.size(); i++) {
     const int to = (mesh.rank() + i) % mesh.size();
-    const Range now = piece(blocks.bytes(to), window_bytes, k);
+    const Range now = piece(blocks.bytes(to), piece_bytes, k);
     // The first pieces go even when they are empty: their header says which call this is.
     if (k == 0 || now.bytes()) out.push_back({to, const_cast<char*>(call.in()) + blocks.begin(to) + now.begin, now.bytes()});
   }
   mesh.send(out);
 }
 
-void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks) {
-  for (size_t k = 0; k < windows(blocks.largest(), window_bytes); k++) send_window(call, mesh, blocks, k);
-}
-
 void send_to_all(Mesh& mesh, const char* data, size_t bytes) {
   std::vector<Piece> out;
-  for (size_t k = 0; k < windows(bytes, window_bytes); k++)
-    for (int i = 1; i < mesh.size(); i++) {
-      const Range now = piece(bytes, window_bytes, k);
-      out.push_back({(mesh.rank() + i) % mesh.size(), const_cast<char*>(data) + now.begin, now.bytes()});
-    }
+  for (int i = 1; i < mesh.size(); i++) out.push_back({(mesh.rank() + i) % mesh.size(), const_cast<char*>(data), bytes});
   mesh.send(out);
 }
 

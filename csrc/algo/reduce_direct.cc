@@ -17,7 +17,7 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     // Elsewhere in this rank's own window of scratch, which reduce_window leaves alone.
     char* reduced = ranks.scratch_of(static_cast<size_t>(n) * window_bytes) + static_cast<size_t>(me) * window_bytes;
     if (me == root) reduced = at_root(me);
-    send_window(call, mesh, parts, k);
+    send_blocks(call, mesh, parts, window_bytes, k);
     reduce_window(call, ranks, parts, k, reduced, wait);
     if (me != root) {
       const Piece result{root, reduced, of(me).bytes()};

@@ -11,8 +11,10 @@
 namespace mscomm {
 
 namespace {
-// Before the other links, and the other direction, have their turn.
+// Before the other links, and the other direction, are looked at.
 constexpr size_t at_once_bytes = 256 << 10;
+// Before the next peer has its turn.
+constexpr size_t turn_bytes = 128 << 10;
 }  // namespace
 
 Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
@@ -40,12 +42,29 @@ void Mesh::last_look() {
 }
 
 void Mesh::send(std::span<const Piece> out) {
+  if (next() < 0) turn_moved_ = Clock::now();
+  size_t longest = 0;
   for (const Piece& piece : out) {
     Link& link = links_[static_cast<size_t>(piece.peer)];
     if (!link.announced) greet(link, true);
-    if (piece.bytes > 0) link.queue.push_back({piece, queued_++});
+    longest = std::max(longest, piece.bytes);
   }
-  sent_ = Clock::now();
+  for (size_t at = 0; at < longest; at += turn_bytes)
+    for (const Piece& piece : out) {
+      if (at >= piece.bytes) continue;
+      turns_.emplace_back(piece.peer, ++last_turn_);
+      const size_t bytes = std::min(turn_bytes, piece.bytes - at);
+      links_[static_cast<size_t>(piece.peer)].queue.push_back({{piece.peer, piece.data + at, bytes}, last_turn_});
+    }
+}
+
+int Mesh::next() {
+  for (; !turns_.empty(); turns_.pop_front()) {
+    const auto [peer, turn] = turns_.front();
+    const auto& queue = links_[static_cast<size_t>(peer)].queue;
+    if (!queue.empty() && queue.front().turn <= turn) return peer;
+  }
+  return -1;
 }
 
 void Mesh::receive(std::span<const Piece> in, const Wait& wait) {
@@ -94,51 +113,59 @@ bool Mesh::all_received() const {
 
 bool Mesh::move_some() {
   bool moved = false;
-  turn_ = queued_;
-  for (const Link& link : links_)
-    if (!link.queue.empty()) turn_ = std::min(turn_, link.queue.front().order);
-  all_at_once_ |= turn_ < queued_ && seconds_since(sent_) > longest_sleep_ms * 1e-3;
+  // Receive before we look at the error of a send: a peer that died mid-call often leaves its last bytes for us to read.
   for (int peer = 0; peer < size(); peer++) {
     Link& link = links_[static_cast<size_t>(peer)];
-    if (!link.stream) continue;
-    // Receive before we look at the error of a send: a peer that died mid-call often leaves its last bytes for us to read.
-    if (!link.received()) {
-      moved |= receive_some(peer);
-      if (link.ended && !link.received()) throw lost(peer, *link.ended);
-    }
-    if (!may_send(link)) continue;
-    try {
-      moved |= send_some(link);
-    } catch (const Stream::Broken& broken) {
-      // A bare greeting may find that the peer has sent all that we wait for and gone: what it sent is still there to read.
-      if (link.announced) throw lost(peer, broken);
-      link.outbox.clear();
-      link.outbox_sent = 0;
-    }
+    if (!link.stream || link.received()) continue;
+    moved |= receive_some(peer);
+    if (link.ended && !link.received()) throw lost(peer, *link.ended);
   }
-  return moved;
+  all_at_once_ = next() >= 0 && seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
+  for (int peer = 0; peer < size(); peer++) {
+    const Link& link = links_[static_cast<size_t>(peer)];
+    if (!link.outbox.empty() || (all_at_once_ && !link.queue.empty() && peer != next())) moved |= send_some(peer);
+  }
+  size_t bytes = 0;
+  for (int peer = next(); peer >= 0 && bytes < at_once_bytes; peer = next()) {
+    Link& link = links_[static_cast<size_t>(peer)];
+    if (!link.outbox.empty()) break;
+    const size_t whole = link.queue.front().piece.bytes, gone = send_piece(link);
+    bytes += gone;
+    if (gone > 0) turn_moved_ = Clock::now();
+    if (gone < whole) break;
+  }
+  return moved || bytes > 0;
 }
 
-bool Mesh::may_send(const Link& link) const {
-  if (!link.outbox.empty()) return true;
-  return !link.queue.empty() && (all_at_once_ || link.queue.front().order == turn_);
-}
-
-bool Mesh::send_some(Link& link) {
-  if (!link.outbox.empty()) {
-    const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
+bool Mesh::send_some(int peer) {
+  Link& link = links_[static_cast<size_t>(peer)];
+  if (link.outbox.empty()) return send_piece(link) > 0;
+  const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
+  try {
     const size_t moved = link.stream->send(bytes + link.outbox_sent, sizeof(Header) - link.outbox_sent);
     link.outbox_sent += moved;
     if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
     return moved > 0;
+  } catch (const Stream::Broken& broken) {
+    // A bare greeting may find that the peer has sent all that we wait for and gone: what it sent is still there to read.
+    if (link.announced) throw lost(peer, broken);
+    link.outbox.clear();
+    link.outbox_sent = 0;
+    return false;
   }
+}
+
+size_t Mesh::send_piece(Link& link) {
   Piece& first = link.queue.front().piece;
-  const size_t moved = link.stream->send(first.data, first.bytes);
-  first.data += moved;
-  first.bytes -= moved;
-  if (moved > 0) sent_ = Clock::now();
-  if (first.bytes == 0) link.queue.pop_front();
-  return moved > 0;
+  try {
+    const size_t moved = link.stream->send(first.data, first.bytes);
+    first.data += moved;
+    first.bytes -= moved;
+    if (first.bytes == 0) link.queue.pop_front();
+    return moved;
+  } catch (const Stream::Broken& broken) {
+    throw lost(first.peer, broken);
+  }
 }
 
 bool Mesh::receive_some(int peer) {
@@ -193,7 +220,8 @@ void Mesh::poll_links(const Wait& wait) {
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[static_cast<size_t>(peer)];
     if (!link.stream) continue;
-    const int events = (link.listens() ? POLLIN : 0) | (may_send(link) ? POLLOUT : 0);
+    const int events = (link.listens() ? POLLIN : 0) |
+                       (!link.outbox.empty() || (!link.queue.empty() && (all_at_once_ || peer == next())) ? POLLOUT : 0);
     if (events == 0) continue;
     polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
     peers.push_back(peer);
@@ -210,9 +238,11 @@ void Mesh::poll_links(const Wait& wait) {
 
 std::vector<int> Mesh::missing() const {
   std::vector<int> ranks;
+  // Who takes nothing from us may wait for the same ranks as we do: he counts when nothing else is missing.
+  const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[static_cast<size_t>(peer)];
-    if (link.stream && (!link.sent() || !link.received())) ranks.push_back(peer);
+    if (link.stream && (coming ? !link.received() : !link.sent())) ranks.push_back(peer);
   }
   return ranks;
 }

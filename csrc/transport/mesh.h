@@ -36,8 +36,8 @@ class Mesh {
 
   // Starts a call; takes in what peers already said, without waiting.
   void begin(const Signature& mine);
-  // Queues the pieces. They go while a later receive or exchange waits, one after the other, so that no link carries many streams
-  // at once, of which one would come last; but none for long behind a peer that takes nothing. They stay as they are until the
+  // Queues the pieces. They go while a later receive or exchange waits. The peers have turns, a part of a piece each, so that one
+  // stream at a time has the wire; but none waits for long for a peer that takes nothing. The pieces stay as they are until the
   // next exchange has ended, or the peer has shown by what it sent that it has them.
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order, at most one from a peer. Who waits long tells the peer which call it is in.
@@ -59,7 +59,7 @@ class Mesh {
  private:
   struct Queued {
     Piece piece;
-    uint64_t order;  // among those of all links
+    uint64_t turn;
   };
   struct Link {
     std::optional<Stream> stream;
@@ -86,8 +86,10 @@ class Mesh {
   template <typename Done>
   void transfer(std::span<const Piece> in, const Wait& wait, const Done& done);
   void greet(Link& link, bool payload);
-  bool may_send(const Link& link) const;
-  bool send_some(Link& link);
+  // Whose piece goes next; -1: there is none.
+  int next();
+  bool send_some(int peer);
+  size_t send_piece(Link& link);
   bool receive_some(int peer);
   // Compares a complete inbox with our own calls. False: the peer is ahead, keep it for later.
   bool compare_inbox(int peer);
@@ -104,11 +106,11 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
-  Clock::time_point looked_;  // when this call looked around last: many short exchanges may make a long call
-  uint64_t queued_ = 0;       // pieces so far
-  uint64_t turn_ = 0;         // the order of the piece that goes now
-  Clock::time_point sent_;    // when one was queued or went last
-  bool all_at_once_ = false;  // for the rest of the call: the peer whose turn it is takes nothing
+  Clock::time_point looked_;                    // when this call looked around last: many short exchanges may make a long call
+  std::deque<std::pair<int, uint64_t>> turns_;  // peers and turns; those whose piece has gone may still be there
+  uint64_t last_turn_ = 0;
+  Clock::time_point turn_moved_;  // when bytes of the piece whose turn it is went last, or there was none before
+  bool all_at_once_ = false;      // the peer whose turn it is takes nothing
 };
 
 }  // namespace mscomm

@@ -714,8 +714,8 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[int, list[li
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     """A new, uninitialised array in memory that the ranks of this host share.
 
-    Where every rank's x and out lie in such memory, a collective of more than 16 KiB works on them in place and copies
-    nothing through buffers of its own.
+    Where every rank's x and out lie in such memory, a collective of more than 16 KiB (all_reduce and reduce: 4 KiB)
+    works on them in place and copies nothing through buffers of its own.
     Any array whose memory lies in it counts (slices, views, torch.from_numpy) if it has its memory pages for itself: it
     begins on a page, and ends on one or where the whole array ends. Others give the same result by a copy.
     The memory lives as long as an array refers to it. Before init(), in a job of one, or when ranks do not share a

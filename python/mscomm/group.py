@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -159,6 +160,13 @@ class Work:
         return None
 
 
+def _failed(group: Group | None, error: BaseException) -> NoReturn:
+    if group is not None:
+        with group.failing():
+            raise error
+    raise error
+
+
 def _not_plain(_what: Any, _x: Any, _op: Any, _root: Any, _out: Any, /) -> Any:
     return NotImplemented
 
@@ -196,7 +204,10 @@ class Group:
         # calls beside that may have ended.
         self.call_plain = _not_plain
         if not noted:
-            self.call_plain = founded.core.plain_calls(self.timeout_s, self._running, self._plain_failed)
+            me = weakref.ref(self)  # the garbage collector does not see what the core's function refers to
+            self.call_plain = founded.core.plain_calls(
+                self.timeout_s, self._running, lambda error: _failed(me(), error)
+            )
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._letters = Letters(job, self.core, id, self.ranks)
         if self.member:
@@ -205,7 +216,7 @@ class Group:
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
-        self.call_plain = _not_plain  # it refers to this group, out of the garbage collector's sight
+        self.call_plain = _not_plain
         if self._traced is not None:
             self._trace()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
@@ -227,10 +238,6 @@ class Group:
             return result()
         seconds = self.seconds(timeout)
         return self.watch(call, result, [lambda: self.start(call, seconds)])
-
-    def _plain_failed(self, error: BaseException) -> NoReturn:
-        with self._failing():
-            raise error
 
     def call_after(
         self, head: Call, then: Callable[[], tuple[Call, Callable[[], Any]]], timeout: Any, async_op: bool
@@ -361,20 +368,20 @@ class Group:
 
     def send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> None:
         """One message on checked arguments; failures as in run()."""
-        with self._failing():
+        with self.failing():
             self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
     def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> None:
-        with self._failing():
+        with self.failing():
             self.core.recv(peer, tag, dtype, out, seconds, 0.0)
 
     def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> _core.Work:
         """The same beside the caller; `watch` makes the user's handle of it. The first to a peer waits for its link."""
-        with self._failing():
+        with self.failing():
             return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
     def start_recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> _core.Work:
-        with self._failing():
+        with self.failing():
             return self.core.start_recv(peer, tag, dtype, out, seconds, 0.0)
 
     def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
@@ -386,7 +393,7 @@ class Group:
         return time.monotonic() - began
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """Every failure inside becomes the group's first cause."""
         try:
             yield

@@ -545,9 +545,9 @@ def _here() -> _Joined:
 
 def resolve(group: Group | str | None) -> Group:
     """The Group that the argument names. RuntimeError before init(), and in a forked child."""
-    if group is None and _joined is not None and not _joined.forked:  # most calls
-        return _joined.world
-    joined = _here()
+    joined = _joined
+    if joined is None or joined.forked:
+        joined = _here()  # which says what is wrong
     if group is None:
         return joined.world
     if isinstance(group, Group):

@@ -114,6 +114,8 @@ class ThreadGroup {
       for (size_t b = a + 1; b < n; b++) {
         int ends[2];
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
+        constexpr int little = 64 << 10;  // so that they are often full
+        for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
         links[a][b].emplace(ends[0], "rank " + std::to_string(ranks_[b]));
         links[b][a].emplace(ends[1], "rank " + std::to_string(ranks_[a]));
       }

@@ -91,8 +91,8 @@ def _of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) ->
                 rounds[name].append(cell.measure(plan.warmup, affordable))
         for name, cell in cells.items():
             wrong = cell.wrong() if plan.check else None
-            samples = [us for one in rounds[name] for us in one]
-            us = statistics.median(samples) if samples else 0.0  # an MPI's samples are on rank 0 alone
+            medians = [statistics.median(one) for one in rounds[name] if one]  # an MPI's samples are on rank 0 alone
+            us = statistics.median(medians) if medians else 0.0
             mode = "in_place" if in_place else "out_of_place"
             found[name][mode] = {"us": us, "wrong": wrong, "rounds_us": rounds[name]}
             cell.close()
