@@ -349,7 +349,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
         raise click.BadParameter(f"{value!r} is no list of numbers, as 2,4,8") from None
 
 
-def _words_of(known: tuple[str, ...]) -> Any:
+def words_of(known: Iterable[str]) -> Any:
     def words(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
         found = value.split(",")
         if strangers := [word for word in found if word not in known]:
@@ -362,10 +362,8 @@ def _words_of(known: tuple[str, ...]) -> Any:
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("-n", "ranks", default="2,4,8", callback=_numbers, help="Numbers of ranks.  [2,4,8]")
-@click.option(
-    "--collectives", default=",".join(COLLECTIVES), callback=_words_of(COLLECTIVES), help="Which.  [all five]"
-)
-@click.option("--vs", default=",".join((*MPI, *GLOO)), callback=_words_of((*MPI, *GLOO)), help="The peers.  [all]")
+@click.option("--collectives", default=",".join(COLLECTIVES), callback=words_of(COLLECTIVES), help="Which.  [all five]")
+@click.option("--vs", default=",".join((*MPI, *GLOO)), callback=words_of((*MPI, *GLOO)), help="The peers.  [all]")
 @click.option("--iters", type=click.IntRange(1), help="Timed calls of a size in a round.  [200 up to 64K, then 20]")
 @click.option(
     "--rounds", type=click.IntRange(ROUNDS_WITH_PEERS), default=11, show_default=True, help="How many rounds."

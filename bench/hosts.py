@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import pytest
-from compare import GLOO, Cell, _ratio_text, size_text
+from compare import GLOO, Cell, _ratio_text, size_text, words_of
 from hosts_rank import WIRE
 from ratio import Ratio, interval
 
@@ -238,16 +238,6 @@ def _part_of_goal(
 # -- the command
 
 
-def _words_of(known: Iterable[str]) -> Any:
-    def words(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
-        found = value.split(",")
-        if strangers := [word for word in found if word not in known]:
-            raise click.BadParameter(f"{strangers[0]!r} is none of {', '.join(known)}")
-        return found
-
-    return words
-
-
 def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
     try:
         return [size_of(word) for word in value.split(",")] if value else None
@@ -257,8 +247,8 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str | None
 
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--links", default=",".join(LINKS), callback=_words_of(LINKS), help="Which.  [both]")
-@click.option("--layouts", default=",".join(LAYOUTS), callback=_words_of(LAYOUTS), help="Hosts x ranks.  [all]")
+@click.option("--links", default=",".join(LINKS), callback=words_of(LINKS), help="Which.  [both]")
+@click.option("--layouts", default=",".join(LAYOUTS), callback=words_of(LAYOUTS), help="Hosts x ranks.  [all]")
 @click.option("--sizes", callback=_sizes, help="As 64K,1M.  [64 KiB to 16 MiB; unshaped 8 bytes, too]")
 @click.option("--iters", type=click.IntRange(1), help="Timed calls in a round.  [100 up to 64K, 20 up to 1M, then 4]")
 @click.option(

@@ -415,37 +415,30 @@ def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, gro
     assert refused == [True] * (rank == 0)
 
 
-@ranks(3, timeout_s=40)
-def _waits_long(rank, group):
+@ranks(3, timeout_s=40, env={"MSCOMM_ALGO": "{algo}"})
+def _waits_long(rank, group, algo, count):
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
         time.sleep(11.5)
-    mscomm.all_reduce(np.ones(1 << 18, np.float32))
+    mscomm.all_reduce(np.ones(count, np.float32))
+
+
+def long_waits(tmp_path: Path, algo: str, count: int) -> list[str]:
+    """The lines of ranks 0 and 1, who wait for rank 2."""
+    _waits_long(tmp_path=tmp_path, algo=algo, count=count)
+    logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
+    return [line for line in logs.splitlines() if "has waited" in line]
 
 
 def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
-    _waits_long(tmp_path)
-    logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
-    lines = [line for line in logs.splitlines() if "has waited" in line]
-    assert len(lines) == 1
-    assert re.search(r"all_reduce #2 \(1 MiB\) has waited 10 s for rank 2 \(pid \d+ on host ", lines[0])
-
-
-@ranks(3, timeout_s=40, env={"MSCOMM_ALGO": "direct"})
-def _waits_long_on_links(rank, group):
-    mscomm.barrier()
-    everybody_is_here()
-    if rank == 2:
-        time.sleep(11.5)
-    mscomm.all_reduce(np.ones(1 << 22, np.float32))
+    (line,) = long_waits(tmp_path, "", 1 << 18)
+    assert re.search(r"all_reduce #2 \(1 MiB\) has waited 10 s for rank 2 \(pid \d+ on host ", line)
 
 
 def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
     """16 MiB do not fit into the links: ranks 0 and 1 stop reading from each other while they wait for rank 2."""
-    _waits_long_on_links(tmp_path)
-    logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
-    lines = [line for line in logs.splitlines() if "has waited" in line]
+    lines = long_waits(tmp_path, "direct", 1 << 22)
     assert 1 <= len(lines) <= 2
     for line in lines:
         assert re.search(r"all_reduce #2 \(16 MiB\) has waited 10 s for rank 2 \(pid \d+ on host [^,]*\)$", line), line
