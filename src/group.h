@@ -103,9 +103,9 @@ struct Group {
   std::atomic<int> away{0};                    // threads in `called` without the GIL
   std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
-  // control: where the lowest rank's heap has the arena's memory; -1: no arena. links: by rank, taken over; empty: no mesh.
-  // news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the user; it
-  // stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
+  // control: where the heap of this host's lowest rank has the arena's memory; -1: no arena. links: by rank, taken over; empty:
+  // no mesh. news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the
+  // user; it stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {
@@ -128,7 +128,16 @@ struct Group {
     for (size_t i = 0; i < algorithms.size(); i++) algorithms[i] = forced[i];
 
     std::unique_ptr<Arena> arena;
-    if (control >= 0) arena = std::make_unique<Arena>(ranks, rank, peers->heaps, static_cast<uint64_t>(control), spin);
+    if (control >= 0) {
+      std::vector<int> at_home;
+      int place = 0;
+      for (int i = 0; i < layout.size; i++) {
+        if (layout.host[static_cast<size_t>(i)] != layout.host[static_cast<size_t>(rank)]) continue;
+        if (i == rank) place = static_cast<int>(at_home.size());
+        at_home.push_back(ranks[static_cast<size_t>(i)]);
+      }
+      arena = std::make_unique<Arena>(std::move(at_home), place, peers->heaps, static_cast<uint64_t>(control), spin);
+    }
     std::unique_ptr<Mesh> mesh;
     if (!links.empty())
       mesh = std::make_unique<Mesh>(ranks, rank, epoch, std::move(streams), [this](uint64_t number) {

@@ -114,8 +114,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("algorithms", [] {
     std::vector<py::tuple> rows;
     for (const Algorithm& row : algorithms())
-      rows.push_back(
-          py::make_tuple(std::string(name(row.what)), std::string(row.name), row.carrier == Carrier::arena ? "arena" : "mesh"));
+      rows.push_back(py::make_tuple(std::string(name(row.what)), std::string(row.name), std::string(name(row.carrier))));
     return rows;
   });
   module.def("select", [](int what, std::vector<int> hosts, const std::vector<std::string>& forced) {
@@ -123,7 +122,7 @@ PYBIND11_MODULE(_core, module) {
     for (size_t i = 0; i < names.size(); i++) names[i] = forced[i];
     const Layout layout{0, static_cast<int>(hosts.size()), std::move(hosts)};
     const Algorithm& row = select(static_cast<Collective>(what), layout, names);
-    return py::make_tuple(std::string(row.name), row.carrier == Carrier::arena ? "arena" : "mesh");
+    return py::make_tuple(std::string(row.name), std::string(name(row.carrier)));
   });
   module.attr("functions") = as_strings(functions);
   module.def("make_heap", &make_heap);

@@ -127,12 +127,16 @@ def _how(code: int) -> str:
 
 
 def ranks(
-    n: int | str, *, timeout_s: float = 60, env: dict[str, str] | None = None, expect: dict[int, int] | None = None
+    n: int | str,
+    *,
+    timeout_s: float = 60,
+    env: dict[str, str] | Callable[..., dict[str, str]] | None = None,
+    expect: dict[int, int] | None = None,
 ) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a
-    parameter, of which a list of n gives each rank its own.
+    parameter, of which a list of n gives each rank its own. Or a function of rank and the parameters.
     expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}.
     """
 
@@ -145,6 +149,8 @@ def ranks(
 
             def filled(rank: int) -> dict[str, str]:
                 own = {k: v[rank] if isinstance(v, list) and len(v) == size else v for k, v in parameters.items()}
+                if callable(env):
+                    return env(rank=rank, **own)
                 return {name: value.format(**own) for name, value in (env or {}).items()}
 
             where = json.dumps(

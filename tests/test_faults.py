@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from functions import algorithms_of
 from hosts import Hosts
 from ranks import everybody_is_here, ranks, tell, until_told, when_inside
 
 import mscomm
 
-ALGORITHMS = ["arena", "direct", "ring", "tree"]
+ALGORITHMS = algorithms_of("all_reduce")
 COLLECTIVES = {
     "all_reduce": lambda x: mscomm.all_reduce(x),
     "all_gather": lambda x: mscomm.all_gather(x),
@@ -39,11 +40,22 @@ COLLECTIVES = {
     "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
     "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
 }
-# The arena, and the one of several hosts; the others have the same mesh, and go with the long tests.
+# The arena, the mesh, and both; the others have the same mesh, and go with the long tests.
 each_algorithm = pytest.mark.parametrize(
-    "algo", [pytest.param(name, marks=[] if name in ("arena", "direct") else pytest.mark.long) for name in ALGORITHMS]
+    "algo",
+    [
+        pytest.param(name, marks=[] if name in ("arena", "direct", "hierarchical") else pytest.mark.long)
+        for name in ALGORITHMS
+    ],
 )
-forced = {"MSCOMM_ALGO": "{algo}"}
+
+each_carrier = pytest.mark.parametrize("algo", ["", "direct", "hierarchical"])
+
+
+def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
+    """The algorithm; one by both carriers runs on two hosts, as it is meant to."""
+    return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aab"[rank % 3]} if algo == "hierarchical" else {})}
+
 
 # MSCOMM_FAULT_RUNS=50 for the figure in a release note.
 RUNS = range(int(os.environ.get("MSCOMM_FAULT_RUNS", "8")))
@@ -156,7 +168,7 @@ def test_a_rank_killed_in_any_collective_is_named(rank, group, algo, what):
     assert caught.value.ranks == (1,)
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(4, env=forced, expect={2: -signal.SIGKILL})
 def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
     x = np.ones(1 << 18, np.float32)
@@ -248,7 +260,7 @@ def test_ranks_may_end_at_different_times_after_the_last_call(rank, group, algo)
     assert (mscomm.broadcast(x) == 0).all()
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(3, env=forced, expect={1: 3})
 def test_a_rank_that_exits_before_the_others_call_is_named(rank, group, algo):
     if rank == 1:
@@ -260,7 +272,7 @@ def test_a_rank_that_exits_before_the_others_call_is_named(rank, group, algo):
     assert caught.value.ranks == (1,)
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(3, env=forced, expect={1: 7})
 def test_a_process_that_ends_without_a_word_is_named_with_its_status(rank, group, algo):
     if rank == 1:
@@ -289,7 +301,7 @@ def test_a_rank_that_is_two_seconds_late_is_no_failure_and_no_news(tmp_path: Pat
         assert not any("has waited" in path.read_text() for path in folder.glob("rank_*.log"))
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(4, env=forced)
 def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
     pair = mscomm.split(rank // 2)
@@ -310,7 +322,7 @@ def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
         assert mscomm.all_reduce(np.ones(1000))[0] == 4
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(4, env=forced, expect={3: -signal.SIGKILL})
 def test_groups_without_the_lost_rank_go_on(rank, group, algo):
     pair = mscomm.split(rank // 2)
@@ -330,7 +342,7 @@ def test_groups_without_the_lost_rank_go_on(rank, group, algo):
             assert mscomm.all_reduce(np.ones(1000), group=pair)[0] == 2
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(3, env=forced, expect={2: 7})
 def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo):
     left, right = (mscomm.create_group(name, ids) for name, ids in (("left", [0, 1]), ("right", [1, 2])))
@@ -391,7 +403,7 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         mscomm.barrier()
 
 
-@pytest.mark.parametrize("algo", ["", "direct"])
+@each_carrier
 @ranks(2, env=forced)
 def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, group, algo):
     other = mscomm.create_group("other", [0, 1])

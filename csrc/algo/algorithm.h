@@ -25,9 +25,12 @@ struct Layout {
   std::vector<int> host;  // by rank; hosts are numbered by their lowest rank
 
   int hosts() const;
+  // Whether there are several hosts, and one with several ranks.
+  bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 
-// What an algorithm may use. The arena is there when all ranks share a host, the mesh when some do not or when it was asked for.
+// What an algorithm may use, by its carrier. The arena joins the ranks of this host: all of the group, or, where there is a mesh
+// too, several; nullptr where this rank is alone on its host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
@@ -40,7 +43,9 @@ struct Ranks {
   }
 };
 
-enum class Carrier { arena, mesh };
+enum class Carrier { arena, mesh, both };
+inline constexpr std::array<std::string_view, 3> carriers{"arena", "mesh", "both"};
+inline std::string_view name(Carrier carrier) { return carriers[static_cast<size_t>(carrier)]; }
 
 struct Algorithm {
   std::string_view name;

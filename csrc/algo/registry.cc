@@ -7,7 +7,7 @@
 namespace mscomm {
 
 using Run = void(const Call&, const Ranks&, const Wait&);
-Run all_reduce_arena, all_reduce_direct, all_reduce_ring, all_reduce_tree;
+Run all_reduce_arena, all_reduce_hierarchical, all_reduce_direct, all_reduce_ring, all_reduce_tree;
 Run all_gather_arena, all_gather_direct, all_gather_ring;
 Run reduce_scatter_arena, reduce_scatter_direct, reduce_scatter_ring;
 Run broadcast_arena, broadcast_tree, broadcast_ring;
@@ -19,9 +19,11 @@ Run barrier_arena, barrier_tree;
 
 namespace {
 
-// For each collective in order of preference: the first whose carrier the layout has is chosen.
+// For each collective in order of preference: the first whose carrier the layout has is chosen, of those by both where hosts have
+// several ranks.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
+    {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
     {"direct", Collective::all_reduce, Carrier::mesh, all_reduce_direct},
     {"ring", Collective::all_reduce, Carrier::mesh, all_reduce_ring},
     {"tree", Collective::all_reduce, Carrier::mesh, all_reduce_tree},
@@ -69,7 +71,8 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// All collectives of a group go by one carrier, so that ranks that make different calls meet and find out.
+// All collectives of a group go by one carrier, so that ranks that make different calls meet and find out. Who waits in the arena
+// for a call by both hears what comes over the mesh.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {
@@ -93,7 +96,9 @@ const Algorithm& select(Collective what, const Layout& layout, const Forced& for
   const std::string& wanted = forced[static_cast<size_t>(what)];
   if (!wanted.empty()) return *find(what, wanted);
   for (const Algorithm& row : table)
-    if (row.what == what && row.carrier == carrier) return row;
+    if (row.what == what &&
+        (row.carrier == carrier || (row.carrier == Carrier::both && carrier == Carrier::mesh && layout.mixed())))
+      return row;
   throw Error("Error", "no algorithm for " + std::string(name(what)));
 }
 

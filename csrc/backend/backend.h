@@ -18,8 +18,6 @@ class Backend {
   // The group is broken: takes the memory that the failed call had given to the peers out of their reach. By the thread that ran
   // it.
   virtual void withdraw(const Call& call) = 0;
-  // Whether every waiter of a call sees all ranks that it waits for, or only its neighbours.
-  virtual bool waiters_see_all() const = 0;
   // Compares what peers said that no call has read yet with this rank's own calls, without waiting; throws Differs.
   virtual void last_look() = 0;
   // The job is over for this rank: delivers what is still on its way.

@@ -11,7 +11,7 @@ HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> ar
   for (size_t what = 0; what < collectives.size(); what++) {
     chosen_[what] = &select(static_cast<Collective>(what), layout_, forced);
     if (layout_.size == 1) continue;
-    if (!(chosen_[what]->carrier == Carrier::arena ? static_cast<bool>(arena_) : static_cast<bool>(mesh_)))
+    if (!(chosen_[what]->carrier == Carrier::arena ? arena_ && !mesh_ : static_cast<bool>(mesh_)))
       throw Error("Error", std::string(collectives[what]) + " by " + std::string(chosen_[what]->name) +
                                " was chosen, but its transport was not set up");
   }
@@ -24,9 +24,11 @@ void HostBackend::run(const Call& call, const Wait& wait) {
   }
   const DefaultFloatMode mode;
   const Algorithm& algorithm = *chosen_[static_cast<size_t>(call.signature.what)];
-  const bool by_mesh = algorithm.carrier == Carrier::mesh;
-  (by_mesh ? carried_.mesh : carried_.arena) += call.x_bytes + call.out_bytes;
-  if (by_mesh) mesh_->begin(call.signature);
+  if (algorithm.carrier != Carrier::mesh && arena_) carried_.arena += call.x_bytes + call.out_bytes;
+  if (algorithm.carrier != Carrier::arena) {
+    carried_.mesh += call.x_bytes + call.out_bytes;
+    mesh_->begin(call.signature);
+  }
   algorithm.run(call, {layout_, arena_.get(), mesh_.get(), scratch_}, wait);
 }
 
@@ -36,7 +38,7 @@ void HostBackend::shut_down() {
 }
 
 void HostBackend::withdraw(const Call& call) {
-  if (arena_) arena_->withdraw(call);
+  if (arena_ && chosen_[static_cast<size_t>(call.signature.what)]->carrier != Carrier::mesh) arena_->withdraw(call);
 }
 
 void HostBackend::last_look() {

@@ -17,7 +17,6 @@ class HostBackend final : public Backend {
   void run(const Call& call, const Wait& wait) override;
   void shut_down() override;
   void withdraw(const Call& call) override;
-  bool waiters_see_all() const override { return arena_ != nullptr; }
   void last_look() override;
   void close() override;
   void close_descriptors() override;

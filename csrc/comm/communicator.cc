@@ -230,7 +230,7 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
     if (deadline.passed() && !broken())
       throw Error("CollectiveTimeout", brief(call) + " on " + name_of(rank_) + " did not end within " +
                                            seconds_text(deadline.timeout_s()) + ": waiting for its turn, after " + current());
-    look(deadline, [] { return std::vector<int>{}; });
+    look(deadline, {[] { return std::vector<int>{}; }, false});
     lock.lock();
   }
 }
@@ -348,12 +348,12 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
   }
   const double waited_s = seconds_since(deadline.start());
   // A call that waits for its turn is silent: the one whose turn it is speaks.
-  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks);
+  if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
   // On a link the end of the data tells, and not before all of it was read: a rank may have sent its part and gone.
-  if (ranks.empty() || !backend_->waiters_see_all()) return;
+  if (ranks.empty() || !missing.by_memory) return;
   std::vector<std::pair<int, const char*>> gone;
   {
     const std::lock_guard lock(state_mutex_);
@@ -373,12 +373,13 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
       throw peer_lost(in_job(rank), name_of(rank) + how + current() + " waits for it");
 }
 
-void Communicator::say_waiting(double waited_s, const std::vector<int>& missing) {
+void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  // Where all waiters see the same, the lowest of them speaks for all.
+  // In shared memory all waiters see the same: the lowest of the host speaks for them.
+  const auto is_missing = [&](int rank) { return std::find(missing.begin(), missing.end(), rank) != missing.end(); };
   int speaker = 0;
-  while (std::find(missing.begin(), missing.end(), speaker) != missing.end()) speaker++;
-  if (!hooks_.notice || (backend_->waiters_see_all() && speaker != rank_)) return;
+  while (is_missing(speaker) || host_of(speaker) != host_of(rank_)) speaker++;
+  if (!hooks_.notice || (by_memory && speaker != rank_)) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
   hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + current() + " has waited " +
                 seconds_text(waited_s) + " for " + named(missing));

@@ -211,10 +211,11 @@ class Communicator final : public Watch {
   std::string current() const;
   const std::string& name_of(int rank) const { return peers_->names[static_cast<size_t>(in_job(rank))]; }
   int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
+  int host_of(int rank) const { return peers_->hosts[static_cast<size_t>(in_job(rank))]; }
   std::vector<int> in_job(std::vector<int> ranks) const;
   std::string named(const std::vector<int>& ranks) const;
   void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;
-  void say_waiting(double waited_s, const std::vector<int>& missing);
+  void say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory);
 
   static void before_fork();
   static void after_fork();

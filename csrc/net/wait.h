@@ -11,7 +11,12 @@ namespace mscomm {
 inline constexpr int longest_sleep_ms = 50;
 
 // Ranks that the waiter still needs; asked for only when somebody has to be named.
-using Missing = std::function<std::vector<int>()>;
+struct Missing {
+  std::function<std::vector<int>()> ranks;
+  // In shared memory a rank that is gone comes no more; what it sent over a link may still be on its way.
+  bool by_memory;
+  std::vector<int> operator()() const { return ranks(); }
+};
 
 // What there is to look at while waiting: the communicator's abort flag, its peers' lives, Python's signals. Throws to end the
 // wait.

@@ -156,7 +156,7 @@ void Arena::sleep(const Wait& wait) {
   constexpr timespec longest{0, longest_sleep_ms * 1'000'000};
   while (!open()) {
     const uint32_t bell = gate().bell.load();  // first: what rings after this look around ends the sleep
-    wait.look([this] { return missing(); });
+    wait.look({[this] { return missing(); }, true});
     gate().sleepers.fetch_add(1);
     if (!open()) {
       const int64_t bound_ns = now_ns() + longest.tv_nsec;  // the sleep ends later than this, or is woken

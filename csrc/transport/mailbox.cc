@@ -159,7 +159,7 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
       const bool idle = driving_ ? !await_change(lock) : !turn(lock);
       if (transfer->done() || (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3)) continue;
       lock.unlock();
-      wait.look([&] { return missing(*transfer); });
+      wait.look({[&] { return missing(*transfer); }, false});
       looked = Clock::now();
       lock.lock();
     }
@@ -227,7 +227,7 @@ void Mailbox::serve_detached() {
     for (Detached* one : all) {
       const Transfer& transfer = *one->transfer;
       try {
-        one->wait.look([&] { return missing(transfer); });
+        one->wait.look({[&] { return missing(transfer); }, false});
       } catch (const Error& error) {
         failed.emplace_back(one->transfer, error);
       } catch (const std::exception& error) {

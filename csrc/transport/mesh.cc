@@ -41,6 +41,12 @@ void Mesh::last_look() {
   }
 }
 
+void Mesh::progress() {
+  last_look();
+  while (move_some()) {
+  }
+}
+
 void Mesh::send(std::span<const Piece> out) {
   if (next() < 0) turn_moved_ = Clock::now();
   size_t longest = 0;
@@ -210,7 +216,7 @@ bool Mesh::compare_inbox(int peer) {
 }
 
 void Mesh::look(const Wait& wait) {
-  wait.look([this] { return missing(); });
+  wait.look({[this] { return missing(); }, false});
   looked_ = Clock::now();
 }
 

@@ -46,6 +46,8 @@ class Mesh {
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
   // Takes in what peers said since, without waiting.
   void last_look();
+  // That, and sends what goes, while this rank waits for something else than the mesh.
+  void progress();
   // Pieces still to come, for "who is missing".
   std::vector<int> missing() const;
 

@@ -10,6 +10,11 @@ using namespace mscomm;
 
 namespace {
 
+std::vector<Memory> memories(const std::string& algorithm) {
+  if (algorithm == "hierarchical") return {Memory::ours, Memory::heap, Memory::mixed};
+  return {Memory::ours};
+}
+
 void every_collective_by(const std::string& algorithm) {
   for (int size : {1, 2, 3, 5, 8}) {
     // On both sides of the windows.
@@ -19,17 +24,20 @@ void every_collective_by(const std::string& algorithm) {
     const ThreadGroup world(job, job.all(), algorithm, false);
     // A ring has an order of its own; integers have none.
     const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
-    world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, {Memory::ours}); });
+    world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
 }
 
 // Two hosts in turn, and a third: within a host in rank order, then over hosts by lowest rank.
 void hosts_are_added_in_order(const std::string& algorithm) {
-  const ThreadJob job(5, {0, 1, 0, 1, 2});
-  const ThreadGroup world(job, job.all(), algorithm, false);
-  const std::vector<size_t> sizes{7, 1000, 5000};
-  const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
-  world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, {Memory::ours}); });
+  for (const std::vector<int>& hosts : {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}}) {
+    const ThreadJob job(static_cast<int>(hosts.size()), hosts);
+    const ThreadGroup world(job, job.all(), algorithm, false);
+    std::vector<size_t> sizes{7, 1000, 5000};
+    if (algorithm == "hierarchical") sizes.push_back(chunk_bytes);  // several of its steps
+    const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
+    world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
+  }
 }
 
 // Sums over a ring differ by their order alone.
@@ -226,7 +234,7 @@ void leaving_waits_for_no_reader() {
 int main() {
   std::vector<std::string> names;
   for (const Algorithm& row : algorithms())
-    if (row.carrier == Carrier::mesh && std::find(names.begin(), names.end(), row.name) == names.end())
+    if (row.carrier != Carrier::arena && std::find(names.begin(), names.end(), row.name) == names.end())
       names.emplace_back(row.name);
   for (const std::string& algorithm : names) {
     every_collective_by(algorithm);

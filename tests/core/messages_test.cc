@@ -17,7 +17,6 @@ struct NoBackend : Backend {
   void run(const Call&, const Wait&) override {}
   void shut_down() override {}
   void withdraw(const Call&) override {}
-  bool waiters_see_all() const override { return true; }
   void last_look() override {}
   void close() override {}
   void close_descriptors() override {}

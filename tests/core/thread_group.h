@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -83,7 +84,7 @@ struct ThreadRank {
   int rank;  // in the group
   Communicator* group;
   Heap* heap;
-  const Arena* arena;  // nullptr: the group has a mesh
+  const Arena* arena;  // nullptr: there is none
 
   void all_reduce(const float* x, float* out, size_t count, double timeout_s = 60) const {
     group->run(make_call(Collective::all_reduce, Dtype::float32, -1, x, count, out, count, count), timeout_s);
@@ -96,21 +97,22 @@ struct ThreadRank {
   }
 };
 
-// A group of some of a job's ranks, joined by an arena (algorithm "arena") or by socket pairs.
+// A group of some of a job's ranks, joined by an arena (algorithm "arena"), by socket pairs, or by an arena for each host and
+// socket pairs ("hierarchical").
 class ThreadGroup {
  public:
   ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
       : job_(job), ranks_(std::move(ranks)) {
     const size_t n = ranks_.size();
     const int size = static_cast<int>(n);
-    const bool arena = algorithm == "arena";
+    const bool linked = algorithm != "arena", shared = !linked || algorithm == "hierarchical";
     Forced forced;
     for (const Algorithm& row : algorithms())
       if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
 
     std::vector<std::vector<std::optional<Stream>>> links(n);
     for (auto& row : links) row.resize(n);
-    for (size_t a = 0; a < n && !arena; a++)
+    for (size_t a = 0; a < n && linked; a++)
       for (size_t b = a + 1; b < n; b++) {
         int ends[2];
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
@@ -119,16 +121,24 @@ class ThreadGroup {
         links[a][b].emplace(ends[0], "rank " + std::to_string(ranks_[b]));
         links[b][a].emplace(ends[1], "rank " + std::to_string(ranks_[a]));
       }
-    if (arena) control_ = Arena::reserve(lowest(), size);
+    std::map<int, std::vector<int>> at_home;  // ranks of the job, by host
+    for (int rank : ranks_) at_home[host_of(rank)].push_back(rank);
+    for (const auto& [host, members] : at_home)
+      if (!linked || (shared && members.size() > 1))
+        controls_[host] = {&job_.heap(*std::min_element(members.begin(), members.end())), static_cast<int>(members.size())};
+    for (auto& [host, control] : controls_) control.offset = Arena::reserve(*control.heap, control.size);
 
     for (int rank = 0; rank < size; rank++) {
       const std::shared_ptr<Peers>& peers = job_.peers(in_job(rank));
       recorders_.push_back(std::make_unique<Recorder>());
       std::unique_ptr<Arena> own;
       std::unique_ptr<Mesh> mesh;
-      if (arena) {
-        own = std::make_unique<Arena>(ranks_, rank, peers->heaps, *control_, spin);
-      } else {
+      if (const auto control = controls_.find(host_of(in_job(rank))); control != controls_.end()) {
+        const std::vector<int>& members = at_home[control->first];
+        const auto place = std::find(members.begin(), members.end(), in_job(rank)) - members.begin();
+        own = std::make_unique<Arena>(members, static_cast<int>(place), peers->heaps, control->second.offset, spin);
+      }
+      if (linked) {
         const auto recorded = [recorder = recorders_.back().get()](uint64_t number) {
           const auto record = recorder->find(number);
           return record ? std::optional(record->signature) : std::nullopt;
@@ -143,7 +153,7 @@ class ThreadGroup {
   }
   ~ThreadGroup() {
     groups_.clear();
-    if (control_) Arena::release(lowest(), *control_, size());
+    for (const auto& [host, control] : controls_) Arena::release(*control.heap, control.offset, control.size);
   }
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
@@ -168,12 +178,12 @@ class ThreadGroup {
 
  private:
   int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
-  Heap& lowest() const { return job_.heap(*std::min_element(ranks_.begin(), ranks_.end())); }
+  int host_of(int rank) const { return job_.peers(rank)->hosts[static_cast<size_t>(rank)]; }
   // Numbered by their lowest rank in the group.
   std::vector<int> hosts() const {
     std::vector<int> seen, hosts;
     for (int rank : ranks_) {
-      const int host = job_.peers(rank)->hosts[static_cast<size_t>(rank)];
+      const int host = host_of(rank);
       const auto found = std::find(seen.begin(), seen.end(), host);
       hosts.push_back(static_cast<int>(found - seen.begin()));
       if (found == seen.end()) seen.push_back(host);
@@ -183,7 +193,12 @@ class ThreadGroup {
 
   const ThreadJob& job_;
   std::vector<int> ranks_;
-  std::optional<uint64_t> control_;
+  struct Control {
+    Heap* heap;
+    int size;
+    uint64_t offset = 0;
+  };
+  std::map<int, Control> controls_;  // of arenas, by host
   std::vector<std::unique_ptr<Recorder>> recorders_;
   std::vector<std::unique_ptr<Communicator>> groups_;
   std::vector<const Arena*> arenas_;

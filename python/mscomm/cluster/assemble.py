@@ -123,10 +123,12 @@ def heap_bytes(ranks: int) -> int:
 
 
 class Founded(NamedTuple):
-    """A group's core, and the control memory that this rank lent to it (None: another rank did, or there is none)."""
+    """A group's core, and the control memory that this rank lent to it (None: another rank did, or there is none), for
+    so many ranks."""
 
     core: _core.Group
     control: int | None
+    at_home: int
 
 
 class Job:
@@ -162,14 +164,16 @@ class Job:
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
         carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
-        by_arena, by_mesh = (carrier in carriers and len(ranks) > 1 for carrier in ("arena", "mesh"))
+        at_home = [rank for rank in ranks if self.hosts[rank] == self.hosts[self.rank]]
+        by_arena = not carriers.isdisjoint(("arena", "both")) and len(at_home) > 1
+        by_mesh = not carriers.isdisjoint(("mesh", "both")) and len(ranks) > 1
         what = "init" if name == "world" else f"create_group({name!r})"
         control = None
         came = met = False
         try:
-            if by_arena and self.rank == min(ranks):
+            if by_arena and self.rank == min(at_home):
                 assert self.heap
-                control = self.heap.reserve_control(len(ranks))
+                control = self.heap.reserve_control(len(at_home))
             with contextlib.ExitStack() as closing:
                 listening = [
                     closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh
@@ -191,7 +195,7 @@ class Job:
                     rank=me,
                     epoch=self.epoch,
                     forced=self.forced,
-                    control=told[min(ranks)]["control"] if by_arena else -1,
+                    control=told[min(at_home)]["control"] if by_arena else -1,
                     spin=spin,
                     links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
                     news_fd=self.member.news_fd if self.member else -1,
@@ -209,15 +213,17 @@ class Job:
                     self.member.refuse(group, what, ranks, error)
             raise
         if log.enabled(log.INFO):
-            carrier = "arena" if by_arena else "mesh" if by_mesh else "copying"
-            self._tell_founded(name, group, ranks, core, carrier, spin)
-        return Founded(core, control)
+            used = [carrier for carrier, is_used in (("arena", by_arena), ("mesh", by_mesh)) if is_used]
+            self._tell_founded(name, group, ranks, core, used, spin)
+        return Founded(core, control, len(at_home))
 
-    def _tell_founded(self, name: str, id: str, ranks: list[int], core: _core.Group, carrier: str, spin: bool) -> None:
+    def _tell_founded(
+        self, name: str, id: str, ranks: list[int], core: _core.Group, carriers: list[str], spin: bool
+    ) -> None:
         log.info(f"group {name} ({id}): rank {ranks.index(self.rank)} of {len(ranks)}, ranks {_numbers(ranks)}")
         by = ", ".join(f"{what} {algorithm}" for what, algorithm in core.chosen().items())
-        log.info(f"group {name}: by {carrier}: {by}")
-        if carrier == "arena":
+        log.info(f"group {name}: by {' and '.join(carriers) or 'copying'}: {by}")
+        if "arena" in carriers:
             here = [self.facts[rank] for rank in self.neighbours()]
             log.info(
                 f"group {name}: waits {'spin' if spin else 'yield'}: {len(here)} ranks on this host, "

@@ -1,0 +1,260 @@
+// All-reduce on several hosts, of which some have several ranks. The ranks of a host add up in the arena, each a slice of the
+// message; with the owners of its slice on the other hosts each then does what all_reduce_direct does; and gives the result to
+// the ranks of its host. 2 (H-1)/H of the message leave each of H hosts, however many ranks it has.
+//
+// In chunks that follow each other closely. In step k the host adds up chunk k and sends its partial sums, adds the other hosts'
+// to chunk k-1 and sends that result, receives the results of chunk k-2, and hands those of chunk k-3 round; one round of the
+// arena serves both ends.
+#include "algo/algorithm.h"
+
+namespace mscomm {
+
+namespace {
+
+// Half of a staging chunk is for x, the other for results.
+constexpr size_t step_bytes = chunk_bytes / 2;
+// Buffers of a slice: what is sent of one chunk may still be unsent when the chunk after the next is here.
+constexpr size_t rings = 4;
+
+// Who sits where, by host.
+struct House {
+  explicit House(const Layout& layout) : hosts(static_cast<size_t>(layout.hosts())) {
+    for (int rank = 0; rank < layout.size; rank++) {
+      const auto host = static_cast<size_t>(layout.host.empty() ? 0 : layout.host[static_cast<size_t>(rank)]);
+      if (rank == layout.rank) here = host, place = static_cast<int>(hosts[host].size());
+      hosts[host].push_back(rank);
+    }
+    slices = static_cast<int>(hosts[0].size());
+    for (const auto& ranks : hosts) slices = std::min(slices, static_cast<int>(ranks.size()));
+  }
+  const std::vector<int>& mine() const { return hosts[here]; }
+
+  std::vector<std::vector<int>> hosts;  // ranks of each, in order
+  size_t here = 0;                      // this rank's host
+  int place = 0;                        // ... and its place there
+  int slices;                           // of a chunk: every host has an owner for each
+};
+
+// While this rank waits for others of its host its data goes on to the other hosts, and what it hears from there counts.
+class AtHome final : public Watch {
+ public:
+  AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
+  void look(const Deadline& deadline, const Missing& missing) override {
+    mesh_.progress();
+    const auto in_group = [this, &missing] {
+      std::vector<int> ranks = missing();
+      for (int& rank : ranks) rank = house_.mine()[static_cast<size_t>(rank)];
+      return ranks;
+    };
+    wait_.watch.look(deadline, {in_group, missing.by_memory});
+  }
+  bool broken() const override { return wait_.watch.broken(); }
+
+ private:
+  const Wait& wait_;
+  const House& house_;
+  Mesh& mesh_;
+};
+
+class Hierarchy {
+ public:
+  Hierarchy(const Call& call, const Ranks& ranks, const Wait& wait)
+      : call_(call),
+        layout_(ranks.layout),
+        arena_(ranks.arena),
+        mesh_(*ranks.mesh),
+        wait_(wait),
+        house_(ranks.layout),
+        at_home_(wait, house_, mesh_),
+        row_(reduction(call.signature.dtype, call.signature.op)),
+        // An average is divided once, at the end.
+        sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
+        first_(arena_ ? arena_->steps() : 0) {
+    const size_t slice = step_bytes / row_.element_bytes + 64;  // elements: parts are cut at 64 bytes
+    char* at =
+        ranks.scratch_of(slice * (rings * (row_.accumulator_bytes + row_.element_bytes) + hosts() * row_.accumulator_bytes));
+    for (char*& one : partial_) one = at, at += slice * row_.accumulator_bytes;
+    for (char*& one : result_) one = at, at += slice * row_.element_bytes;
+    for (size_t host = 0; host < hosts(); host++) coming_.push_back(at), at += slice * row_.accumulator_bytes;
+  }
+
+  void run() {
+    const size_t steps = std::max<size_t>(1, pieces(call_.bytes(), step_bytes));
+    for (size_t k = 0; k < steps + 3; k++) {
+      if (k < steps) stage(k);
+      if (k >= 3) publish(k - 3, k);
+      if (arena_) meet_here(k);
+      if (k < steps) add_up(k);
+      if (k >= 3) take(k - 3, k);
+      // In the order in which all send, because a link keeps it: partial k, the result of k - 1.
+      if (k < steps) send_partial(k);
+      if (k >= 1 && k - 1 < steps) merge(k - 1);
+      if (k >= 2 && k - 2 < steps) collect(k - 2);
+    }
+    if (arena_) arena_->steps() += steps + 3;
+    mesh_.exchange({}, {}, wait_);
+  }
+
+ private:
+  size_t hosts() const { return house_.hosts.size(); }
+  bool owns() const { return house_.place < house_.slices; }
+  int owner(size_t host) const { return house_.hosts[host][static_cast<size_t>(house_.place)]; }
+  Range chunk(size_t k) const { return piece(call_.bytes(), step_bytes, k); }
+  // Slice `place` of chunk k, in the message; empty for who owns none.
+  Range slice(size_t k, int place) const {
+    const Range whole = chunk(k);
+    if (place >= house_.slices) return {whole.begin, whole.begin};
+    const Range one = part(whole.bytes(), house_.slices, place);
+    return {whole.begin + one.begin, whole.begin + one.end};
+  }
+  // Whether of a whole chunk every host has a share: parts are cut at 64 bytes.
+  bool shares_are_full() const { return step_bytes / 64 / static_cast<size_t>(house_.slices) >= hosts(); }
+  size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
+  // The host's share of this rank's slice of chunk k, in elements.
+  Range share(size_t k, size_t host) const {
+    const size_t a = row_.accumulator_bytes;
+    const Range bytes = part(elements(slice(k, house_.place)) * a, static_cast<int>(hosts()), static_cast<int>(host));
+    return {bytes.begin / a, bytes.end / a};
+  }
+  char* staged(int place, size_t step) const { return arena_->chunk(place, first_ + step); }
+  bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
+  int at_hand() const { return static_cast<int>(house_.mine().size()); }
+
+  // x's chunk for those of the host who cannot read x. Own slices nobody else reads.
+  void stage(size_t k) {
+    if (!arena_) return;
+    if (k == 0) arena_->post(call_);
+    if (arena_->x_in_heap(house_.place)) return;
+    const Range whole = chunk(k), own = slice(k, house_.place);
+    char* to = staged(house_.place, k);
+    copy(to, call_.in() + whole.begin, own.begin - whole.begin);
+    copy(to + (own.end - whole.begin), call_.in() + own.end, whole.end - own.end);
+  }
+  void meet_here(size_t k) {
+    const Wait here{at_home_, wait_.deadline};
+    if (k > 0) return arena_->round(here);
+    try {
+      meet(*arena_, here);
+    } catch (Differs& differs) {
+      for (auto& [rank, signature] : differs.calls) rank = house_.mine()[static_cast<size_t>(rank)];
+      throw;
+    }
+  }
+  void add_up(size_t k) {
+    if (!owns()) return;
+    const Range own = slice(k, house_.place);
+    std::vector<const void*> in;
+    for (int place = 0; place < at_hand(); place++) {
+      if (place == house_.place) in.push_back(call_.in() + own.begin);
+      else if (arena_->x_in_heap(place))
+        in.push_back(arena_->at(place, arena_->posted(place).x_offset, call_.bytes()) + own.begin);
+      else in.push_back(staged(place, k) + (own.begin - chunk(k).begin));
+    }
+    char* const to = partial_[k % rings];
+    if (row_.accumulator_bytes == row_.element_bytes) {
+      sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
+      return;
+    }
+    constexpr size_t block = 1024;  // elements that stay in the cache from one input to the next
+    for (size_t at = 0; at < elements(own); at += block) {
+      const size_t now = std::min(block, elements(own) - at);
+      for (size_t i = 0; i < in.size(); i++) {
+        const char* from = static_cast<const char*>(in[i]) + at * row_.element_bytes;
+        if (i == 0) row_.widen(from, to + at * row_.accumulator_bytes, now);
+        else row_.fold(to + at * row_.accumulator_bytes, from, now);
+      }
+    }
+  }
+  void send_partial(size_t k) {
+    if (!owns()) return;
+    std::vector<Piece> out;
+    for (size_t i = 1; i < hosts(); i++) {
+      const size_t host = (house_.here + i) % hosts();
+      const Range now = share(k, host);
+      // The first goes even when it is empty: its header says which call this is.
+      if (k == 0 || now.bytes() > 0)
+        out.push_back(
+            {owner(host), partial_[k % rings] + now.begin * row_.accumulator_bytes, now.bytes() * row_.accumulator_bytes});
+    }
+    mesh_.send(out);
+  }
+  // This host's share of chunk k's slice: from the partials of all hosts to the result, which goes to all.
+  void merge(size_t k) {
+    if (!owns()) return;
+    const Range mine = share(k, house_.here);
+    char* const result = result_[k % rings];
+    std::vector<Piece> in, out;
+    for (size_t i = 1; i < hosts(); i++) {
+      const size_t host = (house_.here + hosts() - i) % hosts();
+      if (k == 0 || mine.bytes() > 0) in.push_back({owner(host), coming_[host], mine.bytes() * row_.accumulator_bytes});
+    }
+    mesh_.receive(in, wait_);
+    // In the order of hosts.
+    const auto of = [&](size_t host) {
+      return host == house_.here ? partial_[k % rings] + mine.begin * row_.accumulator_bytes : coming_[host];
+    };
+    for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.bytes());
+    row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.bytes());
+
+    for (size_t i = 1; i < hosts(); i++) {
+      const size_t to = (house_.here + i) % hosts();
+      if (mine.bytes() > 0)
+        out.push_back({owner(to), result + mine.begin * row_.element_bytes, mine.bytes() * row_.element_bytes});
+    }
+    mesh_.send(out);
+  }
+  // The other shares of chunk k's slice.
+  void collect(size_t k) {
+    if (!owns()) return;
+    std::vector<Piece> in;
+    for (size_t i = 1; i < hosts(); i++) {
+      const size_t host = (house_.here + hosts() - i) % hosts();
+      const Range theirs = share(k, host);
+      if (theirs.bytes() > 0)
+        in.push_back({owner(host), result_[k % rings] + theirs.begin * row_.element_bytes, theirs.bytes() * row_.element_bytes});
+    }
+    // What comes shows that what was sent to its sender before has gone, and its buffer is free; nothing comes with an empty
+    // share.
+    if (shares_are_full()) mesh_.receive(in, wait_);
+    else mesh_.exchange({}, in, wait_);
+  }
+  // This rank's slice of the result of chunk k, in round `step`, to all of the host.
+  void publish(size_t k, size_t step) {
+    if (!owns()) return;
+    const Range own = slice(k, house_.place);
+    copy(call_.result() + own.begin, result_[k % rings], own.bytes());
+    bool staged_for_some = false;
+    for (int place = 0; place < at_hand(); place++) {
+      if (place == house_.place) continue;
+      if (!out_in_heap(place)) staged_for_some = true;
+      else copy(arena_->at(place, arena_->posted(place).out_offset, call_.bytes()) + own.begin, result_[k % rings], own.bytes());
+    }
+    if (staged_for_some) copy(staged(house_.place, step) + step_bytes, result_[k % rings], own.bytes());
+  }
+  void take(size_t k, size_t step) {
+    if (!arena_ || out_in_heap(house_.place)) return;
+    for (int i = 1; i < at_hand(); i++) {
+      const int place = (house_.place + i) % at_hand();
+      const Range theirs = slice(k, place);
+      copy(call_.result() + theirs.begin, staged(place, step) + step_bytes, theirs.bytes());
+    }
+  }
+
+  const Call& call_;
+  const Layout& layout_;
+  Arena* const arena_;  // of this host; nullptr: this rank is alone here
+  Mesh& mesh_;
+  const Wait& wait_;
+  const House house_;
+  AtHome at_home_;
+  const Reduction &row_, &sum_;
+  const uint64_t first_;
+  std::array<char*, rings> partial_, result_;
+  std::vector<char*> coming_;  // by host
+};
+
+}  // namespace
+
+void all_reduce_hierarchical(const Call& call, const Ranks& ranks, const Wait& wait) { Hierarchy(call, ranks, wait).run(); }
+
+}  // namespace mscomm
