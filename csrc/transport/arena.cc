@@ -23,6 +23,8 @@ namespace {
 constexpr double awake_s = 100e-6;
 constexpr int polls_a_turn = 64;  // about a microsecond: most partners of a small call arrive within it
 
+constexpr double part_every_s = 1e-3;  // at most: it costs tens of microseconds
+
 void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -122,7 +124,7 @@ void Arena::round(const Wait& wait) {
     return;
   }
   // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks
-  // on the same, and moves them apart only after milliseconds.
+  // on the same.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
   while (!wait.watch.broken()) {
@@ -130,11 +132,36 @@ void Arena::round(const Wait& wait) {
       if (open()) return;
       pause_briefly();
     }
-    if (!start) start = Clock::now();
-    else if (seconds_since(*start) > awake_s) break;
+    if (start && seconds_since(*start) > awake_s) break;
+    if (!start) {
+      start = Clock::now();
+      if (spin_) part_from_who_shares_the_cpu();
+    }
     sched_yield();
   }
   sleep(wait);
+}
+
+// The kernel parts two ranks on one CPU only after milliseconds, the more so where they hand it to each other and on virtual
+// machines, whose idle CPUs do not look idle to it. The higher rank moves: for a moment this thread may not run where it is.
+void Arena::part_from_who_shares_the_cpu() {
+  constexpr uint64_t cpu_bits = 16;
+  const int cpu = sched_getcpu();
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return;
+  slot(rank_).place.store(round_ << cpu_bits | static_cast<uint64_t>(cpu), std::memory_order_relaxed);
+  cpu_set_t allowed, elsewhere;
+  bool shared = false;
+  for (int rank = 0; rank < rank_; rank++) {
+    const uint64_t place = slot(rank).place.load(std::memory_order_relaxed);
+    const bool is_recent = (place >> cpu_bits) + 2 >= round_;
+    shared |= is_recent && (place & 0xffff) == static_cast<uint64_t>(cpu);
+  }
+  if (!shared || seconds_since(parted_) < part_every_s || sched_getaffinity(0, sizeof allowed, &allowed) < 0) return;
+  parted_ = Clock::now();
+  elsewhere = allowed;
+  CPU_CLR(cpu, &elsewhere);
+  if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
+  sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 bool Arena::open() {

@@ -108,6 +108,7 @@ class Arena {
     // on CLOCK_MONOTONIC; 0: there were none.
     alignas(64) std::atomic<uint64_t> opened;
     std::atomic<int64_t> opened_ns;
+    std::atomic<uint64_t> place;  // where this rank ran when it last had to wait: the round, and the CPU in the low 16 bits
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
@@ -122,6 +123,7 @@ class Arena {
   bool open();
   void wake();
   void sleep(const Wait& wait);
+  void part_from_who_shares_the_cpu();
   bool woken_before(int64_t bound_ns) const;
 
   std::vector<int> ranks_;
@@ -135,6 +137,7 @@ class Arena {
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
   uint64_t lost_wakes_ = 0;
+  Clock::time_point parted_;
   const int owner_ = getpid();  // a forked child has the mapping, but is no rank
 };
 
