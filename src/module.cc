@@ -121,8 +121,10 @@ PYBIND11_MODULE(_core, module) {
     Forced names;
     for (size_t i = 0; i < names.size(); i++) names[i] = forced[i];
     const Layout layout{0, static_cast<int>(hosts.size()), std::move(hosts)};
-    const Algorithm& row = select(static_cast<Collective>(what), layout, names);
-    return py::make_tuple(std::string(row.name), std::string(name(row.carrier)));
+    std::vector<py::tuple> rows;
+    for (const Algorithm* row : select(static_cast<Collective>(what), layout, names))
+      rows.push_back(py::make_tuple(std::string(row->name), std::string(name(row->carrier))));
+    return rows;
   });
   module.attr("functions") = as_strings(functions);
   module.def("make_heap", &make_heap);
@@ -216,13 +218,15 @@ PYBIND11_MODULE(_core, module) {
       .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
       .def("close", [](Group& group) { unlocked([&] { group.close(); }); })
-      .def("chosen",
-           [](const Group& group) {
-             py::dict names;
-             for (const auto& [what, algorithm] : group.host->chosen())
-               names[py::str(std::string(what))] = std::string(algorithm);
-             return names;
-           })
+      .def(
+          "chosen",
+          [](const Group& group, size_t bytes) {
+            py::dict names;
+            for (const auto& [what, algorithm] : group.host->chosen(bytes))
+              names[py::str(std::string(what))] = std::string(algorithm);
+            return names;
+          },
+          py::arg("bytes") = 0)
       .def("carried",
            [](const Group& group) {
              return py::dict(py::arg("arena") = group.host->carried().arena.load(),

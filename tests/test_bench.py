@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mscomm import _core
-from mscomm.bench import buckets, peers, plan, plot, report, table
+from mscomm.bench import buckets, peers, plan, plot, report, table, tune
 from mscomm.bench.contenders import available
 from mscomm.cli import bench
 
@@ -184,6 +184,7 @@ def run(*words: object) -> Result:
         (["all_reduce", "--vs", "gloo2"], "--vs gloo2 is none of torch-gloo, torch-gloo-4, openmpi"),
         (["all_reduce", "--vs", "openmpi", "--rounds", "2"], "it takes 5 or more"),
         (["buckets", "--vs", "torch-gloo"], "leave --vs away"),
+        (["tune", "--plot", "x.svg"], "leave --vs and --plot away"),
         (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["all_reduce", "--plot", "x.gif"], "must end in .svg, .png, .pdf"),
     ],
@@ -317,6 +318,55 @@ def test_buckets_compares_fused_with_each() -> None:
         assert float(communication) > 0
     best = min(sizes, key=lambda row: float(row[4]))[0]
     assert re.search(rf"^# Shortest step        : bucket_mb={best}(; no slower .*)?$", done.stdout, re.M)
+
+
+def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -> None:
+    words = (
+        "tune",
+        "-n",
+        2,
+        "-b",
+        "8",
+        "-e",
+        "64K",
+        "-f",
+        "8192",
+        "--iters",
+        1,
+        "-w",
+        0,
+        "--json",
+        tmp_path / "t.json",
+    )
+    done = measure(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    known = tune.algorithms([0, 0])
+    assert known["all_reduce"] == ["arena", "direct", "ring", "tree"] and "hierarchical" not in str(known)
+    for what, names in known.items():
+        mine = [row for row in rows if row["collective"] == what]
+        assert [row["size"] for row in mine] == ([0] if what == "barrier" else [8, 65536])
+        assert all(list(row["results"]) == names and row["chosen"] == "arena" for row in mine)
+    assert re.search(r"^#   all_reduce      arena$", done.stdout, re.M)
+    assert "# Wrong elements       : 0 OK" in done.stdout
+
+
+def test_tune_knows_the_algorithms_of_a_layout() -> None:
+    assert tune.algorithms([0, 1, 2])["all_reduce"] == ["direct", "ring", "tree"]
+    assert tune.algorithms([0, 0, 1])["all_reduce"] == ["hierarchical", "direct", "ring", "tree"]
+
+
+def test_tune_finds_where_the_choice_changes_and_who_is_faster() -> None:
+    core = SimpleNamespace(chosen=lambda size: {"broadcast": "ring" if size >= 3000 else "tree"})
+    assert tune.choice(core, "broadcast", [8, 4096, 65536]) == [("tree", 0), ("ring", 3000)]
+    assert tune.choice(core, "broadcast", [8, 64]) == [("tree", 0)]
+
+    def row(size: int, tree: list[float], ring: list[float]) -> dict[str, Any]:
+        results = {"tree": {"in_place": {"rounds_us": [tree]}}, "ring": {"in_place": {"rounds_us": [ring]}}}
+        return {"collective": "broadcast", "size": size, "chosen": "tree", "best": "ring", "results": results}
+
+    rows = [row(8, [10.0, 11.0, 12.0], [5.0, 5.5, 60.0]), row(64, [10.0], [9.5])]
+    assert tune.faster(rows) == [("broadcast", 8, "tree", "ring", 0.5)]
 
 
 def test_sizes_of_buckets_that_are_as_good_are_named(capsys: pytest.CaptureFixture[str]) -> None:

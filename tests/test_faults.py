@@ -54,7 +54,7 @@ each_carrier = pytest.mark.parametrize("algo", ["", "direct", "hierarchical"])
 
 def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
     """The algorithm; one by both carriers runs on two hosts, as it is meant to."""
-    return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aab"[rank % 3]} if algo == "hierarchical" else {})}
+    return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aabb"[rank % 4]} if algo == "hierarchical" else {})}
 
 
 # MSCOMM_FAULT_RUNS=50 for the figure in a release note.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import everybody_is_here, ranks
+from ranks import everybody_is_here, ranks, tell, until_told
 
 import mscomm
 from mscomm import _core
@@ -16,7 +17,7 @@ TWO = ["a", "a", "b", "b"]
 
 
 def algorithm(hosts: list[int]) -> str:
-    return _core.select(list(_core.collectives).index("all_reduce"), hosts, [""] * len(_core.collectives))[0]
+    return _core.select(list(_core.collectives).index("all_reduce"), hosts, [""] * len(_core.collectives))[0][0]
 
 
 def test_it_is_chosen_where_hosts_have_several_ranks():
@@ -37,21 +38,48 @@ def test_every_memory_in_place_and_not_of_many_sizes(rank: int, group: Any, host
             for into in (None, out, mixed, x):
                 found = mscomm.all_reduce(x, out=into)
                 assert np.array_equal(found, expected), (count, make)
-    assert resolve(None).core.carried()["mesh"] > 0
+    alone = hosts.count(hosts[rank]) == 1
+    carried = resolve(None).core.carried()
+    assert carried["mesh"] > 0 and (carried["arena"] == 0) == alone, carried
+
+
+@pytest.mark.parametrize("hosts", [TWO, ["a", "b", "a", "b"]], ids="-".join)
+@ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
+def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, group: Any, hosts: list[str]):
+    x = np.ones(1000)
+    mscomm.all_reduce(x)
+    everybody_is_here()
+    near = hosts[rank] == hosts[3]
+    if not near:
+        until_told("it was raised")
+    with pytest.raises(mscomm.Mismatch) as caught:
+        if rank == 3:
+            mscomm.all_gather(x)  # sends its header to all
+        else:
+            mscomm.all_reduce(x)
+        mscomm.barrier()
+    tell("it was raised")
+    text = str(caught.value)
+    mate = next(other for other in range(3) if hosts[other] == hosts[3])
+    assert f"rank {mate} called all_reduce #2 (float64[1000], sum)" in text, text
+    assert "rank 3 called all_gather #2 (float64[1000])" in text, text
 
 
 @pytest.mark.parametrize("hosts", [TWO])
-@pytest.mark.parametrize("other", ["broadcast", "all_reduce"])
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
-def test_another_call_is_a_mismatch_on_all(rank: int, group: Any, hosts: list[str], other: str):
-    x = np.ones(100_000)
+def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: Any, hosts: list[str]):
+    """A broadcast's root needs nobody, and comes to shared memory with the call after it."""
+    x = np.ones(1000)
     mscomm.all_reduce(x)
     everybody_is_here()
-    with pytest.raises(mscomm.Mismatch, match=r"rank.* called all_reduce #2 \(float64\[100000\], sum\)"):
-        if rank != 3:
-            mscomm.all_reduce(x)
-        elif other == "broadcast":
-            mscomm.broadcast(x, root=3)
-        else:
-            mscomm.all_reduce(x, "max")
+    if rank >= 2:
+        until_told("it was raised")
+    with pytest.raises(mscomm.Mismatch) as caught:
+        if rank == 1:
+            mscomm.broadcast(x, root=1)
+        mscomm.all_reduce(x)
         mscomm.barrier()
+    tell("it was raised")
+    text = str(caught.value)
+    assert "rank 0 called all_reduce #2 (float64[1000], sum)" in text, text
+    assert re.search(r"rank 1 called (all_reduce #3 \(float64\[1000\], sum\)|broadcast #2 )", text), text

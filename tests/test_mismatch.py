@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from functions import FUNCTIONS, How
+from functions import FUNCTIONS, How, algorithms_of
 from ranks import ranks
 
 import mscomm
@@ -86,7 +86,7 @@ def one_life(life: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("algo", ["arena", "direct", "ring", "tree"])
+@pytest.mark.parametrize("algo", algorithms_of("all_reduce"))
 def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Path) -> None:
     lives = PAIRS if algo == "arena" else 20
     hubs = [
@@ -105,6 +105,7 @@ def test_mismatched_calls_raise_on_every_rank(size: int, algo: str, tmp_path: Pa
     for rank in range(size):
         variables = {
             "MSCOMM_RANK": str(rank),
+            "MSCOMM_HOST_ID": "aba"[rank % 3] if algo == "hierarchical" else "a",
             "MSCOMM_WORLD_SIZE": str(size),
             "MSCOMM_LOCAL_RANK": str(rank),
             "MSCOMM_LOCAL_WORLD_SIZE": str(size),

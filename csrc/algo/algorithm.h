@@ -25,6 +25,8 @@ struct Layout {
   std::vector<int> host;  // by rank; hosts are numbered by their lowest rank
 
   int hosts() const;
+  // This rank's.
+  int here() const { return host.empty() ? 0 : host[static_cast<size_t>(rank)]; }
   // Whether there are several hosts, and one with several ranks.
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
@@ -52,6 +54,8 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
+  // Whether it is the best of its carrier for a message of so many bytes; nullptr: where none before it in the table is.
+  bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 
 std::span<const Algorithm> algorithms();
@@ -59,9 +63,13 @@ std::span<const Algorithm> algorithms();
 // The algorithm named by MSCOMM_ALGO for each collective; empty: choose.
 using Forced = std::array<std::string, collectives.size()>;
 
-// Pure: the same on all ranks for the same layout and forced names. Throws Error("ValueError") for a name that is none, or that
-// the layout does not allow.
-const Algorithm& select(Collective what, const Layout& layout, const Forced& forced);
+// Rows in the order in which their `fits` is asked; the last one's is not. Pure: the same on all ranks for the same layout and
+// forced names. Throws Error("ValueError") for a name that is none, or that the layout does not allow.
+using Choice = std::vector<const Algorithm*>;
+Choice select(Collective what, const Layout& layout, const Forced& forced);
+inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {
+  return **std::find_if(rows.begin(), rows.end() - 1, [&](const Algorithm* row) { return row->fits(layout, bytes); });
+}
 
 // --- shared by the algorithms: messages and their parts (blocks.cc) ---
 
@@ -179,6 +187,8 @@ void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait
 
 // What is received from each peer before it is used, while it is in the cache; bounds the scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
+// Of all that exchange a message: up to so many bytes together take less time on a wire than a second latency.
+inline constexpr size_t one_latency_bytes = 8 << 10;
 inline constexpr size_t tree_window_bytes = 64 << 10;  // an inner node holds one for each rank below it
 // How often: at least once, because the first piece carries the header even when it is empty.
 inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }

@@ -10,9 +10,6 @@ namespace mscomm {
 
 namespace {
 
-// Of all ranks together: up to so many bytes take less time on a wire than the second latency.
-constexpr size_t one_latency_bytes = 8 << 10;
-
 void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();

@@ -1,6 +1,7 @@
 // All-reduce on several hosts, of which some have several ranks. The ranks of a host add up in the arena, each a slice of the
 // message; with the owners of its slice on the other hosts each then does what all_reduce_direct does; and gives the result to
-// the ranks of its host. 2 (H-1)/H of the message leave each of H hosts, however many ranks it has.
+// the ranks of its host. 2 (H-1)/H of the message leave each of H hosts, however many ranks it has; of 16-bit floats half as much
+// again, because partial sums are wider.
 //
 // In chunks that follow each other closely. In step k the host adds up chunk k and sends its partial sums, adds the other hosts'
 // to chunk k-1 and sends that result, receives the results of chunk k-2, and hands those of chunk k-3 round; one round of the
@@ -13,18 +14,23 @@ namespace {
 
 // Half of a staging chunk is for x, the other for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
-// Buffers of a slice: what is sent of one chunk may still be unsent when the chunk after the next is here.
-constexpr size_t rings = 4;
+// Buffers of a slice, because what is sent of one chunk may still be unsent when later ones are here. That of partial sums is
+// free when that host's result of the chunk has come, two steps later; that of results when its partial sums three chunks on
+// have.
+constexpr size_t buffers = 4;
+// Below this one rank of a host sends all.
+constexpr size_t least_slice_bytes = 4 << 10;
 
 // Who sits where, by host.
 struct House {
-  explicit House(const Layout& layout) : hosts(static_cast<size_t>(layout.hosts())) {
+  House(const Layout& layout, size_t bytes) : hosts(static_cast<size_t>(layout.hosts())) {
+    here = static_cast<size_t>(layout.here());
     for (int rank = 0; rank < layout.size; rank++) {
       const auto host = static_cast<size_t>(layout.host.empty() ? 0 : layout.host[static_cast<size_t>(rank)]);
-      if (rank == layout.rank) here = host, place = static_cast<int>(hosts[host].size());
+      if (rank == layout.rank) place = static_cast<int>(hosts[host].size());
       hosts[host].push_back(rank);
     }
-    slices = static_cast<int>(hosts[0].size());
+    slices = static_cast<int>(std::clamp<size_t>(pieces(bytes, least_slice_bytes), 1, hosts[0].size()));
     for (const auto& ranks : hosts) slices = std::min(slices, static_cast<int>(ranks.size()));
   }
   const std::vector<int>& mine() const { return hosts[here]; }
@@ -32,7 +38,7 @@ struct House {
   std::vector<std::vector<int>> hosts;  // ranks of each, in order
   size_t here = 0;                      // this rank's host
   int place = 0;                        // ... and its place there
-  int slices;                           // of a chunk: every host has an owner for each
+  int slices;                           // of a chunk: every host has an owner for each, those of the first places
 };
 
 // While this rank waits for others of its host its data goes on to the other hosts, and what it hears from there counts.
@@ -40,6 +46,7 @@ class AtHome final : public Watch {
  public:
   AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
   void look(const Deadline& deadline, const Missing& missing) override {
+    mesh_.last_look();
     mesh_.progress();
     const auto in_group = [this, &missing] {
       std::vector<int> ranks = missing();
@@ -64,18 +71,21 @@ class Hierarchy {
         arena_(ranks.arena),
         mesh_(*ranks.mesh),
         wait_(wait),
-        house_(ranks.layout),
+        house_(ranks.layout, call.bytes()),
         at_home_(wait, house_, mesh_),
         row_(reduction(call.signature.dtype, call.signature.op)),
         // An average is divided once, at the end.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
         first_(arena_ ? arena_->steps() : 0) {
-    const size_t slice = step_bytes / row_.element_bytes + 64;  // elements: parts are cut at 64 bytes
-    char* at =
-        ranks.scratch_of(slice * (rings * (row_.accumulator_bytes + row_.element_bytes) + hosts() * row_.accumulator_bytes));
-    for (char*& one : partial_) one = at, at += slice * row_.accumulator_bytes;
-    for (char*& one : result_) one = at, at += slice * row_.element_bytes;
-    for (size_t host = 0; host < hosts(); host++) coming_.push_back(at), at += slice * row_.accumulator_bytes;
+    // The first chunk, slice and share are the largest.
+    const size_t slice = elements(this->slice(0, 0)), share = in_one_latency() ? slice : share_of(slice, 0).count;
+    const auto room = [](size_t count, size_t bytes) { return (count * bytes + 63) / 64 * 64; };
+    const size_t partial = room(slice, row_.accumulator_bytes), result = room(slice, row_.element_bytes),
+                 coming = room(share, row_.accumulator_bytes);
+    char* at = ranks.scratch_of(buffers * (partial + result) + hosts() * coming);
+    for (char*& one : partial_) one = at, at += partial;
+    for (char*& one : result_) one = at, at += result;
+    for (size_t host = 0; host < hosts(); host++) coming_.push_back(at), at += coming;
   }
 
   void run() {
@@ -83,13 +93,14 @@ class Hierarchy {
     for (size_t k = 0; k < steps + 3; k++) {
       if (k < steps) stage(k);
       if (k >= 3) publish(k - 3, k);
-      if (arena_) meet_here(k);
+      if (arena_ && (k < steps || k >= 3)) meet_here(k);
       if (k < steps) add_up(k);
       if (k >= 3) take(k - 3, k);
       // In the order in which all send, because a link keeps it: partial k, the result of k - 1.
       if (k < steps) send_partial(k);
       if (k >= 1 && k - 1 < steps) merge(k - 1);
       if (k >= 2 && k - 2 < steps) collect(k - 2);
+      mesh_.progress();
     }
     if (arena_) arena_->steps() += steps + 3;
     mesh_.exchange({}, {}, wait_);
@@ -110,11 +121,21 @@ class Hierarchy {
   // Whether of a whole chunk every host has a share: parts are cut at 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / static_cast<size_t>(house_.slices) >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
-  // The host's share of this rank's slice of chunk k, in elements.
-  Range share(size_t k, size_t host) const {
+  // Small messages: all hosts get all partial sums of all, so that there is no result to send.
+  bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
+  // In elements.
+  struct Span {
+    size_t begin, count;
+  };
+  // The host's share of this rank's slice of chunk k.
+  Span share(size_t k, size_t host) const {
+    const size_t all = elements(slice(k, house_.place));
+    return in_one_latency() ? Span{0, all} : share_of(all, host);
+  }
+  Span share_of(size_t all, size_t host) const {
     const size_t a = row_.accumulator_bytes;
-    const Range bytes = part(elements(slice(k, house_.place)) * a, static_cast<int>(hosts()), static_cast<int>(host));
-    return {bytes.begin / a, bytes.end / a};
+    const Range bytes = part(all * a, static_cast<int>(hosts()), static_cast<int>(host));
+    return {bytes.begin / a, bytes.bytes() / a};
   }
   char* staged(int place, size_t step) const { return arena_->chunk(place, first_ + step); }
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
@@ -131,14 +152,12 @@ class Hierarchy {
     copy(to + (own.end - whole.begin), call_.in() + own.end, whole.end - own.end);
   }
   void meet_here(size_t k) {
-    const Wait here{at_home_, wait_.deadline};
-    if (k > 0) return arena_->round(here);
-    try {
-      meet(*arena_, here);
-    } catch (Differs& differs) {
-      for (auto& [rank, signature] : differs.calls) rank = house_.mine()[static_cast<size_t>(rank)];
-      throw;
-    }
+    arena_->round({at_home_, wait_.deadline, mesh_.all_sent() ? longest_sleep_ms : 1});
+    if (k > 0 || arena_->agreed()) return;
+    Differs differs;
+    for (int place = 0; place < at_hand(); place++)
+      differs.calls.emplace_back(house_.mine()[static_cast<size_t>(place)], arena_->posted(place).signature);
+    throw differs;
   }
   void add_up(size_t k) {
     if (!owns()) return;
@@ -150,7 +169,7 @@ class Hierarchy {
         in.push_back(arena_->at(place, arena_->posted(place).x_offset, call_.bytes()) + own.begin);
       else in.push_back(staged(place, k) + (own.begin - chunk(k).begin));
     }
-    char* const to = partial_[k % rings];
+    char* const to = partial_[k % buffers];
     if (row_.accumulator_bytes == row_.element_bytes) {
       sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
       return;
@@ -170,48 +189,48 @@ class Hierarchy {
     std::vector<Piece> out;
     for (size_t i = 1; i < hosts(); i++) {
       const size_t host = (house_.here + i) % hosts();
-      const Range now = share(k, host);
+      const Span now = share(k, host);
       // The first goes even when it is empty: its header says which call this is.
-      if (k == 0 || now.bytes() > 0)
+      if (k == 0 || now.count > 0)
         out.push_back(
-            {owner(host), partial_[k % rings] + now.begin * row_.accumulator_bytes, now.bytes() * row_.accumulator_bytes});
+            {owner(host), partial_[k % buffers] + now.begin * row_.accumulator_bytes, now.count * row_.accumulator_bytes});
     }
     mesh_.send(out);
   }
   // This host's share of chunk k's slice: from the partials of all hosts to the result, which goes to all.
   void merge(size_t k) {
     if (!owns()) return;
-    const Range mine = share(k, house_.here);
-    char* const result = result_[k % rings];
+    const Span mine = share(k, house_.here);
+    char* const result = result_[k % buffers];
     std::vector<Piece> in, out;
     for (size_t i = 1; i < hosts(); i++) {
       const size_t host = (house_.here + hosts() - i) % hosts();
-      if (k == 0 || mine.bytes() > 0) in.push_back({owner(host), coming_[host], mine.bytes() * row_.accumulator_bytes});
+      if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     }
     mesh_.receive(in, wait_);
     // In the order of hosts.
     const auto of = [&](size_t host) {
-      return host == house_.here ? partial_[k % rings] + mine.begin * row_.accumulator_bytes : coming_[host];
+      return host == house_.here ? partial_[k % buffers] + mine.begin * row_.accumulator_bytes : coming_[host];
     };
-    for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.bytes());
-    row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.bytes());
+    for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.count);
+    row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.count);
+    if (in_one_latency()) return;
 
     for (size_t i = 1; i < hosts(); i++) {
       const size_t to = (house_.here + i) % hosts();
-      if (mine.bytes() > 0)
-        out.push_back({owner(to), result + mine.begin * row_.element_bytes, mine.bytes() * row_.element_bytes});
+      if (mine.count > 0) out.push_back({owner(to), result + mine.begin * row_.element_bytes, mine.count * row_.element_bytes});
     }
     mesh_.send(out);
   }
   // The other shares of chunk k's slice.
   void collect(size_t k) {
-    if (!owns()) return;
+    if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
     for (size_t i = 1; i < hosts(); i++) {
       const size_t host = (house_.here + hosts() - i) % hosts();
-      const Range theirs = share(k, host);
-      if (theirs.bytes() > 0)
-        in.push_back({owner(host), result_[k % rings] + theirs.begin * row_.element_bytes, theirs.bytes() * row_.element_bytes});
+      const Span theirs = share(k, host);
+      if (theirs.count > 0)
+        in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
     }
     // What comes shows that what was sent to its sender before has gone, and its buffer is free; nothing comes with an empty
     // share.
@@ -222,14 +241,15 @@ class Hierarchy {
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);
-    copy(call_.result() + own.begin, result_[k % rings], own.bytes());
+    copy(call_.result() + own.begin, result_[k % buffers], own.bytes());
     bool staged_for_some = false;
     for (int place = 0; place < at_hand(); place++) {
       if (place == house_.place) continue;
       if (!out_in_heap(place)) staged_for_some = true;
-      else copy(arena_->at(place, arena_->posted(place).out_offset, call_.bytes()) + own.begin, result_[k % rings], own.bytes());
+      else
+        copy(arena_->at(place, arena_->posted(place).out_offset, call_.bytes()) + own.begin, result_[k % buffers], own.bytes());
     }
-    if (staged_for_some) copy(staged(house_.place, step) + step_bytes, result_[k % rings], own.bytes());
+    if (staged_for_some) copy(staged(house_.place, step) + step_bytes, result_[k % buffers], own.bytes());
   }
   void take(size_t k, size_t step) {
     if (!arena_ || out_in_heap(house_.place)) return;
@@ -249,7 +269,7 @@ class Hierarchy {
   AtHome at_home_;
   const Reduction &row_, &sum_;
   const uint64_t first_;
-  std::array<char*, rings> partial_, result_;
+  std::array<char*, buffers> partial_, result_;
   std::vector<char*> coming_;  // by host
 };
 

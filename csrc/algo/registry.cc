@@ -19,8 +19,13 @@ Run barrier_arena, barrier_tree;
 
 namespace {
 
-// For each collective in order of preference: the first whose carrier the layout has is chosen, of those by both where hosts have
-// several ranks.
+// With n ranks a window passes n-1 links one after the other; down a tree the root sends the message log2(n) times.
+bool in_a_long_chain(const Layout& layout, size_t bytes) {
+  return layout.size > 2 && bytes >= static_cast<size_t>(layout.size) * window_bytes;
+}
+
+// For each collective in order of preference: the first that fits and whose carrier the layout has is chosen, of those by both
+// where hosts have several ranks.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
@@ -34,8 +39,8 @@ constexpr Algorithm table[] = {
     {"direct", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_direct},
     {"ring", Collective::reduce_scatter, Carrier::mesh, reduce_scatter_ring},
     {"arena", Collective::broadcast, Carrier::arena, broadcast_arena},
+    {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, in_a_long_chain},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
-    {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring},
     {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // all ranks, or the root alone, get the result
     {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
     {"tree", Collective::reduce, Carrier::mesh, reduce_tree},
@@ -91,14 +96,17 @@ Carrier carrier_of(const Layout& layout, const Forced& forced) {
 
 }  // namespace
 
-const Algorithm& select(Collective what, const Layout& layout, const Forced& forced) {
+Choice select(Collective what, const Layout& layout, const Forced& forced) {
   const Carrier carrier = carrier_of(layout, forced);
   const std::string& wanted = forced[static_cast<size_t>(what)];
-  if (!wanted.empty()) return *find(what, wanted);
-  for (const Algorithm& row : table)
-    if (row.what == what &&
-        (row.carrier == carrier || (row.carrier == Carrier::both && carrier == Carrier::mesh && layout.mixed())))
-      return row;
+  if (!wanted.empty()) return {find(what, wanted)};
+  Choice rows;
+  for (const Algorithm& row : table) {
+    const bool is_there = row.carrier == carrier || (row.carrier == Carrier::both && carrier == Carrier::mesh && layout.mixed());
+    if (row.what != what || !is_there) continue;
+    rows.push_back(&row);
+    if (!row.fits) return rows;
+  }
   throw Error("Error", "no algorithm for " + std::string(name(what)));
 }
 

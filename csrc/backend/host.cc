@@ -9,12 +9,19 @@ namespace mscomm {
 HostBackend::HostBackend(Layout layout, Forced forced, std::unique_ptr<Arena> arena, std::unique_ptr<Mesh> mesh)
     : layout_(std::move(layout)), arena_(std::move(arena)), mesh_(std::move(mesh)) {
   for (size_t what = 0; what < collectives.size(); what++) {
-    chosen_[what] = &select(static_cast<Collective>(what), layout_, forced);
+    choices_[what] = select(static_cast<Collective>(what), layout_, forced);
     if (layout_.size == 1) continue;
-    if (!(chosen_[what]->carrier == Carrier::arena ? arena_ && !mesh_ : static_cast<bool>(mesh_)))
-      throw Error("Error", std::string(collectives[what]) + " by " + std::string(chosen_[what]->name) +
-                               " was chosen, but its transport was not set up");
+    for (const Algorithm* row : choices_[what])
+      if (!is_set_up(row->carrier))
+        throw Error("Error", std::string(collectives[what]) + " by " + std::string(row->name) +
+                                 " was chosen, but its transport was not set up");
   }
+}
+
+bool HostBackend::is_set_up(Carrier carrier) const {
+  if (carrier == Carrier::arena) return arena_ && !mesh_;
+  const auto here = layout_.host.empty() ? layout_.size : std::count(layout_.host.begin(), layout_.host.end(), layout_.here());
+  return mesh_ && (carrier == Carrier::mesh || arena_ || here == 1);
 }
 
 void HostBackend::run(const Call& call, const Wait& wait) {
@@ -23,7 +30,7 @@ void HostBackend::run(const Call& call, const Wait& wait) {
     return;
   }
   const DefaultFloatMode mode;
-  const Algorithm& algorithm = *chosen_[static_cast<size_t>(call.signature.what)];
+  const Algorithm& algorithm = algorithm_of(call);
   if (algorithm.carrier != Carrier::mesh && arena_) carried_.arena += call.x_bytes + call.out_bytes;
   if (algorithm.carrier != Carrier::arena) {
     carried_.mesh += call.x_bytes + call.out_bytes;
@@ -38,7 +45,7 @@ void HostBackend::shut_down() {
 }
 
 void HostBackend::withdraw(const Call& call) {
-  if (arena_ && chosen_[static_cast<size_t>(call.signature.what)]->carrier != Carrier::mesh) arena_->withdraw(call);
+  if (arena_ && algorithm_of(call).carrier != Carrier::mesh) arena_->withdraw(call);
 }
 
 void HostBackend::last_look() {
@@ -54,9 +61,10 @@ void HostBackend::close_descriptors() {
   if (mesh_) mesh_->close_descriptors();
 }
 
-std::vector<std::pair<std::string_view, std::string_view>> HostBackend::chosen() const {
+std::vector<std::pair<std::string_view, std::string_view>> HostBackend::chosen(size_t bytes) const {
   std::vector<std::pair<std::string_view, std::string_view>> names;
-  for (size_t what = 0; what < collectives.size(); what++) names.emplace_back(collectives[what], chosen_[what]->name);
+  for (size_t what = 0; what < collectives.size(); what++)
+    names.emplace_back(collectives[what], pick(choices_[what], layout_, bytes).name);
   return names;
 }
 

@@ -21,18 +21,23 @@ class HostBackend final : public Backend {
   void close() override;
   void close_descriptors() override;
 
-  // Which algorithm runs each collective, by name.
-  std::vector<std::pair<std::string_view, std::string_view>> chosen() const;
+  // Which algorithm runs each collective of a message of so many bytes, by name.
+  std::vector<std::pair<std::string_view, std::string_view>> chosen(size_t bytes) const;
   const Arena* arena() const { return arena_.get(); }
-  // Bytes of x and out of all calls so far, by what carried them.
+  // Bytes of x and out of all calls so far, by what carried them; a call by both counts for each.
   struct Carried {
     std::atomic<uint64_t> arena{0}, mesh{0};
   };
   const Carried& carried() const { return carried_; }
 
  private:
+  bool is_set_up(Carrier carrier) const;
+  const Algorithm& algorithm_of(const Call& call) const {
+    return pick(choices_[static_cast<size_t>(call.signature.what)], layout_, call.bytes());
+  }
+
   Layout layout_;
-  std::array<const Algorithm*, collectives.size()> chosen_;
+  std::array<Choice, collectives.size()> choices_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Mesh> mesh_;
   Carried carried_;

@@ -31,6 +31,7 @@ class Watch {
 struct Wait {
   Watch& watch;
   Deadline deadline;
+  int sleep_ms = longest_sleep_ms;  // at a stretch
   void look(const Missing& missing) const { watch.look(deadline, missing); }
 };
 

@@ -81,7 +81,7 @@ char* Arena::staging(int rank) const {
 }
 
 void Arena::post(const Call& call) {
-  parity_ = call.signature.number & 1;
+  parity_ ^= 1;
   slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
   first_round_ = round_ + 1;
   slot(rank_).lines[first_round_ & 1].fingerprint = call.signature.fingerprint();
@@ -180,7 +180,7 @@ void Arena::wake() {
 }
 
 void Arena::sleep(const Wait& wait) {
-  constexpr timespec longest{0, longest_sleep_ms * 1'000'000};
+  const timespec longest{0, wait.sleep_ms * 1'000'000};
   while (!open()) {
     const uint32_t bell = gate().bell.load();  // first: what rings after this look around ends the sleep
     wait.look({[this] { return missing(); }, true});

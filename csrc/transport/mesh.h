@@ -46,8 +46,10 @@ class Mesh {
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
   // Takes in what peers said since, without waiting.
   void last_look();
-  // That, and sends what goes, while this rank waits for something else than the mesh.
+  // Sends what goes at once.
   void progress();
+  // Whether all that was ever queued has gone.
+  bool all_sent() const;
   // Pieces still to come, for "who is missing".
   std::vector<int> missing() const;
 
@@ -98,7 +100,6 @@ class Mesh {
   bool move_some();
   void poll_links(const Wait& wait);
   void look(const Wait& wait);
-  bool all_sent() const;
   bool all_received() const;
   Error lost(int peer, const Stream::Broken& broken) const;
 

@@ -16,11 +16,14 @@ ops: list[str]
 
 def dtypes() -> list[str]: ...
 def supports(dtype: int, op: int, /) -> bool: ...
-def algorithms() -> list[tuple[str, str, Literal["arena", "mesh"]]]:
+def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
     """(collective, name, carrier) of each, in order of preference."""
 
-def select(what: int, hosts: Sequence[int], forced: Sequence[str], /) -> tuple[str, Literal["arena", "mesh"]]:
-    """The algorithm, and its carrier, for a collective among ranks on these hosts; forced: by collective, "" to choose.
+def select(
+    what: int, hosts: Sequence[int], forced: Sequence[str], /
+) -> list[tuple[str, Literal["arena", "mesh", "both"]]]:
+    """The algorithms, and their carriers, for a collective among ranks on these hosts; forced: by collective, "" to
+    choose. With several it depends on the size of the message, see Group.chosen; small ones go by the last.
 
     ValueError for a forced name that is none, or that these hosts do not allow.
     """
@@ -201,8 +204,8 @@ class Group:
         """Compare what the peers said last with this rank's own calls; raises Mismatch."""
 
     def close(self) -> None: ...
-    def chosen(self) -> dict[str, str]:
-        """Which algorithm runs each collective."""
+    def chosen(self, bytes: int = 0) -> dict[str, str]:
+        """Which algorithm runs each collective of a message of so many bytes."""
 
     def carried(self) -> dict[str, int]:
         """Bytes of x and out of the calls that went by "arena" and by "mesh"."""

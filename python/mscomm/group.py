@@ -189,7 +189,7 @@ class Group:
         self.id = id
         self.rank = self.ranks.index(job.rank)
         self.core = founded.core
-        self.control, self._at_home = founded.control, founded.at_home
+        self.control, self._control_ranks = founded.control, founded.control_ranks
         self.member = job.member
         self.hosts = [job.hosts[rank] for rank in self.ranks]
         self.raised = False  # the user has seen the failure
@@ -223,7 +223,7 @@ class Group:
         if self.member:
             self.member.detach(self.id)
         if self.control is not None and self.job.heap is not None:
-            self.job.heap.release_control(self.control, self._at_home)
+            self.job.heap.release_control(self.control, self._control_ranks)
             self.control = None
 
     def __repr__(self) -> str:

@@ -69,8 +69,8 @@ class _Joined:
     def member(self) -> Member | None:
         return self.job.member
 
-    def found(self, group: Group, deadline: Deadline) -> None:
-        """Make the group, which all its ranks do, and let it begin to work."""
+    def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
+        """Make the group, which all its ranks do, and let it begin to work. forced: algorithms, if not the job's."""
         ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         key = f"{group.name}:{ranks}"
         turn = self.creations.get(key, 0) + 1
@@ -83,7 +83,7 @@ class _Joined:
             met, self.creations[key] = True, turn
 
         try:
-            founded = self.job.found(id, group.name, group.ranks, deadline, all_came)
+            founded = self.job.found(id, group.name, group.ranks, deadline, all_came, forced or self.job.forced)
         except Error as symptom:
             if self.member is None or not met:  # a meeting that failed has failed for all of them
                 raise
@@ -376,6 +376,17 @@ def create_group(group: str, rank_ids: list[int]) -> Group | None:
     made = Group(group, ranks, joined.timeout_s)
     joined.found(made, Deadline(join_timeout_s(os.environ)))
     joined.makings.append(Making(made, lambda deadline: joined.found(made, deadline)))
+    return made
+
+
+def create_variant(group: str, algo: str) -> Group:
+    """The world again, as a group whose collectives go by these algorithms, written as in MSCOMM_ALGO: to measure them.
+
+    All ranks call it. rejoin() does not bring it back. Raises as create_group; ValueError for algo.
+    """
+    joined = _here()
+    made = Group(group, list(joined.world.ranks), joined.timeout_s)
+    joined.found(made, Deadline(join_timeout_s(os.environ)), assemble.forced_algorithms(algo))
     return made
 
 

@@ -6,6 +6,7 @@ the same order. A cell's results are those of rank 0; the others' mean nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ import numpy as np
 
 import mscomm
 from mscomm.bench.table import Array, Buffers, Case, Collective, ring, times_ns
+from mscomm.cluster import assemble
+from mscomm.group import Group
 
 
 class Cell(Protocol):
@@ -106,16 +109,16 @@ def _functions(row: Collective) -> tuple[str, ...]:
     return ("send", "recv") if row.name == "send_recv" else (row.name,)
 
 
-def mscomm_call(case: Case, buffers: Buffers) -> Callable[[], object]:
-    """One call of mscomm on these buffers."""
+def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
+    """One call of mscomm on these buffers, in the world or a group of all ranks."""
     functions = [getattr(mscomm, name) for name in _functions(case.row)]
     x, out = buffers.x, buffers.out
     if case.row.name == "barrier":
-        return functions[0]  # type: ignore[no-any-return]
+        return functools.partial(functions[0], group=group)
     if case.row.name == "send_recv":
         send, recv = functions
         return lambda: ring(lambda to: send(x, to), lambda source: recv(out, source), case.rank, case.ranks)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"group": group} if group else {}
     if case.row.reduces:
         arguments["op"] = case.op
     if case.row.rooted:
@@ -130,7 +133,13 @@ def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
     """mscomm, on arrays of mscomm.empty or on ordinary ones."""
     from mscomm.groups import resolve
 
-    chosen = resolve(None).core.chosen().get(case.row.name, "not known")
+    chosen = assemble.chosen(resolve(None).core).get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"
     about = f"mscomm {mscomm.__version__}, {memory}, algorithm {chosen}"
     return Local(name, about, case, mscomm.empty if shared else np.empty, mscomm_call)
+
+
+def by(algorithm: str, case: Case, shared: bool, group: Group) -> Contender:
+    """mscomm by that algorithm, in a group of all ranks which has it."""
+    bind = functools.partial(mscomm_call, group=group)
+    return Local(algorithm, "", case, mscomm.empty if shared else np.empty, bind)

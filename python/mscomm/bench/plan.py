@@ -12,6 +12,7 @@ import numpy as np
 from mscomm.bench.table import COLLECTIVES, Case, moves_data
 
 BUCKETS = "buckets"
+TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer say little on a machine that does other things too
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -14,7 +14,7 @@ import mscomm
 from mscomm.bench import report
 from mscomm.bench.contenders import Contender, ourselves
 from mscomm.bench.peers import PEERS, Unfit
-from mscomm.bench.plan import BUCKETS, Plan
+from mscomm.bench.plan import BUCKETS, TUNE, Plan
 from mscomm.bench.table import Case
 
 Result = dict[str, Any]
@@ -33,6 +33,10 @@ def run(plan: Plan, wanted_ranks: int | None) -> None:
         from mscomm.bench import buckets
 
         result = buckets.measure(plan, rank, ranks)
+    elif plan.collective == TUNE:
+        from mscomm.bench import tune
+
+        result = tune.measure(plan, rank, ranks)
     else:
         result = _measure(plan, plan.case(rank, ranks))
     wrong = 0
@@ -59,7 +63,7 @@ def _measure(plan: Plan, case: Case) -> Result:
     if case.rank == 0:
         report.head(plan, case, result["environment"])
     for count in counts:
-        row = {"size": case.size(count), "count": count, "results": _of_size(plan, case, contenders, count)}
+        row = {"size": case.size(count), "count": count, "results": of_size(plan, case, contenders, count)}
         result["rows"].append(row)
         if case.rank == 0:
             report.row(plan, case, row)
@@ -78,7 +82,7 @@ def _rehearse(contender: Contender, count: int, in_place: bool) -> None:
     cell.close()
 
 
-def _of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
+def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
     """For each contender and mode: the calls' times by round, and the wrong elements. Round by round in turn."""
     iterations = plan.iterations_of(case.size(count))
     found: Result = {contender.name: {} for contender in contenders}

@@ -17,7 +17,7 @@ import numpy as np
 
 import mscomm
 from mscomm import environment as variables
-from mscomm.bench.plan import BUCKETS, Plan
+from mscomm.bench.plan import BUCKETS, TUNE, Plan
 from mscomm.bench.table import COLLECTIVES, Case, moves_data
 
 SCHEMA = "mscomm-bench/1"
@@ -191,6 +191,42 @@ def overlap(rows: list[dict[str, Any]]) -> None:
     say(f"# Shortest step        : bucket_mb={best['bucket_mb']:g}{noise}")
 
 
+def tune_head(plan: Plan, env: dict[str, Any]) -> None:
+    _head(plan, env)
+    memory = "arrays of mscomm.empty" if plan.shared else "private arrays"
+    say(f"# every algorithm for this layout, {memory}, {plan.dtype}; {plan.rounds} rounds, in turn; best: the fastest")
+
+
+def tune_columns(what: str, names: list[str]) -> None:
+    say("#")
+    say(f"# {what:<16}{'size':>12}{_times(names)}{'chosen':>14}{'best':>14}{'chosen/best':>13}{'#wrong':>8}")
+    say(f"# {'':<16}{'(B)':>12}" + "".join(f"{'(us)':>12}" for _ in names))
+
+
+def tune_row(row: dict[str, Any]) -> None:
+    cells = {name: cell for name, modes in row["results"].items() for cell in modes.values()}
+    times = "".join(f"{cell['us']:>12.1f}" for cell in cells.values())
+    ratio = cells[row["chosen"]]["us"] / cells[row["best"]]["us"]
+    wrong = _wrong([cell["wrong"] for cell in cells.values()])
+    say(
+        f"  {row['collective']:<16}{row['size']:>12}{times}{row['chosen']:>14}{row['best']:>14}{ratio:>13.2f}{wrong:>8}"
+    )
+
+
+def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
+    """The table by which init chooses for these ranks, and where another algorithm was faster beyond noise."""
+    say("#")
+    say("# What init chooses for these ranks and hosts")
+    for what, rows in choices.items():
+        (first, _), *others = rows
+        say(f"#   {what:<16}{first}" + "".join(f", {name} from {size} B" for name, size in others))
+    for what, size, chosen, best, share in faster:
+        forced = f"MSCOMM_ALGO={what}={best} forces it for every size"
+        say(f"# {what}, {size} B: {best} took {share:.2f} of the time of {chosen}; {forced}")
+    if not faster:
+        say("# Nowhere was another one faster by a tenth or more in every round")
+
+
 # -- at the end --------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +244,8 @@ def finish(plan: Plan, result: dict[str, Any]) -> int:
     say(f"# Wrong elements       : {wrong} {'OK' if wrong == 0 else 'FAILED'}" if plan.check else "# Not checked")
     for line in _comparison(plan, result):
         say(line)
-    say(f"# Avg bus bandwidth    : {_average_busbw(plan, result):g}")
+    if plan.collective != TUNE:
+        say(f"# Avg bus bandwidth    : {_average_busbw(plan, result):g}")
     return wrong
 
 

@@ -17,7 +17,8 @@ from mscomm import bootstrap
 
 _HELP = """Measure COLLECTIVE: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all,
 send_recv, barrier; or `buckets`: all_reduce_many over the gradients of a network against one call for each, and steps
-of training by size of the fusion bucket: how much of the communication is hidden, and which size is the fastest.
+of training by size of the fusion bucket: how much of the communication is hidden, and which size is the fastest; or
+`tune`: each collective by each algorithm that these ranks and hosts allow, and the table that init chooses.
 
 Starts the ranks itself; under mpirun, or any other launcher, it takes those that are there. Flags, columns and
 bandwidths are nccl-tests', but for -n, the ranks (there: --iters). A size is what one rank sends in all, or receives in
@@ -73,8 +74,8 @@ def _plan(vs: str, **options: Any) -> Any:
     from mscomm.bench.table import COLLECTIVES, OPS
 
     collective: str = options["collective"]
-    if collective not in (*COLLECTIVES, plan.BUCKETS):
-        known = ", ".join((*COLLECTIVES, plan.BUCKETS))
+    if collective not in (*COLLECTIVES, plan.BUCKETS, plan.TUNE):
+        known = ", ".join((*COLLECTIVES, plan.BUCKETS, plan.TUNE))
         raise click.UsageError(f"{collective!r} is none of {known}")
     if collective in COLLECTIVES and not available(COLLECTIVES[collective]):
         raise click.ClickException(f"{collective} is not in this release of mscomm")
@@ -85,6 +86,8 @@ def _plan(vs: str, **options: Any) -> Any:
         raise click.UsageError(f"--vs {strangers[0]} is none of {', '.join(PEERS)}")
     if peers and collective == plan.BUCKETS:
         raise click.UsageError("buckets compares two ways of mscomm; leave --vs away")
+    if collective == plan.TUNE and (peers or options["plot"]):
+        raise click.UsageError("tune compares the algorithms of mscomm, in tables; leave --vs and --plot away")
     try:
         plan.dtype_of(options["datatype"])
         step = options["stepbytes"]

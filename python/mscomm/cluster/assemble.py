@@ -23,6 +23,7 @@ from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
+_LARGE = 1 << 40  # bytes of a message
 _ADDRESS_SPACE = 1 << 46  # of the 2^47 bytes of a process, what the heaps of a host may map together
 
 
@@ -122,13 +123,19 @@ def heap_bytes(ranks: int) -> int:
 # -- the job in one epoch
 
 
+def chosen(core: _core.Group) -> dict[str, str]:
+    """The algorithm of each collective: "direct", or "tree or ring" where large messages go by another."""
+    small, large = core.chosen(0), core.chosen(_LARGE)
+    return {what: name if name == large[what] else f"{name} or {large[what]}" for what, name in small.items()}
+
+
 class Founded(NamedTuple):
     """A group's core, and the control memory that this rank lent to it (None: another rank did, or there is none), for
     so many ranks."""
 
     core: _core.Group
     control: int | None
-    at_home: int
+    control_ranks: int
 
 
 class Job:
@@ -155,15 +162,22 @@ class Job:
         return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
     def found(
-        self, group: str, name: str, ranks: list[int], deadline: Deadline, all_came: Callable[[], None]
+        self,
+        group: str,
+        name: str,
+        ranks: list[int],
+        deadline: Deadline,
+        all_came: Callable[[], None],
+        forced: list[str],
     ) -> Founded:
         """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub.
 
-        all_came: called when they have; from then on the id is used up.
+        all_came: called when they have; from then on the id is used up. forced: see forced_algorithms.
         """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
-        carriers = {_core.select(what, hosts, self.forced)[1] for what in range(len(_core.collectives))}
+        rows = (_core.select(what, hosts, forced) for what in range(len(_core.collectives)))
+        carriers = {carrier for row in rows for _, carrier in row}
         at_home = [rank for rank in ranks if self.hosts[rank] == self.hosts[self.rank]]
         by_arena = not carriers.isdisjoint(("arena", "both")) and len(at_home) > 1
         by_mesh = not carriers.isdisjoint(("mesh", "both")) and len(ranks) > 1
@@ -176,7 +190,7 @@ class Job:
                 control = self.heap.reserve_control(len(at_home))
             with contextlib.ExitStack() as closing:
                 listening = [
-                    closing.enter_context(self._listener(at_home)) for at_home in _needed(hosts, me) if by_mesh
+                    closing.enter_context(self._listener(is_near)) for is_near in _needed(hosts, me) if by_mesh
                 ]
                 told: dict[int, dict[str, Any]] = {}
                 if self.member and len(ranks) > 1:
@@ -194,7 +208,7 @@ class Job:
                     ranks=ranks,
                     rank=me,
                     epoch=self.epoch,
-                    forced=self.forced,
+                    forced=forced,
                     control=told[min(at_home)]["control"] if by_arena else -1,
                     spin=spin,
                     links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
@@ -221,7 +235,7 @@ class Job:
         self, name: str, id: str, ranks: list[int], core: _core.Group, carriers: list[str], spin: bool
     ) -> None:
         log.info(f"group {name} ({id}): rank {ranks.index(self.rank)} of {len(ranks)}, ranks {_numbers(ranks)}")
-        by = ", ".join(f"{what} {algorithm}" for what, algorithm in core.chosen().items())
+        by = ", ".join(f"{what} {algorithm}" for what, algorithm in chosen(core).items())
         log.info(f"group {name}: by {' and '.join(carriers) or 'copying'}: {by}")
         if "arena" in carriers:
             here = [self.facts[rank] for rank in self.neighbours()]

@@ -1,0 +1,104 @@
+"""`mscomm bench tune`: each collective by each of its algorithms, beside the one that init chooses.
+
+The choice follows from the ranks, the hosts and the size of the message alone, so that all ranks make the same one
+without a word. This says how good it is here; MSCOMM_ALGO is the way to another.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from typing import Any
+
+import mscomm
+from mscomm import _core, groups
+from mscomm.bench import contenders, report
+from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
+from mscomm.bench.ranks import of_size
+from mscomm.bench.table import COLLECTIVES, Case
+
+_FASTER = 0.9  # of the chosen one's time, in every round: more than noise
+
+
+def algorithms(hosts: list[int]) -> dict[str, list[str]]:
+    """By collective, those that ranks on these hosts can use, where there is more than one."""
+    alone, apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
+    fit = {"arena": alone, "both": not alone and not apart, "mesh": True}
+    names: dict[str, list[str]] = {}
+    for what, name, carrier in _core.algorithms():
+        if fit[carrier]:
+            names.setdefault(what, []).append(name)
+    return {what: found for what, found in names.items() if len(found) > 1}
+
+
+def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
+    """All of them in turn. Collective: every rank calls it."""
+    world = groups.resolve(None)
+    known = algorithms(world.hosts)
+    every = dict.fromkeys(name for names in known.values() for name in names)
+    variants = {name: groups.create_variant(f"tune {name}", name) for name in every}
+    plan = plan._replace(rounds=max(plan.rounds, ROUNDS_WITH_PEERS))
+    result: dict[str, Any] = {"environment": report.environment(plan, ranks), "rows": []}
+    result["environment"]["contenders"] = {"mscomm": f"mscomm {mscomm.__version__}"}
+    if rank == 0:
+        report.tune_head(plan, result["environment"])
+    choices = {}
+    for what, names in known.items():
+        case = Case(COLLECTIVES[what], dtype_of(plan.dtype), plan.op, plan.root, ranks, rank)
+        ways = [contenders.by(name, case, plan.shared, variants[name]) for name in names]
+        mine = plan._replace(collective=what, peers=tuple(names))
+        if rank == 0:
+            report.tune_columns(what, names)
+        counts = mine.counts(case)
+        for count in counts:
+            size = case.size(count)
+            row = {"collective": what, "size": size, "count": count, "results": of_size(mine, case, ways, count)}
+            row["chosen"] = world.core.chosen(size)[what]
+            row["best"] = min(names, key=lambda name: _cell(row, name)["us"])
+            result["rows"].append(row)
+            if rank == 0:
+                report.tune_row(row)
+        choices[what] = choice(world.core, what, [case.size(count) for count in counts])
+    for group in variants.values():
+        mscomm.destroy_group(group)
+    if rank == 0:
+        report.tune_choices(choices, faster(result["rows"]))
+    return result
+
+
+def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
+    """(algorithm, the size in bytes from which it is chosen) for messages of up to the last of these sizes."""
+
+    def chosen(size: int) -> str:
+        return core.chosen(size)[what]
+
+    found = [(chosen(0), 0)]
+    for small, large in itertools.pairwise([0, *sizes]):
+        if chosen(large) != chosen(small):
+            within = range(small, large + 1)
+            found.append(
+                (
+                    chosen(large),
+                    within[bisect.bisect_left(within, True, key=lambda size: chosen(size) == chosen(large))],
+                )
+            )
+    return found
+
+
+def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:
+    """(collective, size, chosen, best, its share of the time) where another one was faster beyond noise."""
+    found = []
+    for row in rows:
+        ours, best = (_cell(row, row[which])["rounds_us"] for which in ("chosen", "best"))
+        shares = [statistics.median(b) / statistics.median(a) for a, b in zip(ours, best, strict=True)]
+        if max(shares) < _FASTER:
+            found.append((row["collective"], row["size"], row["chosen"], row["best"], statistics.median(shares)))
+    return found
+
+
+def _cell(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """The one way, in place or not, in which that algorithm was measured."""
+    (cell,) = row["results"][name].values()
+    found: dict[str, Any] = cell
+    return found
