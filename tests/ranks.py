@@ -136,7 +136,7 @@ def ranks(
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a
-    parameter, of which a list of n gives each rank its own. Or a function of rank and the parameters.
+    parameter, of which a list of n gives each rank its own, or the rank. Or a function of the parameters and the rank.
     expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}.
     """
 
@@ -149,8 +149,9 @@ def ranks(
 
             def filled(rank: int) -> dict[str, str]:
                 own = {k: v[rank] if isinstance(v, list) and len(v) == size else v for k, v in parameters.items()}
+                own["rank"] = rank
                 if callable(env):
-                    return env(rank=rank, **own)
+                    return env(**own)
                 return {name: value.format(**own) for name, value in (env or {}).items()}
 
             where = json.dumps(

@@ -10,19 +10,9 @@ import pytest
 from ranks import everybody_is_here, ranks, tell, until_told
 
 import mscomm
-from mscomm import _core
 from mscomm.groups import resolve
 
 TWO = ["a", "a", "b", "b"]
-
-
-def algorithm(hosts: list[int]) -> str:
-    return _core.select(list(_core.collectives).index("all_reduce"), hosts, [""] * len(_core.collectives))[0][0]
-
-
-def test_it_is_chosen_where_hosts_have_several_ranks():
-    assert algorithm([0, 0, 1, 1]) == algorithm([0, 1, 1]) == algorithm([0, 1, 0]) == "hierarchical"
-    assert algorithm([0, 1, 2]) == "direct" and algorithm([0, 0, 0]) == "arena"
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "a", "b"], ["b", "a", "a", "c"], TWO], ids="-".join)

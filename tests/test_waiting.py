@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 
@@ -77,3 +78,18 @@ def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, 
     if rank == 1:
         time.sleep(4)
     assert (mscomm.broadcast(x) == 0).all()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+@ranks(2)
+def test_ranks_on_one_cpu_part_and_keep_their_affinity(rank, group):
+    """Both are put on one CPU, and may leave it: they do before the kernel would, and the mask is as it was."""
+    mask = os.sched_getaffinity(0)
+    x = np.ones(2, np.float32)
+    for _ in range(20):
+        os.sched_setaffinity(0, {min(mask)})
+        mscomm.barrier()
+        os.sched_setaffinity(0, mask)
+        for _ in range(200):
+            assert mscomm.all_reduce(x)[0] == 2
+        assert os.sched_getaffinity(0) == mask

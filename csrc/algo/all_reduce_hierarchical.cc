@@ -208,10 +208,10 @@ class Hierarchy {
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     }
     mesh_.receive(in, wait_);
-    // In the order of hosts.
-    const auto of = [&](size_t host) {
-      return host == house_.here ? partial_[k % buffers] + mine.begin * row_.accumulator_bytes : coming_[host];
-    };
+    // In the order of hosts, in place; what may still be on its way to others is not touched.
+    char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
+    if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
+    const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
     for (size_t host = 1; host < hosts(); host++) row_.merge(of(0), of(host), mine.count);
     row_.finish(of(0), layout_.size, result + mine.begin * row_.element_bytes, mine.count);
     if (in_one_latency()) return;

@@ -1,5 +1,6 @@
 // The table of algorithms, and the choice among them.
 #include <algorithm>
+#include <bit>
 
 #include "algo/algorithm.h"
 #include "base/error.h"
@@ -19,9 +20,10 @@ Run barrier_arena, barrier_tree;
 
 namespace {
 
-// With n ranks a window passes n-1 links one after the other; down a tree the root sends the message log2(n) times.
+// Down a tree of n ranks the root sends the message log2(n) times; along a chain once, and n-2 windows later the last rank has it.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
-  return layout.size > 2 && bytes >= static_cast<size_t>(layout.size) * window_bytes;
+  const auto n = static_cast<size_t>(layout.size), times = static_cast<size_t>(std::bit_width(n - 1));
+  return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 
 // For each collective in order of preference: the first that fits and whose carrier the layout has is chosen, of those by both

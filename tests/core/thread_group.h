@@ -105,7 +105,7 @@ class ThreadGroup {
       : job_(job), ranks_(std::move(ranks)) {
     const size_t n = ranks_.size();
     const int size = static_cast<int>(n);
-    const bool linked = algorithm != "arena", shared = !linked || algorithm == "hierarchical";
+    const bool linked = algorithm != "arena";
     Forced forced;
     for (const Algorithm& row : algorithms())
       if (row.name == algorithm) forced[static_cast<size_t>(row.what)] = algorithm;
@@ -124,7 +124,7 @@ class ThreadGroup {
     std::map<int, std::vector<int>> at_home;  // ranks of the job, by host
     for (int rank : ranks_) at_home[host_of(rank)].push_back(rank);
     for (const auto& [host, members] : at_home)
-      if (!linked || (shared && members.size() > 1))
+      if (!linked || (members.size() > 1 && (algorithm == "hierarchical" || at_home.size() > 1)))
         controls_[host] = {&job_.heap(*std::min_element(members.begin(), members.end())), static_cast<int>(members.size())};
     for (auto& [host, control] : controls_) control.offset = Arena::reserve(*control.heap, control.size);
 
