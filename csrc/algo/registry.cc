@@ -20,7 +20,8 @@ Run barrier_arena, barrier_tree;
 
 namespace {
 
-// Down a tree of n ranks the root sends the message log2(n) times; along a chain once, and n-2 windows later the last rank has it.
+// Down a tree of n ranks the root sends the message log2(n) times; along a chain once, and n-2 windows later the last rank has
+// it.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const auto n = static_cast<size_t>(layout.size), times = static_cast<size_t>(std::bit_width(n - 1));
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
