@@ -232,6 +232,7 @@ PYBIND11_MODULE(_core, module) {
              return py::dict(py::arg("arena") = group.host->carried().arena.load(),
                              py::arg("mesh") = group.host->carried().mesh.load());
            })
+      .def("partings", [](const Group& group) { return group.host->arena() ? group.host->arena()->partings() : uint64_t{0}; })
       .def("lost_wakes",
            [](const Group& group) { return group.host->arena() ? group.host->arena()->lost_wakes() : uint64_t{0}; });
 }

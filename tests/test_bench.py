@@ -240,9 +240,9 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_(?!TEST)", k)}
 
 
-def measure(*words: object, launcher: tuple[object, ...] = ()) -> subprocess.CompletedProcess[str]:
+def measure(*words: object, launcher: tuple[object, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(word) for word in (*launcher, sys.executable, "-m", "mscomm", "bench", *words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean_environment())
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean_environment() | env)
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -349,6 +349,13 @@ def test_tune_measures_every_algorithm_and_says_what_is_chosen(tmp_path: Path) -
         assert all(list(row["results"]) == names and row["chosen"] == "arena" for row in mine)
     assert re.search(r"^#   all_reduce      arena$", done.stdout, re.M)
     assert "# Wrong elements       : 0 OK" in done.stdout
+
+
+def test_tune_wants_the_choice_free_and_an_operation_that_all_can() -> None:
+    done = measure("tune", "-n", 2, "-e", "8", MSCOMM_ALGO="hierarchical")
+    assert done.returncode == 1 and "mscomm bench: tune shows what init chooses; unset MSCOMM_ALGO" in done.stderr
+    done = measure("tune", "-n", 2, "-e", "8", "-d", "int", "-o", "avg")
+    assert done.returncode == 1 and "mscomm bench: arena: " in done.stderr, done.stderr
 
 
 def test_tune_knows_the_algorithms_of_a_layout() -> None:

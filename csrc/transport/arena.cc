@@ -23,7 +23,8 @@ namespace {
 constexpr double awake_s = 100e-6;
 constexpr int polls_a_turn = 64;  // about a microsecond: most partners of a small call arrive within it
 
-constexpr double part_every_s = 1e-3;  // at most: it costs tens of microseconds
+// At most: a look at the others costs a cache line from each, parting tens of microseconds.
+constexpr std::chrono::microseconds look_every{50}, part_every{1000};
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -139,29 +140,33 @@ void Arena::round(const Wait& wait) {
     }
     sched_yield();
   }
+  slot(rank_).place.store(0, std::memory_order_relaxed);
   sleep(wait);
 }
 
 // The kernel parts two ranks on one CPU only after milliseconds, the more so where they hand it to each other and on virtual
 // machines, whose idle CPUs do not look idle to it. The higher rank moves: for a moment this thread may not run where it is.
 void Arena::part_from_who_shares_the_cpu() {
-  constexpr uint64_t cpu_bits = 16;
+  constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
   const int cpu = sched_getcpu();
   if (cpu < 0 || cpu >= CPU_SETSIZE) return;
   slot(rank_).place.store(round_ << cpu_bits | static_cast<uint64_t>(cpu), std::memory_order_relaxed);
-  cpu_set_t allowed, elsewhere;
+  const auto now = Clock::now();
+  if (rank_ == 0 || now - looked_ < look_every) return;
+  looked_ = now;
   bool shared = false;
   for (int rank = 0; rank < rank_; rank++) {
     const uint64_t place = slot(rank).place.load(std::memory_order_relaxed);
-    const bool is_recent = (place >> cpu_bits) + 2 >= round_;
-    shared |= is_recent && (place & 0xffff) == static_cast<uint64_t>(cpu);
+    shared |= place != 0 && (place & 0xffff) == static_cast<uint64_t>(cpu) && (place >> cpu_bits) + recent_rounds >= round_;
   }
-  if (!shared || seconds_since(parted_) < part_every_s || sched_getaffinity(0, sizeof allowed, &allowed) < 0) return;
-  parted_ = Clock::now();
+  cpu_set_t allowed, elsewhere;
+  if (!shared || now - parted_ < part_every || sched_getaffinity(0, sizeof allowed, &allowed) < 0) return;
   elsewhere = allowed;
   CPU_CLR(cpu, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
-  sched_setaffinity(0, sizeof allowed, &allowed);
+  sched_setaffinity(0, sizeof allowed, &allowed);  // a set that held a moment ago; what a smaller cpuset leaves of it holds now
+  parted_ = now;
+  partings_++;
 }
 
 bool Arena::open() {

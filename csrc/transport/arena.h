@@ -87,6 +87,8 @@ class Arena {
   // Lost wakes: sleeps that lasted until their bound although a rank that had found all there as it arrived had woken the
   // sleepers before, or had not, because it saw none. Always 0, and tested to be. That there is such a rank it does not tell.
   uint64_t lost_wakes() const { return lost_wakes_; }
+  // How often this rank has left a CPU that a lower one shared.
+  uint64_t partings() const { return partings_; }
 
  private:
   // Written only where somebody sleeps: else a line that all ranks have in their caches.
@@ -108,7 +110,7 @@ class Arena {
     // on CLOCK_MONOTONIC; 0: there were none.
     alignas(64) std::atomic<uint64_t> opened;
     std::atomic<int64_t> opened_ns;
-    std::atomic<uint64_t> place;  // where this rank ran when it last had to wait: the round, and the CPU in the low 16 bits
+    std::atomic<uint64_t> place;  // where this rank last waited awake: the round, and the CPU in the low 16 bits; 0: it sleeps
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
@@ -137,8 +139,9 @@ class Arena {
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
   uint64_t lost_wakes_ = 0;
-  Clock::time_point parted_;
-  const int owner_ = getpid();  // a forked child has the mapping, but is no rank
+  uint64_t partings_ = 0;
+  Clock::time_point looked_, parted_;  // at who shares the CPU
+  const int owner_ = getpid();         // a forked child has the mapping, but is no rank
 };
 
 }  // namespace mscomm

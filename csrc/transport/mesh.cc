@@ -42,7 +42,6 @@ void Mesh::last_look() {
 }
 
 void Mesh::progress() {
-  turn_moved_ = Clock::now();  // nobody had tried
   while (move_some()) {
   }
 }

@@ -210,5 +210,8 @@ class Group:
     def carried(self) -> dict[str, int]:
         """Bytes of x and out of the calls that went by "arena" and by "mesh"."""
 
+    def partings(self) -> int:
+        """How often this rank has left a CPU on which a lower rank of its host ran."""
+
     def lost_wakes(self) -> int:
         """Sleeps at the gate that only their time limit ended though the gate was open: always 0, and tested to be."""

@@ -24,7 +24,7 @@ def run(plan: Plan, wanted_ranks: int | None) -> None:
     """Measure and report; SystemExit(1) on every rank if something cannot be measured, or a result is wrong."""
     mscomm.init()
     rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
-    with _telling(rank):
+    with telling(rank):
         if wanted_ranks not in (None, ranks):
             raise Unfit(f"-n {wanted_ranks}, but {mscomm.get_launcher()} started {ranks} ranks; leave -n away")
         if plan.root >= ranks:
@@ -48,16 +48,16 @@ def run(plan: Plan, wanted_ranks: int | None) -> None:
 
 def _measure(plan: Plan, case: Case) -> Result:
     contenders: list[Contender] = []
-    with _telling(case.rank):
+    with telling(case.rank):
         contenders.append(ourselves(case, plan.shared))
     for name in plan.peers:
-        with _telling(case.rank):
+        with telling(case.rank):
             contenders.append(PEERS[name].start(case, plan.prefixes.get(name)))
     counts = plan.counts(case)
     for contender in contenders:
         for in_place in plan.modes(case):
-            with _telling(case.rank):
-                _rehearse(contender, counts[0], in_place)
+            with telling(case.rank):
+                rehearse(contender, counts[0], in_place)
     result: Result = {"environment": report.environment(plan, case.ranks), "rows": []}
     result["environment"]["contenders"] = {contender.name: contender.about for contender in contenders}
     if case.rank == 0:
@@ -72,7 +72,7 @@ def _measure(plan: Plan, case: Case) -> Result:
     return result
 
 
-def _rehearse(contender: Contender, count: int, in_place: bool) -> None:
+def rehearse(contender: Contender, count: int, in_place: bool) -> None:
     """What the contender cannot do shows here, before anything is measured."""
     cell = contender.cell(count, in_place)
     try:
@@ -104,7 +104,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 
 @contextlib.contextmanager
-def _telling(rank: int) -> Iterator[None]:
+def telling(rank: int) -> Iterator[None]:
     """If any rank finds in here that something cannot be done, all end; the lowest of those that know why says so."""
     problem = ""
     try:

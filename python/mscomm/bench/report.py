@@ -197,9 +197,9 @@ def tune_head(plan: Plan, env: dict[str, Any]) -> None:
     say(f"# every algorithm for this layout, {memory}, {plan.dtype}; {plan.rounds} rounds, in turn; best: the fastest")
 
 
-def tune_columns(what: str, names: list[str]) -> None:
+def tune_columns(what: str, names: tuple[str, ...]) -> None:
     say("#")
-    say(f"# {what:<16}{'size':>12}{_times(names)}{'chosen':>14}{'best':>14}{'chosen/best':>13}{'#wrong':>8}")
+    say(f"# {what:<16}{'size':>12}{_times([*names])}{'chosen':>14}{'best':>14}{'chosen/best':>13}{'#wrong':>8}")
     say(f"# {'':<16}{'(B)':>12}" + "".join(f"{'(us)':>12}" for _ in names))
 
 
@@ -221,8 +221,7 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
         (first, _), *others = rows
         say(f"#   {what:<16}{first}" + "".join(f", {name} from {size} B" for name, size in others))
     for what, size, chosen, best, share in faster:
-        forced = f"MSCOMM_ALGO={what}={best} forces it for every size"
-        say(f"# {what}, {size} B: {best} took {share:.2f} of the time of {chosen}; {forced}")
+        say(f"# {what}, {size} B: {best} took {share:.2f} of the time of {chosen}")
     if not faster:
         say("# Nowhere was another one faster by a tenth or more in every round")
 

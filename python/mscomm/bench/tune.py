@@ -7,6 +7,7 @@ without a word. This says how good it is here; MSCOMM_ALGO is the way to another
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import statistics
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import mscomm
 from mscomm import _core, groups
 from mscomm.bench import contenders, report
+from mscomm.bench.peers import Unfit
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
-from mscomm.bench.ranks import of_size
+from mscomm.bench.ranks import of_size, rehearse, telling
 from mscomm.bench.table import COLLECTIVES, Case
+from mscomm.group import Group
 
 _FASTER = 0.9  # of the chosen one's time, in every round: more than noise
 
@@ -35,36 +38,52 @@ def algorithms(hosts: list[int]) -> dict[str, list[str]]:
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
     """All of them in turn. Collective: every rank calls it."""
     world = groups.resolve(None)
-    known = algorithms(world.hosts)
-    every = dict.fromkeys(name for names in known.values() for name in names)
-    variants = {name: groups.create_variant(f"tune {name}", name) for name in every}
+    with telling(rank):
+        if any(world.job.forced):
+            raise Unfit("tune shows what init chooses; unset MSCOMM_ALGO, which forces it")
     plan = plan._replace(rounds=max(plan.rounds, ROUNDS_WITH_PEERS))
     result: dict[str, Any] = {"environment": report.environment(plan, ranks), "rows": []}
     result["environment"]["contenders"] = {"mscomm": f"mscomm {mscomm.__version__}"}
     if rank == 0:
         report.tune_head(plan, result["environment"])
+    known = algorithms(world.hosts)
     choices = {}
-    for what, names in known.items():
-        case = Case(COLLECTIVES[what], dtype_of(plan.dtype), plan.op, plan.root, ranks, rank)
-        ways = [contenders.by(name, case, plan.shared, variants[name]) for name in names]
-        mine = plan._replace(collective=what, peers=tuple(names))
-        if rank == 0:
-            report.tune_columns(what, names)
-        counts = mine.counts(case)
-        for count in counts:
-            size = case.size(count)
-            row = {"collective": what, "size": size, "count": count, "results": of_size(mine, case, ways, count)}
-            row["chosen"] = world.core.chosen(size)[what]
-            row["best"] = min(names, key=lambda name: _cell(row, name)["us"])
-            result["rows"].append(row)
-            if rank == 0:
-                report.tune_row(row)
-        choices[what] = choice(world.core, what, [case.size(count) for count in counts])
-    for group in variants.values():
-        mscomm.destroy_group(group)
+    with contextlib.ExitStack() as destroying:
+        variants = {}
+        for name in dict.fromkeys(name for names in known.values() for name in names):
+            variants[name] = groups.create_variant(f"tune {name}", name)
+            destroying.callback(mscomm.destroy_group, variants[name])
+        for what, names in known.items():
+            case = Case(COLLECTIVES[what], dtype_of(plan.dtype), plan.op, plan.root, ranks, rank)
+            rows = _of_collective(plan._replace(collective=what, peers=tuple(names)), case, variants, world.core)
+            result["rows"] += rows
+            choices[what] = choice(world.core, what, [row["message"] for row in rows])
     if rank == 0:
         report.tune_choices(choices, faster(result["rows"]))
     return result
+
+
+def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _core.Group) -> list[dict[str, Any]]:
+    what, names = plan.collective, plan.peers
+    ways = [contenders.by(name, case, plan.shared, variants[name]) for name in names]
+    counts = plan.counts(case)
+    for way in ways:
+        with telling(case.rank):
+            rehearse(way, counts[0], case.row.in_place)
+    if case.rank == 0:
+        report.tune_columns(what, names)
+    rows = []
+    for count in counts:
+        size = case.size(count)
+        # Where only the result has parts, x is what the choice depends on.
+        message = size if case.row.x_in_parts else count * case.dtype.itemsize
+        row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
+        row["chosen"] = core.chosen(message)[what]
+        row["best"] = min(names, key=lambda name: _cell(row, name)["us"])
+        rows.append(row)
+        if case.rank == 0:
+            report.tune_row(row)
+    return rows
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
