@@ -144,8 +144,8 @@ void Arena::round(const Wait& wait) {
   sleep(wait);
 }
 
-// The kernel parts two ranks on one CPU only after milliseconds, the more so where they hand it to each other and on virtual
-// machines, whose idle CPUs do not look idle to it. The higher rank moves: for a moment this thread may not run where it is.
+// The kernel parts two ranks on one CPU only after milliseconds, the more so where they hand it to each other; see
+// docs/performance.md. The higher rank moves: for a moment this thread may not run where it is.
 void Arena::part_from_who_shares_the_cpu() {
   constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
   const int cpu = sched_getcpu();
