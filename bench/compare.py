@@ -364,7 +364,7 @@ def words_of(known: Iterable[str]) -> Any:
 @click.option("-n", "ranks", default="2,4,8", callback=_numbers, help="Numbers of ranks.  [2,4,8]")
 @click.option("--collectives", default=",".join(COLLECTIVES), callback=words_of(COLLECTIVES), help="Which.  [all five]")
 @click.option("--vs", default=",".join((*MPI, *GLOO)), callback=words_of((*MPI, *GLOO)), help="The peers.  [all]")
-@click.option("--iters", type=click.IntRange(1), help="Timed calls of a size in a round.  [200 up to 64K, then 20]")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls of a size in a round.  [5 to 1000: 100 ms]")
 @click.option(
     "--rounds", type=click.IntRange(ROUNDS_WITH_PEERS), default=11, show_default=True, help="How many rounds."
 )

@@ -128,6 +128,7 @@ PYBIND11_MODULE(_core, module) {
   });
   module.attr("functions") = as_strings(functions);
   module.def("make_heap", &make_heap);
+  module.def("describe_memory", &describe_memory);
 
   py::class_<Heap, std::shared_ptr<Heap>>(module, "Heap")
       .def("allocate", &allocate)
@@ -232,6 +233,7 @@ PYBIND11_MODULE(_core, module) {
              return py::dict(py::arg("arena") = group.host->carried().arena.load(),
                              py::arg("mesh") = group.host->carried().mesh.load());
            })
+      .def("pulls", [](const Group& group) { return group.host->arena() && group.host->arena()->pulls(); })
       .def("partings", [](const Group& group) { return group.host->arena() ? group.host->arena()->partings() : uint64_t{0}; })
       .def("lost_wakes",
            [](const Group& group) { return group.host->arena() ? group.host->arena()->lost_wakes() : uint64_t{0}; });

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import mscomm
+from mscomm import _core
 from mscomm.cli import doctor
 
 OPENMPI = "mpirun (Open MPI) 5.0.11\n"
@@ -72,7 +74,9 @@ def test_the_address_to_use_is_one_of_this_host(report: dict[str, Any]) -> None:
 def test_without_a_terminal_there_is_one_line_a_finding() -> None:
     done = run("-n", "2")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^Memory: memfd_create: yes, with seals$", done.stdout, re.M)
+    assert re.search(
+        r"^Memory: shared memory: (a tmpfs of its own|memfd), (huge|small) pages \(shmem_enabled: ", done.stdout, re.M
+    )
     assert re.search(r"^Machine: open files: (\d+|no limit)$", done.stdout, re.M)
 
 
@@ -196,13 +200,18 @@ def test_the_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
     assert doctor.cpu_quota(str(tmp_path)) is None
 
 
-def test_huge_pages_say_what_the_kernel_says(tmp_path: Path) -> None:
-    path = tmp_path / "shmem_enabled"
-    assert doctor.huge_pages(str(path)).startswith("not known")
-    path.write_text("always within_size [advise] never deny force\n")
-    assert doctor.huge_pages(str(path)) == "advise"
-    path.write_text("always within_size advise [never] deny force\n")
-    assert doctor.huge_pages(str(path)).startswith("never; ")
+def test_the_memory_says_how_to_get_huge_pages_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = "memfd, small pages (shmem_enabled: never; a user namespace: No space left on device)"
+    monkeypatch.setattr(_core, "describe_memory", lambda: small)
+    assert re.fullmatch(rf"{re.escape(small)}; .*: echo advise > \S+ \(as root\)", doctor.shared_memory().value)
+    monkeypatch.setattr(_core, "describe_memory", lambda: "memfd, huge pages (shmem_enabled: advise)")
+    assert doctor.shared_memory() == ("shared memory", "memfd, huge pages (shmem_enabled: advise)", False)
+
+    def refused() -> str:
+        raise mscomm.Error("memfd_create: Operation not permitted")
+
+    monkeypatch.setattr(_core, "describe_memory", refused)
+    assert doctor.shared_memory().fault and "cannot share memory here" in doctor.shared_memory().value
 
 
 LOOPBACK = {"127.0.0.1": "lo"}

@@ -68,7 +68,7 @@ def is_shared(address: int) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(text, 16) for text in line.split()[0].split("-"))
         if begin <= address < end:
-            return "/memfd:mscomm" in line and "s" in line.split()[1]
+            return "mscomm-heap" in line and "s" in line.split()[1]
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 

@@ -48,6 +48,11 @@ const char* Staging::at(int rank, size_t k) const {
   return arena_.chunk(rank, first_ + k) + (blocks_.size() > 1 ? static_cast<size_t>(arena_.rank()) * piece_bytes_ : 0);
 }
 
+// Foreign memory that one rank needs is read where it is, in one copy, if the kernel lets us: two by way of staging take longer.
+// Not so where several ranks need the same, or the one that has it would have nothing to do but wait for one that copies a long
+// message. Measured, see docs/performance.md.
+constexpr size_t pulled_from_root_bytes = 1 << 20;
+
 void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank(), root = call.signature.root;
@@ -63,39 +68,58 @@ void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait
     }
     return;
   }
-  Staging staging(arena, moves.x, std::move(moves.blocks));
+  const bool pulled_if_foreign = !hidden && (for_all ? n == 2 && (root < 0 || moves.largest_x <= pulled_from_root_bytes)
+                                                     : moves.largest_x / static_cast<size_t>(n) >= tiny_bytes);
+  Staging staging(arena, pulled_if_foreign && arena.pulls() ? nullptr : moves.x, std::move(moves.blocks));
   staging.enter(posted, wait);
 
-  // The posts are the same for all, so all see the same ways.
-  enum class Way { own, read, written, staged };
-  const auto way = [&](int source, int destination) {
-    if (source == destination) return Way::own;
+  // The posts are the same for all, so all see the same ways. Of what the destination reads the source writes the end, `share`.
+  enum class Way { own, read, staged, pulled };
+  struct Plan {
+    Move move;
+    Way way;
+    size_t share;
+  };
+  Way foreign = Way::staged;
+  const auto plan = [&](int source, int destination) -> Plan {
+    const Move move = moves.between(source, destination);
+    if (source == destination) return {move, Way::own, 0};
     const bool readable = arena.x_in_heap(source);
-    // A root that has one message for all would have to write it many times.
-    const bool writable = arena.posted(destination).out_offset != not_in_heap && !(for_all && source == root);
-    // The root is alone: where both could copy, the others do it.
-    if (writable && (!readable || destination == root)) return Way::written;
-    return readable ? Way::read : Way::staged;
+    const bool writable = arena.posted(destination).out_offset != not_in_heap;
+    const Way way = readable ? Way::read : foreign;
+    if (!writable) return {move, way, 0};
+    // A root that has one message for all has its part in the work: it would have to write it many times.
+    if (for_all && source == root) return {move, way, readable ? part(move.bytes, n, n - 1).bytes() : 0};
+    // Else the root is alone: where both could copy, the others do it.
+    return {move, way, !readable || destination == root ? move.bytes : 0};
   };
   size_t largest_staged = 0;
   bool shared = false;  // somebody's array was read or written by somebody else
-  for (int source = 0; source < n; source++)
-    for (int destination = 0; destination < n; destination++) {
-      const size_t bytes = moves.between(source, destination).bytes;
-      const Way by = way(source, destination);
-      if (bytes == 0 || by == Way::own) continue;
-      if (by == Way::staged) largest_staged = std::max(largest_staged, bytes);
-      else shared = true;
-    }
+  const auto look = [&] {
+    largest_staged = 0, shared = false;
+    for (int source = 0; source < n; source++)
+      for (int destination = 0; destination < n; destination++) {
+        const auto [move, way, share] = plan(source, destination);
+        if (move.bytes == 0 || way == Way::own) continue;
+        if (way == Way::staged && share < move.bytes) largest_staged = std::max(largest_staged, move.bytes);
+        else shared = true;
+      }
+  };
+  look();
+  if (largest_staged > 0 && pulled_if_foreign && arena.can_pull(wait)) {
+    foreign = Way::pulled;
+    look();
+  }
 
   // Each rank starts with another peer, so that they do not all use one at a time.
   for (int i = 1; i < n; i++) {
     const int destination = (me + i) % n;
-    if (way(me, destination) == Way::staged) continue;
-    if (!for_all) staging.leave_out(destination);
-    const Move move = moves.between(me, destination);
-    if (move.bytes == 0 || way(me, destination) != Way::written) continue;
-    copy(arena.at(destination, arena.posted(destination).out_offset + move.to, move.bytes), moves.x + move.from, move.bytes);
+    const auto [move, way, share] = plan(me, destination);
+    if (!for_all && (way != Way::staged || share == move.bytes)) staging.leave_out(destination);
+    if (share == 0) continue;
+    const size_t begin = move.bytes - share;
+    copy(arena.at(destination, arena.posted(destination).out_offset + move.to, move.bytes) + begin, moves.x + move.from + begin,
+         share);
   }
   const size_t steps = staging.steps(largest_staged);
   for (size_t k = 0; k < std::max<size_t>(1, steps); k++) {
@@ -103,17 +127,26 @@ void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait
     if (!last) staging.put(k + 1);
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
-      const Move move = moves.between(source, me);
-      const Way by = way(source, me);
-      if (by == Way::written) continue;
+      const auto [move, way, share] = plan(source, me);
       // Also what is read directly goes piece by piece: in place it may only fill what was staged before.
-      Range now = piece(move.bytes, staging.piece_bytes(), k);
-      if (last && by != Way::staged) now.end = move.bytes;
+      Range now = piece(move.bytes - share, staging.piece_bytes(), k);
+      if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;
-      const char* from = by == Way::staged ? staging.at(source, k)
-                         : by == Way::own  ? moves.x + move.from + now.begin
-                                           : arena.at(source, arena.posted(source).x_offset + move.from, move.bytes) + now.begin;
-      copy(call.result() + move.to + now.begin, from, now.bytes());
+      char* const to = call.result() + move.to + now.begin;
+      switch (way) {
+        case Way::own:
+          copy(to, moves.x + move.from + now.begin, now.bytes());
+          break;
+        case Way::read:
+          copy(to, arena.at(source, arena.posted(source).x_offset + move.from, move.bytes) + now.begin, now.bytes());
+          break;
+        case Way::staged:
+          copy(to, staging.at(source, k), now.bytes());
+          break;
+        case Way::pulled:
+          arena.pull(source, move.from + now.begin, to, now.bytes());
+          break;
+      }
     }
     if (!last || shared) arena.round(wait);
   }

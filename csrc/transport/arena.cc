@@ -3,6 +3,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <ctime>
 #include <exception>
 #include <optional>
+#include <random>
 #include <string>
 
 #include "base/error.h"
@@ -42,6 +44,12 @@ long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, con
 // CLOCK_MONOTONIC: the same for all processes of the host.
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
+// As read(): a part of it, or -1 with errno.
+ssize_t read_process(pid_t process, uint64_t address, void* to, size_t bytes) {
+  const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
+  return process_vm_readv(process, &here, 1, &there, 1, 0);
+}
+
 size_t page_up(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 }  // namespace
@@ -56,6 +64,12 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
   try {
     populate(&slot(rank), sizeof(Slot));
     populate(staging(rank), 2 * tiny_bytes);
+    std::random_device random;
+    token_ = uint64_t{random()} << 32 | random();
+    Slot& mine = slot(rank);
+    mine.process = getpid();
+    mine.token_address = reinterpret_cast<uint64_t>(&token_);
+    mine.token = token_;
   } catch (...) {
     gate().closed.fetch_add(1);  // there will be no destructor to say it
     throw;
@@ -83,7 +97,8 @@ char* Arena::staging(int rank) const {
 
 void Arena::post(const Call& call) {
   parity_ ^= 1;
-  slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
+  slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes),
+                               reinterpret_cast<uint64_t>(call.x)};
   first_round_ = round_ + 1;
   slot(rank_).lines[first_round_ & 1].fingerprint = call.signature.fingerprint();
 }
@@ -219,6 +234,39 @@ std::vector<int> Arena::missing() const {
 void Arena::ring() const {
   gate().bell.fetch_add(1);
   futex(gate().bell, FUTEX_WAKE, INT_MAX);
+}
+
+bool Arena::can_pull(const Wait& wait) {
+  if (pulls_ != Tried::not_yet) return pulls();
+  bool all = true;
+  for (int rank = 0; rank < size_; rank++) all = all && reads_token_of(rank);
+  slot(rank_).reads_all.store(all, std::memory_order_relaxed);
+  round(wait);
+  for (int rank = 0; rank < size_; rank++) all = all && slot(rank).reads_all.load(std::memory_order_relaxed);
+  pulls_ = all ? Tried::yes : Tried::no;
+  return all;
+}
+
+// A process id means another process in another namespace of them.
+bool Arena::reads_token_of(int rank) const {
+  const Slot& other = slot(rank);
+  uint64_t token = 0;
+  return read_process(other.process, other.token_address, &token, sizeof token) == sizeof token && token == other.token;
+}
+
+void Arena::pull(int rank, size_t from, void* to, size_t bytes) const {
+  const uint64_t x = posted(rank).x_address;
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t now = read_process(slot(rank).process, x + from + done, static_cast<char*>(to) + done, bytes - done);
+    if (now > 0) {
+      done += static_cast<size_t>(now);
+      continue;
+    }
+    const int job_rank = ranks_[static_cast<size_t>(rank)];
+    const std::string what = "reading the array of rank " + std::to_string(job_rank);
+    if (now < 0 && errno == ESRCH) throw peer_lost(job_rank, what + ": its process is gone");
+    throw system_error(what, now < 0 ? errno : EFAULT);
+  }
 }
 
 char* Arena::at(int rank, uint64_t offset, size_t bytes) const {

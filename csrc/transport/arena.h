@@ -32,6 +32,7 @@ struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // in its heap
   uint64_t out_offset = not_in_heap;
+  uint64_t x_address = 0;  // in its process; 0: not for others
 };
 
 class Arena {
@@ -80,6 +81,14 @@ class Arena {
   // Chunk steps taken so far; a call that used n of them adds n, on all ranks alike.
   uint64_t& steps() { return steps_; }
 
+  // Whether each rank can read the memory of every other one (process_vm_readv). To be asked in the same place of a call on all
+  // ranks, after its first round: the first time they try it, which takes a round.
+  bool can_pull(const Wait& wait);
+  // What can_pull has found; false before.
+  bool pulls() const { return pulls_ == Tried::yes; }
+  // Copies bytes from `from` on of the x that rank posted.
+  void pull(int rank, size_t from, void* to, size_t bytes) const;
+
   // rank's memory at an offset that it posted, after checking that bytes from there lie in its heap; nullptr: not in its heap.
   char* at(int rank, uint64_t offset, size_t bytes) const;
   bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
@@ -110,6 +119,10 @@ class Arena {
     // on CLOCK_MONOTONIC; 0: there were none.
     alignas(64) std::atomic<uint64_t> opened;
     std::atomic<int64_t> opened_ns;
+    // For pull: the process, and a number somewhere in its memory, to see that what is read is this process and no other.
+    pid_t process;
+    uint64_t token_address, token;
+    std::atomic<bool> reads_all;  // what can_pull found on this rank
     std::atomic<uint64_t> place;  // where this rank last waited awake: the round, and the CPU in the low 16 bits; 0: it sleeps
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -127,6 +140,9 @@ class Arena {
   void sleep(const Wait& wait);
   void part_from_who_shares_the_cpu();
   bool woken_before(int64_t bound_ns) const;
+  bool reads_token_of(int rank) const;
+
+  enum class Tried { not_yet, no, yes };
 
   std::vector<int> ranks_;
   int rank_, size_;
@@ -138,6 +154,8 @@ class Arena {
   int here_ = 0;              // the ranks below this one are known to have arrived in the current round
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
+  uint64_t token_;
+  Tried pulls_ = Tried::not_yet;
   uint64_t lost_wakes_ = 0;
   uint64_t partings_ = 0;
   Clock::time_point looked_, parted_;  // at who shares the CPU

@@ -34,6 +34,7 @@ void* Heap::allocate(size_t bytes) {
     used_[*start] = {need, bytes};
   }
   void* const memory = mapping_.begin() + *start;
+  if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
     populate(memory, need);  // without the mutex: it takes long, and calls need that to look up their arrays
   } catch (...) {
@@ -68,6 +69,7 @@ uint64_t Heap::reserve(size_t bytes) {
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
+  want_huge_pages(mapping_.begin() + *start, need, false);  // an array may have been here; most of this is never touched
   // Small arrays may have left their contents here.
   if (madvise(mapping_.begin() + *start, need, MADV_REMOVE) < 0) std::memset(mapping_.begin() + *start, 0, need);
   reserved_[*start] = need;

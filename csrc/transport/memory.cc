@@ -1,14 +1,18 @@
 #include "transport/memory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
 #include <string>
 
 #include "base/error.h"
+#include "transport/own_tmpfs.h"
 
 namespace mscomm {
 
@@ -16,25 +20,70 @@ namespace {
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // From linux/mman.h of kernel 5.14; the build machine's headers may be older.
 constexpr int advise_populate_write = 23;
+
+// What the kernel does for memfds that ask for huge pages: "advise"; empty where it does not say.
+std::string shmem_enabled() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string word;
+  while (file >> word)
+    if (word.front() == '[' && word.back() == ']') return word.substr(1, word.size() - 2);
+  return "";
+}
+
+struct Opened {
+  int fd;
+  bool sealable;
+  std::string about;
+};
+
+// Who has said "deny" wants huge pages for no file in memory; "never" is the kernel's default.
+Opened open_memory(const char* label) {
+  const std::string enabled = shmem_enabled();
+  const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);
+  std::string why;
+  if (enabled == "never") {
+    const int fd = open_in_own_tmpfs(label, why);
+    if (fd >= 0) return {fd, false, "a tmpfs of its own, huge pages (" + setting + ")"};
+    why = "; " + why;
+  }
+  const int fd = memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) throw system_error("memfd_create", errno);
+  const bool huge = why.empty() && enabled != "deny" && !enabled.empty();
+  return {fd, true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
+}
+
+// A file of a tmpfs as open_in_own_tmpfs makes it. Its size cannot be sealed; who has its descriptor is a rank of this user, who
+// can do worse.
+bool own_file_in_tmpfs(int fd, const struct stat& status) {
+  struct statfs system{};
+  return fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC && status.st_nlink == 0 && status.st_uid == geteuid();
+}
+
 }  // namespace
 
 int make_memory(const char* label, size_t bytes) {
-  const int fd = memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) throw system_error("memfd_create", errno);
-  if (ftruncate(fd, static_cast<off_t>(bytes)) < 0 || fcntl(fd, F_ADD_SEALS, size_seals) < 0) {
+  const Opened memory = open_memory(label);
+  if (ftruncate(memory.fd, static_cast<off_t>(bytes)) < 0 || (memory.sealable && fcntl(memory.fd, F_ADD_SEALS, size_seals) < 0)) {
     const int cause = errno;
-    close(fd);
+    close(memory.fd);
     throw system_error("making shared memory of " + std::to_string(bytes) + " bytes", cause);
   }
-  return fd;
+  return memory.fd;
+}
+
+std::string describe_memory() {
+  const Opened memory = open_memory("mscomm-probe");
+  close(memory.fd);
+  return memory.about;
 }
 
 size_t check_memory(int fd) {
   struct stat status{};
   if (fstat(fd, &status) < 0) throw system_error("fstat of a peer's shared memory", errno);
   const int seals = fcntl(fd, F_GET_SEALS);
-  if (!S_ISREG(status.st_mode) || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
-    throw Error("Error", "a peer sent a descriptor that is not sealed shared memory");
+  const bool sealed = seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
+  if (!S_ISREG(status.st_mode) || !(sealed || own_file_in_tmpfs(fd, status)))
+    throw Error("Error", "a peer sent a descriptor that is neither sealed shared memory nor a file in a tmpfs of its own");
   return static_cast<size_t>(status.st_size);
 }
 
@@ -48,11 +97,14 @@ void populate(void* begin, size_t bytes) {
   throw Error("MemoryError", "shared memory: cannot have " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
 }
 
+void want_huge_pages(void* begin, size_t bytes, bool wanted) {
+  madvise(begin, bytes, wanted ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a kernel without huge pages refuses, and that is all right
+}
+
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (address == MAP_FAILED) throw system_error("mmap of " + std::to_string(bytes) + " bytes of shared memory", errno);
   begin_ = static_cast<char*>(address);
-  madvise(begin_, bytes, MADV_HUGEPAGE);  // where the kernel's shmem_enabled says advise; else without effect
 }
 
 Mapping::~Mapping() {

@@ -1,20 +1,29 @@
-// Memory that processes of one host share: sealed memfds, mapped whole, without a name in any file system.
+// Memory that processes of one host share: files in memory, mapped whole, without a name in any file system.
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <utility>
 
 namespace mscomm {
 
-// A memfd of that size, sparse: pages come with their first touch. Sealed against shrinking and growing. Close-on-exec.
+// Memory of that size, sparse: pages come with their first touch. Close-on-exec. A memfd, sealed against shrinking and growing,
+// unless the kernel denies memfds huge pages and lets us have a tmpfs of our own.
 int make_memory(const char* label, size_t bytes);
 
-// The size of a memfd that a peer sent, after checking that it is a regular memory file and sealed against changing its size,
-// so that reading it cannot raise SIGBUS.
+// In which of these, and whether it has huge pages: "memfd, huge pages (shmem_enabled: advise)".
+std::string describe_memory();
+
+// The size of memory that a peer sent, after checking that it is a memfd, sealed against changing its size, so that reading it
+// cannot raise SIGBUS; or a nameless file of this user in a tmpfs, which cannot be sealed.
 size_t check_memory(int fd);
 
 // Makes sure that the pages of [begin, begin + bytes) exist; throws MemoryError's cause (Error) instead of a later SIGBUS.
 void populate(void* begin, size_t bytes);
+
+// Whether pages of [begin, begin + bytes) that do not exist yet become huge where that can be. At first they do not: a huge page
+// for every few bytes would cost more memory than it is worth.
+void want_huge_pages(void* begin, size_t bytes, bool wanted);
 
 class Mapping {
  public:

@@ -31,6 +31,12 @@ def select(
 def make_heap(bytes: int, /) -> tuple[Heap, int]:
     """A heap and the descriptor by which the peers map it; the caller closes it."""
 
+def describe_memory() -> str:
+    """What kind of memory make_heap takes here, and whether it has huge pages.
+
+    Such as "memfd, huge pages (shmem_enabled: advise)". Error where there is none.
+    """
+
 @final
 class Heap:
     """One rank's shared memory."""
@@ -209,6 +215,9 @@ class Group:
 
     def carried(self) -> dict[str, int]:
         """Bytes of x and out of the calls that went by "arena" and by "mesh"."""
+
+    def pulls(self) -> bool:
+        """Whether the ranks read each other's private arrays where they are; False until a call has tried it."""
 
     def partings(self) -> int:
         """How often this rank has left a CPU on which a lower rank of its host ran."""

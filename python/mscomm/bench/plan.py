@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,10 @@ from mscomm.bench.table import COLLECTIVES, Case, moves_data
 BUCKETS = "buckets"
 TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer say little on a machine that does other things too
+
+WARMUP_CALLS = 5  # at least, where nothing is asked for
+_WARMUP_US = 10e3
+_ROUND_US = 100e3
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # As nccl-tests calls them.
@@ -35,8 +38,8 @@ class Plan(NamedTuple):
     dtype: str
     op: str
     root: int
-    iterations: int | None  # None: iterations_of(size)
-    warmup: int
+    iterations: int | None  # None: by the time that a call takes, as calls() says
+    warmup: int | None
     rounds: int
     check: bool
     shared: bool
@@ -52,17 +55,14 @@ class Plan(NamedTuple):
         """Elements of a part for each size; sizes that come to the same count are measured once."""
         return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
 
-    def iterations_of(self, size: int) -> int:
-        """Small calls are short and vary more."""
-        if self.iterations is not None:
-            return self.iterations
-        return 200 if size <= 64 << 10 else 20
+    def calls(self, us: float) -> tuple[int, int]:
+        """How many of a contender's calls in a round come before the timed ones, and are timed, if one takes so long.
 
-    def affordable(self, iterations: int, first_round_us: list[float]) -> int:
-        """Of a contender whose calls take long fewer, from its second round on: about a second's, but five."""
-        if self.iterations is not None or not first_round_us:
-            return iterations
-        return min(iterations, max(5, int(1e6 / statistics.median(first_round_us))))
+        A round outlasts what the contender before it has left behind: other contents of the caches, ranks on one CPU.
+        """
+        warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
+        iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
+        return warmup, iterations
 
     def modes(self, case: Case) -> tuple[bool, ...]:
         """In place or not; beside peers the form that all of them have."""

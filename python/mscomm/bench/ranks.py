@@ -14,7 +14,7 @@ import mscomm
 from mscomm.bench import report
 from mscomm.bench.contenders import Contender, ourselves
 from mscomm.bench.peers import PEERS, Unfit
-from mscomm.bench.plan import BUCKETS, TUNE, Plan
+from mscomm.bench.plan import BUCKETS, TUNE, WARMUP_CALLS, Plan
 from mscomm.bench.table import Case
 
 Result = dict[str, Any]
@@ -84,18 +84,18 @@ def rehearse(contender: Contender, count: int, in_place: bool) -> None:
 
 def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
     """For each contender and mode: the calls' times by round, and the wrong elements. Round by round in turn."""
-    iterations = plan.iterations_of(case.size(count))
     found: Result = {contender.name: {} for contender in contenders}
     for in_place in plan.modes(case):
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
+        # An MPI's samples are on rank 0 alone, and it is rank 0 that tells the MPI how often.
+        trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
         for _ in range(plan.rounds):
             for name, cell in cells.items():
-                affordable = plan.affordable(iterations, rounds[name][0] if rounds[name] else [])
-                rounds[name].append(cell.measure(plan.warmup, affordable))
+                rounds[name].append(cell.measure(*plan.calls(statistics.median(trials[name]))))
         for name, cell in cells.items():
             wrong = cell.wrong() if plan.check else None
-            medians = [statistics.median(one) for one in rounds[name] if one]  # an MPI's samples are on rank 0 alone
+            medians = [statistics.median(one) for one in rounds[name] if one]
             us = statistics.median(medians) if medians else 0.0
             mode = "in_place" if in_place else "out_of_place"
             found[name][mode] = {"us": us, "wrong": wrong, "rounds_us": rounds[name]}

@@ -98,7 +98,8 @@ def _head(plan: Plan, env: dict[str, Any]) -> None:
         say("# " + " ".join(f"{name}={value}" for name, value in env["variables"].items()))
     for name, about in env["contenders"].items():
         say(f"# {name}: {about}")
-    say(f"# time: of a call, the mean over ranks; the median over rounds of their medians. Warm-up {plan.warmup} calls")
+    warmup = "10 ms" if plan.warmup is None else f"{plan.warmup} calls"
+    say(f"# time: of a call, the mean over ranks; the median over rounds of their medians. Warm-up {warmup}")
 
 
 def row(plan: Plan, case: Case, row: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SELF_TEST_S = 60
+_SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 
 SCHEMA = "mscomm-doctor/1"
@@ -297,8 +298,7 @@ def route_to(host: str) -> str:
 
 
 def memory() -> Iterator[Finding]:
-    yield memfd()
-    yield Finding("huge pages of shared memory", huge_pages())
+    yield shared_memory()
     yield Finding(
         "MADV_POPULATE_WRITE", "yes" if populates() else "no (Linux before 5.14): pages are touched one by one"
     )
@@ -308,26 +308,20 @@ def memory() -> Iterator[Finding]:
     except OSError:
         yield Finding("/dev/shm", "none, and not used")
     yield Finding("pidfd_open", pidfd())
-    yield Finding("process_vm_readv", f"{vm_readv()}; not used")
+    yield Finding("process_vm_readv", vm_readv())
 
 
-def memfd() -> Finding:
-    """Whether there is memory that the ranks of this host can share."""
+def shared_memory() -> Finding:
+    """Whether there is memory that the ranks of this host can share, and of which kind."""
+    from mscomm import Error, _core
+
     try:
-        os.close(os.memfd_create("mscomm-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except OSError as error:
-        return Finding("memfd_create", f"{error.strerror}: ranks cannot share memory here", fault=True)
-    return Finding("memfd_create", "yes, with seals")
-
-
-def huge_pages(path: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> str:
-    """What the kernel does where shared memory asks for huge pages."""
-    chosen = re.search(r"\[(\w+)\]", _read(path) or "")
-    if not chosen:
-        return "not known: the kernel does not say"
-    if chosen[1] in ("never", "deny"):
-        return f"{chosen[1]}; large arrays get faster by: echo advise > {path} (as root)"
-    return chosen[1]
+        found = _core.describe_memory()
+    except Error as error:
+        return Finding("shared memory", f"{error}: ranks cannot share memory here", fault=True)
+    if "small pages" in found:
+        found += f"; large arrays get faster by: echo advise > {_SHMEM_ENABLED} (as root)"
+    return Finding("shared memory", found)
 
 
 def populates() -> bool:
@@ -359,9 +353,11 @@ def vm_readv() -> str:
     here, there = (Piece(ctypes.addressof(memory), 6) for memory in (target, source))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.process_vm_readv(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 6:
-        return f"forbidden ({os.strerror(ctypes.get_errno())})"
+        return f"forbidden ({os.strerror(ctypes.get_errno())}): private arrays are copied twice"
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
-    return f"not between ranks (ptrace_scope {scope})" if scope not in (None, "0") else "allowed"
+    if scope not in (None, "0"):
+        return f"not between ranks (ptrace_scope {scope}; root may): private arrays are copied twice"
+    return "allowed: long private arrays are copied once"
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+#include "transport/own_tmpfs.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+
+namespace mscomm {
+
+namespace {
+
+// From linux/mount.h and the system call table of kernel 5.2, the same on all machines; the build machine's headers may be older.
+constexpr long sys_fsopen = 430, sys_fsconfig = 431, sys_fsmount = 432;
+constexpr int fsopen_cloexec = 1, fsmount_cloexec = 1;
+constexpr int set_string = 1, create = 6;
+constexpr int nosuid_nodev_noexec = 2 | 4 | 8;
+
+// What the child is told and what it found: it shares our memory and our descriptors, not our right to allocate or throw.
+struct Task {
+  const char* label;
+  std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is this user outside of it
+  int fd = -1;
+  const char* failed = nullptr;  // what was tried
+  int error = 0;
+
+  // Notes the first failure.
+  bool ok(long result, const char* what) {
+    if (result >= 0) return true;
+    if (!failed) failed = what, error = errno;
+    return false;
+  }
+};
+
+void make_file(Task& task) {
+  const int tmpfs = static_cast<int>(syscall(sys_fsopen, "tmpfs", fsopen_cloexec));
+  if (!task.ok(tmpfs, "fsopen of a tmpfs")) return;
+  int mount = -1;
+  if (task.ok(syscall(sys_fsconfig, tmpfs, set_string, "huge", "advise", 0), "a tmpfs with huge=advise") &&
+      task.ok(syscall(sys_fsconfig, tmpfs, set_string, "size", "0", 0), "a tmpfs without a limit") &&
+      task.ok(syscall(sys_fsconfig, tmpfs, set_string, "mode", "0700", 0), "a tmpfs with mode=0700") &&
+      task.ok(syscall(sys_fsconfig, tmpfs, create, nullptr, nullptr, 0), "making a tmpfs")) {
+    mount = static_cast<int>(syscall(sys_fsmount, tmpfs, fsmount_cloexec, nosuid_nodev_noexec));
+    if (task.ok(mount, "fsmount of a tmpfs")) {
+      task.fd = openat(mount, task.label, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+      if (task.ok(task.fd, "a file in a tmpfs")) unlinkat(mount, task.label, 0);
+      close(mount);
+    }
+  }
+  close(tmpfs);
+}
+
+bool write_file(const char* path, const char* text) {
+  const int fd = open(path, O_WRONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  const bool written = write(fd, text, std::strlen(text)) >= 0;
+  const int error = errno;
+  close(fd);
+  errno = error;
+  return written;
+}
+
+// user_namespaces(7), "Defining user and group ID mappings".
+int in_namespace(void* argument) {
+  Task& task = *static_cast<Task*>(argument);
+  if (task.ok(write_file("/proc/self/uid_map", task.users.data()) ? 0 : -1, "uid_map of a user namespace") &&
+      task.ok(write_file("/proc/self/setgroups", "deny") ? 0 : -1, "setgroups of a user namespace") &&
+      task.ok(write_file("/proc/self/gid_map", task.groups.data()) ? 0 : -1, "gid_map of a user namespace"))
+    make_file(task);
+  return 0;
+}
+
+// A user namespace is for a process with one thread. So a child, for a moment and instead of us, that has our memory and our
+// table of descriptors; no fork handler runs, no page table is copied, no SIGCHLD is sent.
+void make_file_in_namespace(Task& task) {
+  std::snprintf(task.users.data(), task.users.size(), "0 %u 1", geteuid());
+  std::snprintf(task.groups.data(), task.groups.size(), "0 %u 1", getegid());
+  std::array<char, 64 << 10> stack;  // grows down
+  const auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) / 16 * 16;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // a handler would run in the child
+  const pid_t child = clone(in_namespace, reinterpret_cast<void*>(top),
+                            CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER | CLONE_NEWNS, &task);
+  const int error = errno;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  errno = error;
+  if (task.ok(child, "a user namespace"))
+    while (waitpid(child, nullptr, __WALL) < 0 && errno == EINTR) {
+    }
+}
+
+}  // namespace
+
+int open_in_own_tmpfs(const char* label, std::string& why) {
+  Task task{.label = label};
+  make_file(task);
+  if (task.error == EPERM) {
+    task = {.label = label};
+    make_file_in_namespace(task);
+  }
+  if (task.fd < 0) why = std::string(task.failed ? task.failed : "no answer of the child") + ": " + std::strerror(task.error);
+  return task.fd;
+}
+
+}  // namespace mscomm

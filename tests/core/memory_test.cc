@@ -1,0 +1,80 @@
+// Shared memory: what is taken from a peer, and where pages are huge.
+#include "transport/memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+#include "base/error.h"
+#include "check.h"
+#include "transport/heap.h"
+
+using namespace mscomm;
+
+namespace {
+
+bool refused(int fd) {
+  bool thrown = false;
+  try {
+    check_memory(fd);
+  } catch (const Error& error) {
+    thrown = std::string(error.what()).find("a peer sent a descriptor that is neither") == 0;
+  }
+  close(fd);
+  return thrown;
+}
+
+void only_memory_is_taken_from_a_peer() {
+  const int fd = make_memory("test-heap", 12345);
+  CHECK(check_memory(fd) == 12345);
+  close(fd);
+  CHECK(refused(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+  CHECK(refused(open("/dev/zero", O_RDWR | O_CLOEXEC)));
+  char name[] = "/tmp/mscomm-test-XXXXXX";
+  const int named = mkostemp(name, O_CLOEXEC);
+  CHECK(refused(named));
+  unlink(name);
+}
+
+// Kilobytes of [begin, begin + bytes) that this process has mapped as huge pages, by /proc/self/smaps.
+size_t huge_kb(const char* begin, size_t bytes) {
+  std::ifstream smaps("/proc/self/smaps");
+  const auto first = reinterpret_cast<uintptr_t>(begin), last = first + bytes;
+  size_t found = 0, low = 0, high = 0, kb = 0;
+  for (std::string line; std::getline(smaps, line);) {
+    if (std::sscanf(line.c_str(), "%zx-%zx", &low, &high) == 2) continue;
+    if (std::sscanf(line.c_str(), "ShmemPmdMapped: %zu", &kb) == 1 && low < last && first < high) found += kb;
+  }
+  return found;
+}
+
+void long_arrays_have_huge_pages_and_short_ones_do_not() {
+  if (describe_memory().find("huge pages") == std::string::npos || describe_memory().find("always") != std::string::npos) return;
+  constexpr size_t heap_bytes = 1u << 30, bytes = 8u << 20, control = 9u << 20;
+  const int fd = make_memory("test-heap", heap_bytes);
+  Heap heap(Mapping(fd, heap_bytes));
+  close(fd);
+  auto* small = static_cast<char*>(heap.allocate(100'000));
+  CHECK(huge_kb(small, 100'000) == 0);
+  auto* array = static_cast<char*>(heap.allocate(bytes));
+  CHECK(huge_kb(array, bytes) == bytes >> 10);
+  heap.release(array);
+  const char* reserved = heap.mapping().begin() + heap.reserve(control);
+  CHECK(reserved == array || reserved < array);  // where the array was
+  for (size_t at = 0; at < control; at += 4096) CHECK(reserved[at] == 0);
+  CHECK(huge_kb(reserved, control) == 0);
+  heap.release(small);
+}
+
+}  // namespace
+
+int main() {
+  only_memory_is_taken_from_a_peer();
+  long_arrays_have_huge_pages_and_short_ones_do_not();
+  return test::failed();
+}

@@ -1,0 +1,126 @@
+"""Where arrays lie and how they are read: the kinds of shared memory, and private memory that is read where it is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from ranks import everybody_is_here, ranks, when_inside
+
+import mscomm
+from mscomm import _core
+from mscomm.groups import resolve
+
+SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # bytes: below, at and beyond every threshold
+
+
+def pieces(make, rank: int, n: int) -> None:
+    """Every collective that moves and does not combine, with pieces of all sizes."""
+
+    def drawn(size: int, seed: int) -> np.ndarray:
+        x = make(size, np.uint8)
+        x[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        return x
+
+    for size in SIZES:
+        of_ranks = [drawn(size, seed) for seed in range(n)]
+        mine, whole = of_ranks[rank], np.concatenate(of_ranks)
+        np.testing.assert_array_equal(mscomm.all_gather(mine, out=make(n * size, np.uint8)), whole)
+        for root in range(n):
+            np.testing.assert_array_equal(mscomm.broadcast(drawn(size, rank), root), of_ranks[root])
+            mine_is_root = rank == root
+            got = mscomm.scatter(whole if mine_is_root else None, root, out=make(size, np.uint8))
+            np.testing.assert_array_equal(got, mine)
+            got = mscomm.gather(mine, root, out=make(n * size, np.uint8) if mine_is_root else None)
+            if mine_is_root:
+                np.testing.assert_array_equal(got, whole)
+        sent = [drawn(n * size, n + seed).reshape(n, size) for seed in range(n)]
+        got = mscomm.all_to_all(sent[rank], out=make(n * size, np.uint8).reshape(n, size))
+        np.testing.assert_array_equal(got, np.stack([sent[source][rank] for source in range(n)]))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("memory", ["private", "shared", "mixed"])
+@ranks("n")
+def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
+    shared = memory == "shared" or (memory == "mixed" and rank == 1)
+    pieces(mscomm.empty if shared else np.empty, rank, n)
+    assert memory == "shared" or resolve(None).core.pulls()
+
+
+def forbid_reading_me() -> None:
+    """Nobody without the right to trace any process may read this one's memory (prctl(2), PR_SET_DUMPABLE)."""
+    set_dumpable = 4
+    assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
+
+
+def give_up_tracing() -> None:
+    """Without CAP_SYS_PTRACE on this thread, as an ordinary user (capabilities(7))."""
+    version, sys_ptrace = 0x20080522, 19
+    header = (ctypes.c_uint32 * 2)(version, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0 to 31, and of 32 and on
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << sys_ptrace)
+    assert libc.capset(header, sets) == 0
+
+
+@ranks(3)
+def test_where_one_rank_cannot_be_read_arrays_are_staged(rank, group):
+    give_up_tracing()
+    if rank == 1:
+        forbid_reading_me()
+    everybody_is_here()
+    pieces(np.empty, rank, 3)
+    assert not resolve(None).core.pulls()
+
+
+@ranks(2, expect={1: -signal.SIGKILL})
+def test_a_rank_that_is_killed_while_it_is_read_is_lost(rank, group):
+    x, out = np.ones(64 << 20, np.uint8), np.empty(128 << 20, np.uint8)
+    mscomm.all_gather(x, out=out)
+    assert resolve(None).core.pulls()
+    if rank == 1:
+        when_inside(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(mscomm.PeerLost) as lost:
+        while True:
+            mscomm.all_gather(x, out=out)
+    assert lost.value.ranks == (1,)
+
+
+SUM = """
+import numpy as np, mscomm
+from mscomm import _core
+x = mscomm.empty(1 << 20, np.float32)
+mscomm.init()
+x[:] = mscomm.get_rank() + 1
+assert (mscomm.all_reduce(x) == 3).all()
+assert (mscomm.all_gather(x).reshape(2, -1) == [[1], [2]]).all()
+print(_core.describe_memory())
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare (util-linux)")
+@pytest.mark.skipif(not _core.describe_memory().startswith("a tmpfs"), reason="memfds are what is used here")
+def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
+    """Root of a user namespace has no right to mount outside of it; and here nobody may make another one."""
+    script = tmp_path / "sum.py"
+    script.write_text(SUM)
+    forbidden = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", forbidden, "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        done.stdout.count("memfd, small pages (shmem_enabled: never; a user namespace: No space left on device)") == 2
+    )
