@@ -54,6 +54,22 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
     assert memory == "shared" or resolve(None).core.pulls()
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("memory", ["private", "mixed"])
+@ranks(2)
+def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place):
+    """From 2 MiB on they are made from what is read where it is."""
+    for count in (1 << 19, (5 << 18) + 1, 3_000_001):
+        xs = [np.random.default_rng(seed).standard_normal(count, np.float32) for seed in range(2)]
+        x = (mscomm.empty if memory == "mixed" and rank == 1 else np.empty)(count, np.float32)
+        x[:] = xs[rank]
+        out = x if in_place else np.empty_like(x)
+        mscomm.all_reduce(x, out=out)
+        np.testing.assert_array_equal(out.view(np.uint32), (xs[0] + xs[1]).view(np.uint32))
+        assert in_place or (x == xs[rank]).all()
+        assert resolve(None).core.pulls()
+
+
 def forbid_reading_me() -> None:
     """Nobody without the right to trace any process may read this one's memory (prctl(2), PR_SET_DUMPABLE)."""
     set_dumpable = 4

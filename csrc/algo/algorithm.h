@@ -179,9 +179,9 @@ struct Moves {
   Blocks blocks;     // of x, as for Staging
   size_t largest_x;  // of all ranks
 };
-// Moves them by the shortest way there is for each pair: one of the two copies where the other's array lies in a heap, else both
-// by way of staging.
-void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait& wait);
+// Moves them by the shortest way there is for each pair: one of the two copies where the other's array lies in a heap; one, too,
+// where it can be read in the other's process and that is worth it; else both by way of staging.
+void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait);
 
 // --- over the mesh (mesh_steps.cc) ---
 

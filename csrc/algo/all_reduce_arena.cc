@@ -3,8 +3,10 @@
 // Heap memory: rank r reads part r of every x and writes the result into part r of every out that there is: two rounds, nothing
 // is copied. Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1
 // out, chunk k is reduced and chunk k+1 copied in. A rank's own part is never staged: it comes from its x and goes to its out.
+// Two ranks read long foreign memory where it is, if the kernel lets them.
 // Tiny messages that are not all in heaps: everybody reads everybody's slot, one round.
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "algo/algorithm.h"
@@ -119,6 +121,28 @@ class Chunks {
   std::vector<const void*> in_;
 };
 
+// From so many bytes on two ranks that may read each other's memory need no staging: of both parts of the message each is read
+// once before it is combined and once afterwards. More ranks would all read the same then, and that takes longer.
+constexpr size_t pulled_bytes = 2 << 20;
+
+void pulled(const Call& call, const Ranks& ranks, const Wait& wait) {
+  Arena& arena = *ranks.arena;
+  const int me = arena.rank(), peer = 1 - me;
+  char* const copied = ranks.scratch_of(chunk_bytes);
+  const Range mine = part(call.bytes(), 2, me), theirs = part(call.bytes(), 2, peer);
+  std::array<const void*, 2> in;
+  for (size_t at = mine.begin; at < mine.end; at += chunk_bytes) {
+    const size_t now = std::min(chunk_bytes, mine.end - at);
+    arena.pull(peer, arena.posted(peer).x_address + at, copied, now);
+    in[static_cast<size_t>(me)] = call.in() + at;
+    in[static_cast<size_t>(peer)] = copied;
+    reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + at, now);
+  }
+  arena.round(wait);
+  arena.pull(peer, arena.posted(peer).out_address + theirs.begin, call.result() + theirs.begin, theirs.bytes());
+  arena.round(wait);
+}
+
 }  // namespace
 
 void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
@@ -131,11 +155,16 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     else from_slots(call, ranks, wait);
     return;
   }
+  const bool pulled_if_foreign = arena.size() == 2 && call.signature.root < 0 && call.bytes() >= pulled_bytes;
   Chunks chunks(call, ranks);
-  chunks.put(0);
+  if (!(pulled_if_foreign && arena.pulls())) chunks.put(0);
   meet(arena, wait);
   if (all_in_heaps(call, arena)) {
     in_heaps(call, ranks, wait);
+    return;
+  }
+  if (pulled_if_foreign && arena.can_pull(wait)) {
+    pulled(call, ranks, wait);
     return;
   }
   chunks.look();

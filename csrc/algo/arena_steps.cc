@@ -1,4 +1,6 @@
 // What the algorithms in the arena share: the first round, x's way through staging, and moving without combining.
+#include <optional>
+
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -48,15 +50,74 @@ const char* Staging::at(int rank, size_t k) const {
   return arena_.chunk(rank, first_ + k) + (blocks_.size() > 1 ? static_cast<size_t>(arena_.rank()) * piece_bytes_ : 0);
 }
 
+namespace {
+
+// How a destination gets what a source has for it.
+enum class Way { own, read, staged, pulled };
+
+struct Plan {
+  Move move;
+  Way way;
+  size_t share;  // so many bytes at the end of it the source writes itself
+};
+
+// The posts are the same for all, so all ranks see the same ways.
+class Ways {
+ public:
+  // foreign: how foreign memory comes that cannot be written to its destination.
+  Ways(const Moves& moves, const Arena& arena, int root, Way foreign)
+      : moves_(moves), arena_(arena), root_(root), foreign_(foreign), for_all_(moves.blocks.size() == 1) {
+    for (int source = 0; source < arena.size(); source++)
+      for (int destination = 0; destination < arena.size(); destination++) {
+        const auto [move, way, share] = between(source, destination);
+        if (move.bytes == 0 || way == Way::own) continue;
+        if (way == Way::staged && share < move.bytes) largest_staged_ = std::max(largest_staged_, move.bytes);
+        else touched_ = true;
+      }
+  }
+
+  Plan between(int source, int destination) const {
+    const Move move = moves_.between(source, destination);
+    if (source == destination) return {move, Way::own, 0};
+    const bool readable = arena_.x_in_heap(source);
+    const bool writable = arena_.posted(destination).out_offset != not_in_heap;
+    const Way way = readable ? Way::read : foreign_;
+    if (!writable) return {move, way, 0};
+    // A root that has one message for all has its part in the work: it would have to write it many times.
+    if (for_all_ && source == root_)
+      return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
+    // Else the root is alone: where both could copy, the others do it.
+    return {move, way, !readable || destination == root_ ? move.bytes : 0};
+  }
+  size_t largest_staged() const { return largest_staged_; }
+  // Whether somebody's array is read or written by somebody else.
+  bool touched() const { return touched_; }
+
+ private:
+  const Moves& moves_;
+  const Arena& arena_;
+  const int root_;
+  const Way foreign_;
+  const bool for_all_;
+  size_t largest_staged_ = 0;
+  bool touched_ = false;
+};
+
 // Foreign memory that one rank needs is read where it is, in one copy, if the kernel lets us: two by way of staging take longer.
 // Not so where several ranks need the same, or the one that has it would have nothing to do but wait for one that copies a long
 // message. Measured, see docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
-void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait& wait) {
+bool worth_pulling(const Call& call, const Moves& moves, int n) {
+  if (moves.blocks.size() > 1) return moves.largest_x / static_cast<size_t>(n) >= tiny_bytes;
+  return n == 2 && (call.signature.root < 0 || moves.largest_x <= pulled_from_root_bytes);
+}
+
+}  // namespace
+
+void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank(), root = call.signature.root;
-  const bool for_all = moves.blocks.size() == 1;
   // In place, all_to_all writes over what others still need: then nobody else touches the array.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
   const Call posted = hidden ? Call{.signature = call.signature} : call;
@@ -68,87 +129,51 @@ void move_in_arena(const Call& call, const Ranks& ranks, Moves moves, const Wait
     }
     return;
   }
-  const bool pulled_if_foreign = !hidden && (for_all ? n == 2 && (root < 0 || moves.largest_x <= pulled_from_root_bytes)
-                                                     : moves.largest_x / static_cast<size_t>(n) >= tiny_bytes);
-  Staging staging(arena, pulled_if_foreign && arena.pulls() ? nullptr : moves.x, std::move(moves.blocks));
+  const bool pull = !hidden && worth_pulling(call, moves, n);
+  Staging staging(arena, pull && arena.pulls() ? nullptr : moves.x, moves.blocks);
   staging.enter(posted, wait);
-
-  // The posts are the same for all, so all see the same ways. Of what the destination reads the source writes the end, `share`.
-  enum class Way { own, read, staged, pulled };
-  struct Plan {
-    Move move;
-    Way way;
-    size_t share;
-  };
-  Way foreign = Way::staged;
-  const auto plan = [&](int source, int destination) -> Plan {
-    const Move move = moves.between(source, destination);
-    if (source == destination) return {move, Way::own, 0};
-    const bool readable = arena.x_in_heap(source);
-    const bool writable = arena.posted(destination).out_offset != not_in_heap;
-    const Way way = readable ? Way::read : foreign;
-    if (!writable) return {move, way, 0};
-    // A root that has one message for all has its part in the work: it would have to write it many times.
-    if (for_all && source == root) return {move, way, readable ? part(move.bytes, n, n - 1).bytes() : 0};
-    // Else the root is alone: where both could copy, the others do it.
-    return {move, way, !readable || destination == root ? move.bytes : 0};
-  };
-  size_t largest_staged = 0;
-  bool shared = false;  // somebody's array was read or written by somebody else
-  const auto look = [&] {
-    largest_staged = 0, shared = false;
-    for (int source = 0; source < n; source++)
-      for (int destination = 0; destination < n; destination++) {
-        const auto [move, way, share] = plan(source, destination);
-        if (move.bytes == 0 || way == Way::own) continue;
-        if (way == Way::staged && share < move.bytes) largest_staged = std::max(largest_staged, move.bytes);
-        else shared = true;
-      }
-  };
-  look();
-  if (largest_staged > 0 && pulled_if_foreign && arena.can_pull(wait)) {
-    foreign = Way::pulled;
-    look();
-  }
+  std::optional<Ways> ways(std::in_place, moves, arena, root, Way::staged);
+  if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, root, Way::pulled);
 
   // Each rank starts with another peer, so that they do not all use one at a time.
   for (int i = 1; i < n; i++) {
     const int destination = (me + i) % n;
-    const auto [move, way, share] = plan(me, destination);
-    if (!for_all && (way != Way::staged || share == move.bytes)) staging.leave_out(destination);
+    const auto [move, way, share] = ways->between(me, destination);
+    if (moves.blocks.size() > 1 && (way != Way::staged || share == move.bytes)) staging.leave_out(destination);
     if (share == 0) continue;
     const size_t begin = move.bytes - share;
     copy(arena.at(destination, arena.posted(destination).out_offset + move.to, move.bytes) + begin, moves.x + move.from + begin,
          share);
   }
-  const size_t steps = staging.steps(largest_staged);
+  const size_t steps = staging.steps(ways->largest_staged());
   for (size_t k = 0; k < std::max<size_t>(1, steps); k++) {
     const bool last = k + 1 >= steps;
     if (!last) staging.put(k + 1);
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
-      const auto [move, way, share] = plan(source, me);
+      const auto [move, way, share] = ways->between(source, me);
       // Also what is read directly goes piece by piece: in place it may only fill what was staged before.
       Range now = piece(move.bytes - share, staging.piece_bytes(), k);
       if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;
       char* const to = call.result() + move.to + now.begin;
+      const Post& post = arena.posted(source);
       switch (way) {
         case Way::own:
           copy(to, moves.x + move.from + now.begin, now.bytes());
           break;
         case Way::read:
-          copy(to, arena.at(source, arena.posted(source).x_offset + move.from, move.bytes) + now.begin, now.bytes());
+          copy(to, arena.at(source, post.x_offset + move.from, move.bytes) + now.begin, now.bytes());
           break;
         case Way::staged:
           copy(to, staging.at(source, k), now.bytes());
           break;
         case Way::pulled:
-          arena.pull(source, move.from + now.begin, to, now.bytes());
+          arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes());
           break;
       }
     }
-    if (!last || shared) arena.round(wait);
+    if (!last || ways->touched()) arena.round(wait);
   }
   arena.steps() += steps;
 }

@@ -21,9 +21,14 @@ namespace mscomm {
 
 namespace {
 
-// How long a waiter stays awake before it sleeps; a sleep and its wake cost a few microseconds each. See docs/performance.md.
-constexpr double awake_s = 100e-6;
-constexpr int polls_a_turn = 64;  // about a microsecond: most partners of a small call arrive within it
+// How long a waiter stays awake before it sleeps. See docs/performance.md.
+constexpr std::chrono::microseconds awake{100};
+// With ranks beyond CPUs a yield can be in vain: who has had less than his share of the CPU gets it back at once, or keeps it to
+// the end of his slice, while a rank that all wait for cannot run. After as long as a sleep and its wake take, that is what
+// helps.
+constexpr std::chrono::microseconds as_long_as_a_sleep{5};
+constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that returns sooner was in vain
+constexpr int polls_a_turn = 64;                        // about a microsecond: most partners of a small call arrive within it
 
 // At most: a look at the others costs a cache line from each, parting tens of microseconds.
 constexpr std::chrono::microseconds look_every{50}, part_every{1000};
@@ -98,7 +103,7 @@ char* Arena::staging(int rank) const {
 void Arena::post(const Call& call) {
   parity_ ^= 1;
   slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes),
-                               reinterpret_cast<uint64_t>(call.x)};
+                               reinterpret_cast<uint64_t>(call.x), reinterpret_cast<uint64_t>(call.out)};
   first_round_ = round_ + 1;
   slot(rank_).lines[first_round_ & 1].fingerprint = call.signature.fingerprint();
 }
@@ -143,17 +148,21 @@ void Arena::round(const Wait& wait) {
   // on the same.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
+  Clock::duration in_vain{};  // of the last yields, in which nobody else got the CPU
   while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
       if (open()) return;
       pause_briefly();
     }
-    if (start && seconds_since(*start) > awake_s) break;
+    const auto now = Clock::now();
     if (!start) {
-      start = Clock::now();
+      start = now;
       if (spin_) part_from_who_shares_the_cpu();
     }
+    if (now - *start > awake || (!spin_ && in_vain > as_long_as_a_sleep)) break;
     sched_yield();
+    const auto took = Clock::now() - now;
+    in_vain = took < two_switches ? in_vain + took : Clock::duration{};
   }
   slot(rank_).place.store(0, std::memory_order_relaxed);
   sleep(wait);
@@ -254,10 +263,9 @@ bool Arena::reads_token_of(int rank) const {
   return read_process(other.process, other.token_address, &token, sizeof token) == sizeof token && token == other.token;
 }
 
-void Arena::pull(int rank, size_t from, void* to, size_t bytes) const {
-  const uint64_t x = posted(rank).x_address;
+void Arena::pull(int rank, uint64_t address, void* to, size_t bytes) const {
   for (size_t done = 0; done < bytes;) {
-    const ssize_t now = read_process(slot(rank).process, x + from + done, static_cast<char*>(to) + done, bytes - done);
+    const ssize_t now = read_process(slot(rank).process, address + done, static_cast<char*>(to) + done, bytes - done);
     if (now > 0) {
       done += static_cast<size_t>(now);
       continue;

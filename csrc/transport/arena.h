@@ -32,7 +32,7 @@ struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // in its heap
   uint64_t out_offset = not_in_heap;
-  uint64_t x_address = 0;  // in its process; 0: not for others
+  uint64_t x_address = 0, out_address = 0;  // in its process; 0: not for others
 };
 
 class Arena {
@@ -86,8 +86,8 @@ class Arena {
   bool can_pull(const Wait& wait);
   // What can_pull has found; false before.
   bool pulls() const { return pulls_ == Tried::yes; }
-  // Copies bytes from `from` on of the x that rank posted.
-  void pull(int rank, size_t from, void* to, size_t bytes) const;
+  // Copies bytes from that address on in rank's process.
+  void pull(int rank, uint64_t address, void* to, size_t bytes) const;
 
   // rank's memory at an offset that it posted, after checking that bytes from there lie in its heap; nullptr: not in its heap.
   char* at(int rank, uint64_t offset, size_t bytes) const;

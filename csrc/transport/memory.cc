@@ -82,7 +82,7 @@ size_t check_memory(int fd) {
   if (fstat(fd, &status) < 0) throw system_error("fstat of a peer's shared memory", errno);
   const int seals = fcntl(fd, F_GET_SEALS);
   const bool sealed = seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
-  if (!S_ISREG(status.st_mode) || !(sealed || own_file_in_tmpfs(fd, status)))
+  if (!S_ISREG(status.st_mode) || !(sealed || (seals == F_SEAL_SEAL && own_file_in_tmpfs(fd, status))))
     throw Error("Error", "a peer sent a descriptor that is neither sealed shared memory nor a file in a tmpfs of its own");
   return static_cast<size_t>(status.st_size);
 }
