@@ -15,8 +15,9 @@ namespace mscomm {
 
 namespace {
 
-// Bytes of each input that are read, reduced and written to all outputs while they are in the cache.
-constexpr size_t hot_bytes = 4 << 10;
+// Bytes of each input that are read, reduced and written to all outputs while they are in the cache. In the arena, where a rank's
+// part is too long for any cache, memory likes longer pieces.
+constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
@@ -39,8 +40,9 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
     if (receives(call, rank)) out.push_back(arena.at(rank, arena.posted(rank).out_offset, bytes));
   }
   const Range mine = part(bytes, arena.size(), arena.rank());
-  for (size_t at = mine.begin; at < mine.end; at += hot_bytes) {
-    const size_t now = std::min(hot_bytes, mine.end - at);
+  const size_t hot = mine.bytes() < long_part ? hot_bytes : hot_bytes_of_long_parts;
+  for (size_t at = mine.begin; at < mine.end; at += hot) {
+    const size_t now = std::min(hot, mine.end - at);
     for (size_t rank = 0; rank < n; rank++) in[rank] = x[rank] + at;
     reduce_in_order(call.signature, ranks.layout, in.data(), out[0] + at, now);
     for (size_t i = 1; i < out.size(); i++) std::memcpy(out[i] + at, out[0] + at, now);

@@ -15,7 +15,7 @@ TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer say little on a machine that does other things too
 
 WARMUP_CALLS = 5  # at least, where nothing is asked for
-_WARMUP_US = 10e3
+_WARMUP_US = 50e3
 _ROUND_US = 100e3
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -92,7 +92,8 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
         trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
         for _ in range(plan.rounds):
             for name, cell in cells.items():
-                rounds[name].append(cell.measure(*plan.calls(statistics.median(trials[name]))))
+                shortest = min(statistics.median(one) for one in (trials[name], *rounds[name]) if one)
+                rounds[name].append(cell.measure(*plan.calls(shortest)))
         for name, cell in cells.items():
             wrong = cell.wrong() if plan.check else None
             medians = [statistics.median(one) for one in rounds[name] if one]

@@ -98,7 +98,7 @@ def _head(plan: Plan, env: dict[str, Any]) -> None:
         say("# " + " ".join(f"{name}={value}" for name, value in env["variables"].items()))
     for name, about in env["contenders"].items():
         say(f"# {name}: {about}")
-    warmup = "10 ms" if plan.warmup is None else f"{plan.warmup} calls"
+    warmup = "50 ms" if plan.warmup is None else f"{plan.warmup} calls"
     say(f"# time: of a call, the mean over ranks; the median over rounds of their medians. Warm-up {warmup}")
 
 

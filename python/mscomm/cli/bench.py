@@ -46,7 +46,7 @@ moves the bytes that the collective has to)."""
 @click.option("-o", "--op", default="sum", help="sum prod min max avg band bor bxor.  [sum]")
 @click.option("-r", "--root", type=click.IntRange(0), default=0, help="The root, where there is one.  [0]")
 @click.option("--iters", type=click.IntRange(1), help="Timed calls of a size.  [5 to 1000: 100 ms]")
-@click.option("-w", "--warmup", type=click.IntRange(0), help="Calls before them.  [10 ms, 5 at least]")
+@click.option("-w", "--warmup", type=click.IntRange(0), help="Calls before them.  [50 ms, 5 at least]")
 @click.option("--rounds", type=click.IntRange(1), help="Repeat all that so often.  [1; 5 with --vs]")
 @click.option("-c", "--check", type=click.IntRange(0, 1), default=1, help="1: compare each size's results.  [1]")
 @click.option("--shared", is_flag=True, help="Arrays of mscomm.empty; else ordinary ones.")
