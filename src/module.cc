@@ -19,8 +19,8 @@ using namespace mscomm;
 namespace {
 
 // A heap and the descriptor by which the peers map it, until close_fd.
-std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes) {
-  const int fd = make_memory("mscomm-heap", bytes);
+std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
+  const int fd = make_memory("mscomm-heap", bytes, own_tmpfs);
   try {
     return {std::make_shared<Heap>(Mapping(fd, bytes)), fd};
   } catch (...) {

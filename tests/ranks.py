@@ -200,13 +200,13 @@ def everybody_is_here() -> None:
 
 
 def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
-    """Beside the caller: then(), when this rank is in the group's call of that number."""
+    """Beside the caller: then(), when this rank is in the group's call of that number, or in a later one."""
     from mscomm import groups
 
     core = groups.resolve(group).core
 
     def watch() -> None:
-        while core.where()[:2] != (number, True):
+        while not ((where := core.where())[0] >= number and where[1]):
             time.sleep(0.002)
         then()
 

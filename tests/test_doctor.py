@@ -202,16 +202,16 @@ def test_the_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
 
 def test_the_memory_says_how_to_get_huge_pages_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     small = "memfd, small pages (shmem_enabled: never; a user namespace: No space left on device)"
-    monkeypatch.setattr(_core, "describe_memory", lambda: small)
-    assert re.fullmatch(rf"{re.escape(small)}; .*: echo advise > \S+ \(as root\)", doctor.shared_memory().value)
-    monkeypatch.setattr(_core, "describe_memory", lambda: "memfd, huge pages (shmem_enabled: advise)")
-    assert doctor.shared_memory() == ("shared memory", "memfd, huge pages (shmem_enabled: advise)", False)
+    monkeypatch.setattr(_core, "describe_memory", lambda wanted: small)
+    assert re.fullmatch(rf"{re.escape(small)}; .*: echo advise > \S+ \(as root\)", doctor.shared_memory({}).value)
+    monkeypatch.setattr(_core, "describe_memory", lambda wanted: "memfd, huge pages (shmem_enabled: advise)")
+    assert doctor.shared_memory({}) == ("shared memory", "memfd, huge pages (shmem_enabled: advise)", False)
 
-    def refused() -> str:
+    def refused(wanted: bool) -> str:
         raise mscomm.Error("memfd_create: Operation not permitted")
 
     monkeypatch.setattr(_core, "describe_memory", refused)
-    assert doctor.shared_memory().fault and "cannot share memory here" in doctor.shared_memory().value
+    assert doctor.shared_memory({}).fault and "cannot share memory here" in doctor.shared_memory({}).value
 
 
 LOOPBACK = {"127.0.0.1": "lo"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,13 @@ from mscomm import _core
 from mscomm.groups import resolve
 
 SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # bytes: below, at and beyond every threshold
+
+
+def may_read_each_other() -> bool:
+    """Whether the kernel lets processes of one user that are not parent and child (Yama's ptrace_scope)."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    said = scope.read_text().strip() if scope.exists() else "0"
+    return said == "0" or (os.geteuid() == 0 and said != "3")
 
 
 def pieces(make, rank: int, n: int) -> None:
@@ -51,7 +60,19 @@ def pieces(make, rank: int, n: int) -> None:
 def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
     shared = memory == "shared" or (memory == "mixed" and rank == 1)
     pieces(mscomm.empty if shared else np.empty, rank, n)
-    assert memory == "shared" or resolve(None).core.pulls()
+    assert resolve(None).core.pulls() == (memory != "shared" and may_read_each_other())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@ranks("n")
+def test_one_rank_in_place_and_the_others_not(rank, group, n):
+    """Whose array is written over cannot be read where it is; who it is the others know by its post alone."""
+    for in_place in (*range(n), 0, n - 1):
+        sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
+        x = sent[rank].copy()
+        got = mscomm.all_to_all(x, out=x if rank == in_place else None)
+        np.testing.assert_array_equal(got, np.stack([sent[source][rank] for source in range(n)]))
+    assert resolve(None).core.pulls() == may_read_each_other()
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -67,7 +88,7 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
         mscomm.all_reduce(x, out=out)
         np.testing.assert_array_equal(out.view(np.uint32), (xs[0] + xs[1]).view(np.uint32))
         assert in_place or (x == xs[rank]).all()
-        assert resolve(None).core.pulls()
+    assert resolve(None).core.pulls() == may_read_each_other()
 
 
 def forbid_reading_me() -> None:
@@ -101,13 +122,45 @@ def test_where_one_rank_cannot_be_read_arrays_are_staged(rank, group):
 def test_a_rank_that_is_killed_while_it_is_read_is_lost(rank, group):
     x, out = np.ones(64 << 20, np.uint8), np.empty(128 << 20, np.uint8)
     mscomm.all_gather(x, out=out)
-    assert resolve(None).core.pulls()
     if rank == 1:
         when_inside(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(mscomm.PeerLost) as lost:
         while True:
             mscomm.all_gather(x, out=out)
     assert lost.value.ranks == (1,)
+
+
+def secret_memory(bytes_: int) -> mmap.mmap:
+    """Memory that this process alone can read, and nobody where it is: as what a driver maps (memfd_secret(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(447, 0)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.ftruncate(fd, bytes_)
+    return mmap.mmap(fd, bytes_)
+
+
+def has_secret_memory() -> bool:
+    try:
+        secret_memory(4 << 20)[0] = 1
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_secret_memory(), reason="no memfd_secret here")
+@ranks(2)
+def test_arrays_that_cannot_be_read_where_they_are_are_staged(rank, group):
+    secret = np.frombuffer(secret_memory(4 << 20), np.uint8)
+    ordinary = np.empty(4 << 20, np.uint8)
+    for secret_ranks in ([], [0], [1], [0, 1], []):
+        x = secret if rank in secret_ranks else ordinary
+        x[:] = rank + 1
+        assert (mscomm.all_gather(x).reshape(2, -1) == [[1], [2]]).all()
+        assert (mscomm.all_to_all(x).reshape(2, -1) == [[1], [2]]).all()
+        assert (mscomm.all_reduce(x) == 3).all()
+        assert (mscomm.all_reduce(x, out=x) == 3).all()
+    assert resolve(None).core.pulls() == may_read_each_other()
 
 
 SUM = """
@@ -118,12 +171,12 @@ mscomm.init()
 x[:] = mscomm.get_rank() + 1
 assert (mscomm.all_reduce(x) == 3).all()
 assert (mscomm.all_gather(x).reshape(2, -1) == [[1], [2]]).all()
-print(_core.describe_memory())
+print(_core.describe_memory(True))
 """
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare (util-linux)")
-@pytest.mark.skipif(not _core.describe_memory().startswith("a tmpfs"), reason="memfds are what is used here")
+@pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memfds are what is used here")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
     """Root of a user namespace has no right to mount outside of it; and here nobody may make another one."""
     script = tmp_path / "sum.py"

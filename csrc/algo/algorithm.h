@@ -146,8 +146,8 @@ class Staging {
   Staging(Arena& arena, const void* x, Blocks blocks);
 
   // Posts the call, lays x's first pieces into staging, and meets the others: after that all ranks are known to make the same
-  // call.
-  void enter(const Call& call, const Wait& wait);
+  // call. pulled: as for Arena::post; what is known to be pulled is not staged.
+  void enter(const Call& call, Pulled pulled, const Wait& wait);
   // Nobody reads this block here.
   void leave_out(int block) { left_out_[static_cast<size_t>(block)] = true; }
   // Lays piece k of each block there; nothing where x is in a heap.

@@ -127,6 +127,12 @@ class Chunks {
 // once before it is combined and once afterwards. More ranks would all read the same then, and that takes longer.
 constexpr size_t pulled_bytes = 2 << 20;
 
+bool all_readable(const Arena& arena) {
+  for (int rank = 0; rank < arena.size(); rank++)
+    if (arena.posted(rank).x_address == 0 || arena.posted(rank).out_address == 0) return false;
+  return true;
+}
+
 void pulled(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int me = arena.rank(), peer = 1 - me;
@@ -135,13 +141,13 @@ void pulled(const Call& call, const Ranks& ranks, const Wait& wait) {
   std::array<const void*, 2> in;
   for (size_t at = mine.begin; at < mine.end; at += chunk_bytes) {
     const size_t now = std::min(chunk_bytes, mine.end - at);
-    arena.pull(peer, arena.posted(peer).x_address + at, copied, now);
+    arena.pull(peer, arena.posted(peer).x_address + at, copied, now, wait);
     in[static_cast<size_t>(me)] = call.in() + at;
     in[static_cast<size_t>(peer)] = copied;
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + at, now);
   }
   arena.round(wait);
-  arena.pull(peer, arena.posted(peer).out_address + theirs.begin, call.result() + theirs.begin, theirs.bytes());
+  arena.pull(peer, arena.posted(peer).out_address + theirs.begin, call.result() + theirs.begin, theirs.bytes(), wait);
   arena.round(wait);
 }
 
@@ -149,7 +155,8 @@ void pulled(const Call& call, const Ranks& ranks, const Wait& wait) {
 
 void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
-  arena.post(call);
+  const bool pull = arena.size() == 2 && call.signature.root < 0 && call.bytes() >= pulled_bytes;
+  arena.post(call, pull ? Pulled::x_and_out : Pulled::nothing);
   if (call.bytes() <= tiny_bytes) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
@@ -157,17 +164,21 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     else from_slots(call, ranks, wait);
     return;
   }
-  const bool pulled_if_foreign = arena.size() == 2 && call.signature.root < 0 && call.bytes() >= pulled_bytes;
   Chunks chunks(call, ranks);
-  if (!(pulled_if_foreign && arena.pulls())) chunks.put(0);
+  const bool staged = !(pull && arena.pulls());
+  if (staged) chunks.put(0);
   meet(arena, wait);
   if (all_in_heaps(call, arena)) {
     in_heaps(call, ranks, wait);
     return;
   }
-  if (pulled_if_foreign && arena.can_pull(wait)) {
+  if (pull && arena.can_pull(wait) && all_readable(arena)) {
     pulled(call, ranks, wait);
     return;
+  }
+  if (!staged) {
+    chunks.put(0);
+    arena.round(wait);
   }
   chunks.look();
   const size_t count = chunks.count();

@@ -29,9 +29,9 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
   if (blocks_.size() > 1) leave_out(arena.rank());  // its own block a rank reads from x
 }
 
-void Staging::enter(const Call& call, const Wait& wait) {
-  arena_.post(call);
-  put(0);
+void Staging::enter(const Call& call, Pulled pulled, const Wait& wait) {
+  arena_.post(call, pulled);
+  if (!(arena_.pulls() && arena_.posted(arena_.rank()).x_address != 0)) put(0);
   meet(arena_, wait);
 }
 
@@ -64,9 +64,9 @@ struct Plan {
 // The posts are the same for all, so all ranks see the same ways.
 class Ways {
  public:
-  // foreign: how foreign memory comes that cannot be written to its destination.
-  Ways(const Moves& moves, const Arena& arena, int root, Way foreign)
-      : moves_(moves), arena_(arena), root_(root), foreign_(foreign), for_all_(moves.blocks.size() == 1) {
+  // pull: whether foreign memory is read where it is, if its owner has said where.
+  Ways(const Moves& moves, const Arena& arena, int root, bool pull)
+      : moves_(moves), arena_(arena), root_(root), pull_(pull), for_all_(moves.blocks.size() == 1) {
     for (int source = 0; source < arena.size(); source++)
       for (int destination = 0; destination < arena.size(); destination++) {
         const auto [move, way, share] = between(source, destination);
@@ -81,7 +81,8 @@ class Ways {
     if (source == destination) return {move, Way::own, 0};
     const bool readable = arena_.x_in_heap(source);
     const bool writable = arena_.posted(destination).out_offset != not_in_heap;
-    const Way way = readable ? Way::read : foreign_;
+    const bool pullable = pull_ && arena_.posted(source).x_address != 0;
+    const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
     if (!writable) return {move, way, 0};
     // A root that has one message for all has its part in the work: it would have to write it many times.
     if (for_all_ && source == root_)
@@ -97,7 +98,7 @@ class Ways {
   const Moves& moves_;
   const Arena& arena_;
   const int root_;
-  const Way foreign_;
+  const bool pull_;
   const bool for_all_;
   size_t largest_staged_ = 0;
   bool touched_ = false;
@@ -129,11 +130,11 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
     }
     return;
   }
-  const bool pull = !hidden && worth_pulling(call, moves, n);
-  Staging staging(arena, pull && arena.pulls() ? nullptr : moves.x, moves.blocks);
-  staging.enter(posted, wait);
-  std::optional<Ways> ways(std::in_place, moves, arena, root, Way::staged);
-  if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, root, Way::pulled);
+  const bool pull = worth_pulling(call, moves, n);
+  Staging staging(arena, moves.x, moves.blocks);
+  staging.enter(posted, pull ? Pulled::x : Pulled::nothing, wait);
+  std::optional<Ways> ways(std::in_place, moves, arena, root, false);
+  if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, root, true);
 
   // Each rank starts with another peer, so that they do not all use one at a time.
   for (int i = 1; i < n; i++) {
@@ -169,7 +170,7 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
           copy(to, staging.at(source, k), now.bytes());
           break;
         case Way::pulled:
-          arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes());
+          arena.pull(source, post.x_address + move.from + now.begin, to, now.bytes(), wait);
           break;
       }
     }

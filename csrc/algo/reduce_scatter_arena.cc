@@ -17,7 +17,7 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
     return;
   }
   Staging staging(arena, call.x, blocks);
-  staging.enter(call, wait);
+  staging.enter(call, Pulled::nothing, wait);
   bool any_staged = false, any_shared = false;
   for (int rank = 0; rank < n; rank++) (arena.x_in_heap(rank) ? any_shared : any_staged) = true;
   const size_t steps = any_staged ? staging.steps(blocks.largest()) : 0;

@@ -100,10 +100,12 @@ char* Arena::staging(int rank) const {
   return control_ + page_up(sizeof(Gate) + static_cast<size_t>(size_) * sizeof(Slot)) + static_cast<size_t>(rank) * staging_bytes;
 }
 
-void Arena::post(const Call& call) {
+void Arena::post(const Call& call, Pulled pulled) {
   parity_ ^= 1;
-  slot(rank_).post[parity_] = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes),
-                               reinterpret_cast<uint64_t>(call.x), reinterpret_cast<uint64_t>(call.out)};
+  Post& post = slot(rank_).post[parity_];
+  post = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
+  if (pulled != Pulled::nothing) post.x_address = readable(call.x, call.x_bytes);
+  if (pulled == Pulled::x_and_out) post.out_address = readable(call.out, call.out_bytes);
   first_round_ = round_ + 1;
   slot(rank_).lines[first_round_ & 1].fingerprint = call.signature.fingerprint();
 }
@@ -263,17 +265,28 @@ bool Arena::reads_token_of(int rank) const {
   return read_process(other.process, other.token_address, &token, sizeof token) == sizeof token && token == other.token;
 }
 
-void Arena::pull(int rank, uint64_t address, void* to, size_t bytes) const {
+// The address of memory, if it can be read from outside as far as its ends show it: what a driver has mapped cannot. Else 0.
+uint64_t Arena::readable(const void* memory, size_t bytes) const {
+  if (bytes == 0 || pulls_ == Tried::no) return 0;
+  const auto* first = static_cast<const char*>(memory);
+  char ends[2];
+  const iovec here{ends, 2};
+  const iovec there[2] = {{const_cast<char*>(first), 1}, {const_cast<char*>(first + bytes - 1), 1}};
+  return process_vm_readv(owner_, &here, 1, there, 2, 0) == 2 ? reinterpret_cast<uint64_t>(memory) : 0;
+}
+
+void Arena::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
   for (size_t done = 0; done < bytes;) {
     const ssize_t now = read_process(slot(rank).process, address + done, static_cast<char*>(to) + done, bytes - done);
     if (now > 0) {
       done += static_cast<size_t>(now);
       continue;
     }
-    const int job_rank = ranks_[static_cast<size_t>(rank)];
+    const int error = now < 0 ? errno : EFAULT, job_rank = ranks_[static_cast<size_t>(rank)];
     const std::string what = "reading the array of rank " + std::to_string(job_rank);
-    if (now < 0 && errno == ESRCH) throw peer_lost(job_rank, what + ": its process is gone");
-    throw system_error(what, now < 0 ? errno : EFAULT);
+    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // says how it was lost, if it was
+    if (error == ESRCH) throw peer_lost(job_rank, what + ": its process is gone");
+    throw system_error(what, error);
   }
 }
 

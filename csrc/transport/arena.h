@@ -32,8 +32,11 @@ struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // in its heap
   uint64_t out_offset = not_in_heap;
-  uint64_t x_address = 0, out_address = 0;  // in its process; 0: not for others
+  uint64_t x_address = 0, out_address = 0;  // in its process; 0: not to be read there
 };
+
+// What of a call is to be read where it is, in private memory, too.
+enum class Pulled { nothing, x, x_and_out };
 
 class Arena {
  public:
@@ -53,7 +56,7 @@ class Arena {
 
   // ENTERED: tells the others about this call, and offers them x and out where the heap lets them have it and they are not small.
   // Followed by the first round.
-  void post(const Call& call);
+  void post(const Call& call, Pulled pulled = Pulled::nothing);
   // After that round: whether all ranks posted the same signature.
   bool agreed() const;
   // The group is broken: takes what was offered for the call out of the others' reach. Throws if some of it stays there; then no
@@ -87,7 +90,7 @@ class Arena {
   // What can_pull has found; false before.
   bool pulls() const { return pulls_ == Tried::yes; }
   // Copies bytes from that address on in rank's process.
-  void pull(int rank, uint64_t address, void* to, size_t bytes) const;
+  void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
   // rank's memory at an offset that it posted, after checking that bytes from there lie in its heap; nullptr: not in its heap.
   char* at(int rank, uint64_t offset, size_t bytes) const;
@@ -141,6 +144,7 @@ class Arena {
   void part_from_who_shares_the_cpu();
   bool woken_before(int64_t bound_ns) const;
   bool reads_token_of(int rank) const;
+  uint64_t readable(const void* memory, size_t bytes) const;
 
   enum class Tried { not_yet, no, yes };
 
@@ -155,7 +159,7 @@ class Arena {
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
   uint64_t token_;
-  Tried pulls_ = Tried::not_yet;
+  std::atomic<Tried> pulls_ = Tried::not_yet;
   uint64_t lost_wakes_ = 0;
   uint64_t partings_ = 0;
   Clock::time_point looked_, parted_;  // at who shares the CPU

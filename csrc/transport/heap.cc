@@ -52,6 +52,7 @@ void Heap::release(void* memory) {
   if (found == used_.end()) return;
   const uint64_t bytes = found->second.bytes;
   used_.erase(found);
+  if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays and control memory may come here
   give(offset, bytes);
 }
 
@@ -69,7 +70,6 @@ uint64_t Heap::reserve(size_t bytes) {
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
-  want_huge_pages(mapping_.begin() + *start, need, false);  // an array may have been here; most of this is never touched
   // Small arrays may have left their contents here.
   if (madvise(mapping_.begin() + *start, need, MADV_REMOVE) < 0) std::memset(mapping_.begin() + *start, 0, need);
   reserved_[*start] = need;

@@ -37,18 +37,18 @@ struct Opened {
 };
 
 // Who has said "deny" wants huge pages for no file in memory; "never" is the kernel's default.
-Opened open_memory(const char* label) {
+Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);
-  std::string why;
-  if (enabled == "never") {
+  std::string why = own_tmpfs ? "" : "; no other is wanted";
+  if (enabled == "never" && own_tmpfs) {
     const int fd = open_in_own_tmpfs(label, why);
     if (fd >= 0) return {fd, false, "a tmpfs of its own, huge pages (" + setting + ")"};
     why = "; " + why;
   }
   const int fd = memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw system_error("memfd_create", errno);
-  const bool huge = why.empty() && enabled != "deny" && !enabled.empty();
+  const bool huge = enabled != "never" && enabled != "deny" && !enabled.empty();
   return {fd, true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
 }
 
@@ -61,8 +61,8 @@ bool own_file_in_tmpfs(int fd, const struct stat& status) {
 
 }  // namespace
 
-int make_memory(const char* label, size_t bytes) {
-  const Opened memory = open_memory(label);
+int make_memory(const char* label, size_t bytes, bool own_tmpfs) {
+  const Opened memory = open_memory(label, own_tmpfs);
   if (ftruncate(memory.fd, static_cast<off_t>(bytes)) < 0 || (memory.sealable && fcntl(memory.fd, F_ADD_SEALS, size_seals) < 0)) {
     const int cause = errno;
     close(memory.fd);
@@ -71,8 +71,8 @@ int make_memory(const char* label, size_t bytes) {
   return memory.fd;
 }
 
-std::string describe_memory() {
-  const Opened memory = open_memory("mscomm-probe");
+std::string describe_memory(bool own_tmpfs) {
+  const Opened memory = open_memory("mscomm-probe", own_tmpfs);
   close(memory.fd);
   return memory.about;
 }

@@ -8,11 +8,11 @@
 namespace mscomm {
 
 // Memory of that size, sparse: pages come with their first touch. Close-on-exec. A memfd, sealed against shrinking and growing,
-// unless the kernel denies memfds huge pages and lets us have a tmpfs of our own.
-int make_memory(const char* label, size_t bytes);
+// unless the kernel denies memfds huge pages and lets us have a tmpfs of our own, and that is wanted.
+int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
 // In which of these, and whether it has huge pages: "memfd, huge pages (shmem_enabled: advise)".
-std::string describe_memory();
+std::string describe_memory(bool own_tmpfs);
 
 // The size of memory that a peer sent, after checking that it is a memfd, sealed against changing its size, so that reading it
 // cannot raise SIGBUS; or a nameless file of this user in a tmpfs, which cannot be sealed.

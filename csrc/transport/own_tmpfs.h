@@ -5,8 +5,8 @@
 
 namespace mscomm {
 
-// An open, nameless, empty file, close-on-exec: its mappings get huge pages by MADV_HUGEPAGE, whatever the administrator has
-// chosen for memfds in shmem_enabled. Needs Linux 5.2, and CAP_SYS_ADMIN or the right to make a user namespace. -1: not here;
+// An open, nameless, empty file, close-on-exec: its mappings get huge pages by MADV_HUGEPAGE, also where shmem_enabled
+// is "never" for memfds. Needs Linux 5.2, and CAP_SYS_ADMIN or the right to make a user namespace. -1: not here;
 // then `why` says what the kernel refused. label: what /proc/self/maps calls it.
 int open_in_own_tmpfs(const char* label, std::string& why);
 

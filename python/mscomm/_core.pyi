@@ -28,10 +28,11 @@ def select(
     ValueError for a forced name that is none, or that these hosts do not allow.
     """
 
-def make_heap(bytes: int, /) -> tuple[Heap, int]:
-    """A heap and the descriptor by which the peers map it; the caller closes it."""
+def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
+    """A heap and the descriptor by which the peers map it; the caller closes it. own_tmpfs: if the kernel denies memfds
+    huge pages, try a tmpfs of this process's own."""
 
-def describe_memory() -> str:
+def describe_memory(own_tmpfs: bool, /) -> str:
     """What kind of memory make_heap takes here, and whether it has huge pages.
 
     Such as "memfd, huge pages (shmem_enabled: advise)". Error where there is none.

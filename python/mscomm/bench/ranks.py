@@ -89,7 +89,9 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
         # An MPI's samples are on rank 0 alone, and it is rank 0 that tells the MPI how often.
-        trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
+        trials = {name: [1.0] for name in cells}
+        if plan.warmup is None or plan.iterations is None:
+            trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
         for _ in range(plan.rounds):
             for name, cell in cells.items():
                 shortest = min(statistics.median(one) for one in (trials[name], *rounds[name]) if one)

@@ -111,7 +111,7 @@ def sections(ranks: int, env: Mapping[str, str]) -> dict[str, Callable[[], Itera
         "Launchers": lambda: launchers(ranks, env),
         "Environment": lambda: given(env),
         "Network": lambda: network(env),
-        "Memory": memory,
+        "Memory": lambda: memory(env),
         "Self-test": self_test,
     }
 
@@ -297,8 +297,8 @@ def route_to(host: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def memory() -> Iterator[Finding]:
-    yield shared_memory()
+def memory(env: Mapping[str, str]) -> Iterator[Finding]:
+    yield shared_memory(env)
     yield Finding(
         "MADV_POPULATE_WRITE", "yes" if populates() else "no (Linux before 5.14): pages are touched one by one"
     )
@@ -311,12 +311,12 @@ def memory() -> Iterator[Finding]:
     yield Finding("process_vm_readv", vm_readv())
 
 
-def shared_memory() -> Finding:
+def shared_memory(env: Mapping[str, str]) -> Finding:
     """Whether there is memory that the ranks of this host can share, and of which kind."""
     from mscomm import Error, _core
 
     try:
-        found = _core.describe_memory()
+        found = _core.describe_memory(bool(environment.read("MSCOMM_HUGE_PAGES", env)))
     except Error as error:
         return Finding("shared memory", f"{error}: ranks cannot share memory here", fault=True)
     if "small pages" in found:
@@ -355,8 +355,8 @@ def vm_readv() -> str:
     if libc.process_vm_readv(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 6:
         return f"forbidden ({os.strerror(ctypes.get_errno())}): private arrays are copied twice"
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
-    if scope not in (None, "0"):
-        return f"not between ranks (ptrace_scope {scope}; root may): private arrays are copied twice"
+    if scope == "3" or (scope in ("1", "2") and os.geteuid() != 0):
+        return f"not between ranks (ptrace_scope {scope}): private arrays are copied twice"
     return "allowed: long private arrays are copied once"
 
 

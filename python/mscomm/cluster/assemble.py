@@ -326,7 +326,9 @@ def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[
     with contextlib.ExitStack() as closing:
         heap, heap_fds = None, [-1] * len(everyone)
         if len(neighbours) > 1:
-            heap, heap_fd = _core.make_heap(heap_bytes(len(neighbours)))
+            heap, heap_fd = _core.make_heap(
+                heap_bytes(len(neighbours)), bool(environment.read("MSCOMM_HUGE_PAGES", os.environ))
+            )
             closing.callback(os.close, heap_fd)
             mine = Identity(welcome.job, package_version(), rank, welcome.epoch)
             fds = _exchange_memory(
