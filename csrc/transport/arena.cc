@@ -104,8 +104,8 @@ void Arena::post(const Call& call, Pulled pulled) {
   parity_ ^= 1;
   Post& post = slot(rank_).post[parity_];
   post = {call.signature, offered(call.x, call.x_bytes), offered(call.out, call.out_bytes)};
-  if (pulled != Pulled::nothing) post.x_address = readable(call.x, call.x_bytes);
-  if (pulled == Pulled::x_and_out) post.out_address = readable(call.out, call.out_bytes);
+  if (pulled != Pulled::nothing) post.x_address = readable(call.x, call.x_bytes, tested_x_);
+  if (pulled == Pulled::x_and_out) post.out_address = readable(call.out, call.out_bytes, tested_out_);
   first_round_ = round_ + 1;
   slot(rank_).lines[first_round_ & 1].fingerprint = call.signature.fingerprint();
 }
@@ -266,13 +266,17 @@ bool Arena::reads_token_of(int rank) const {
 }
 
 // The address of memory, if it can be read from outside as far as its ends show it: what a driver has mapped cannot. Else 0.
-uint64_t Arena::readable(const void* memory, size_t bytes) const {
+uint64_t Arena::readable(const void* memory, size_t bytes, Tested& last) const {
   if (bytes == 0 || pulls_ == Tried::no) return 0;
-  const auto* first = static_cast<const char*>(memory);
-  char ends[2];
-  const iovec here{ends, 2};
-  const iovec there[2] = {{const_cast<char*>(first), 1}, {const_cast<char*>(first + bytes - 1), 1}};
-  return process_vm_readv(owner_, &here, 1, there, 2, 0) == 2 ? reinterpret_cast<uint64_t>(memory) : 0;
+  if (const Tested now{memory, bytes}; now != last) {
+    const auto* first = static_cast<const char*>(memory);
+    char ends[2];
+    const iovec here{ends, 2};
+    const iovec there[2] = {{const_cast<char*>(first), 1}, {const_cast<char*>(first + bytes - 1), 1}};
+    if (process_vm_readv(owner_, &here, 1, there, 2, 0) != 2) return 0;
+    last = now;
+  }
+  return reinterpret_cast<uint64_t>(memory);
 }
 
 void Arena::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {

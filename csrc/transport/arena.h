@@ -144,7 +144,13 @@ class Arena {
   void part_from_who_shares_the_cpu();
   bool woken_before(int64_t bound_ns) const;
   bool reads_token_of(int rank) const;
-  uint64_t readable(const void* memory, size_t bytes) const;
+  // What was read by a test last: most programs use the same arrays again.
+  struct Tested {
+    const void* memory = nullptr;
+    size_t bytes = 0;
+    bool operator==(const Tested&) const = default;
+  };
+  uint64_t readable(const void* memory, size_t bytes, Tested& last) const;
 
   enum class Tried { not_yet, no, yes };
 
@@ -160,6 +166,7 @@ class Arena {
   unsigned parity_ = 0;
   uint64_t token_;
   std::atomic<Tried> pulls_ = Tried::not_yet;
+  Tested tested_x_, tested_out_;
   uint64_t lost_wakes_ = 0;
   uint64_t partings_ = 0;
   Clock::time_point looked_, parted_;  // at who shares the CPU
