@@ -176,7 +176,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     pulled(call, ranks, wait);
     return;
   }
-  if (!staged) {
+  if (!staged) {  // an array of this call cannot be read there
     chunks.put(0);
     arena.round(wait);
   }

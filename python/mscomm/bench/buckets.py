@@ -16,7 +16,7 @@ import numpy as np
 
 import mscomm
 from mscomm.bench import report
-from mscomm.bench.plan import ROUNDS_WITH_PEERS, WARMUP_CALLS, Plan, dtype_of
+from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Array, Case, Contents, times_ns
 from mscomm.groups import resolve
 from mscomm.train.step import Step
@@ -70,7 +70,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
             for way, call in ways.items():
                 for array in arrays:
                     array[...] = 0  # stays as it is, however often it is summed
-                for _ in range(WARMUP_CALLS if plan.warmup is None else plan.warmup):
+                for _ in range(plan.least_warmup):
                     call()
                 mscomm.barrier()
                 slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 5), "max")

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     op: str
     root: int
     iterations: int | None  # None: by the time that a call takes, as calls() says
-    warmup: int | None
+    warmup: int | None  # the same
     rounds: int
     check: bool
     shared: bool
@@ -63,6 +63,11 @@ class Plan(NamedTuple):
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
         return warmup, iterations
+
+    @property
+    def least_warmup(self) -> int:
+        """Calls before the timed ones, where no time is taken to say how many."""
+        return WARMUP_CALLS if self.warmup is None else self.warmup
 
     def modes(self, case: Case) -> tuple[bool, ...]:
         """In place or not; beside peers the form that all of them have."""

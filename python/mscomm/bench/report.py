@@ -74,6 +74,7 @@ def say(text: str) -> None:
 def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
     """The lines above the rows."""
     _head(plan, env)
+    _how(plan)
     if plan.peers:
         say(f"# {'in place' if case.row.in_place else 'out of place'}; {plan.rounds} rounds, contenders in turn")
         names = ["mscomm", *plan.peers]
@@ -98,6 +99,9 @@ def _head(plan: Plan, env: dict[str, Any]) -> None:
         say("# " + " ".join(f"{name}={value}" for name, value in env["variables"].items()))
     for name, about in env["contenders"].items():
         say(f"# {name}: {about}")
+
+
+def _how(plan: Plan) -> None:
     warmup = "50 ms" if plan.warmup is None else f"{plan.warmup} calls"
     say(f"# time: of a call, the mean over ranks; the median over rounds of their medians. Warm-up {warmup}")
 
@@ -154,6 +158,7 @@ def _wrong(counts: list[int | None]) -> str:
 
 def buckets_head(plan: Plan, ranks: int, env: dict[str, Any]) -> None:
     _head(plan, env)
+    say(f"# time: the slowest rank's of each call; the median over all calls. Warm-up {plan.least_warmup} calls")
     say("# the gradients of a ResNet-50, in place; fused: one all_reduce_many; each: an all_reduce for each array")
     say("#")
     say(
@@ -194,6 +199,7 @@ def overlap(rows: list[dict[str, Any]]) -> None:
 
 def tune_head(plan: Plan, env: dict[str, Any]) -> None:
     _head(plan, env)
+    _how(plan)
     memory = "arrays of mscomm.empty" if plan.shared else "private arrays"
     say(f"# every algorithm for this layout, {memory}, {plan.dtype}; {plan.rounds} rounds, in turn; best: the fastest")
 
