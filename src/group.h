@@ -21,6 +21,7 @@
 #include <variant>
 
 #include "backend/host.h"
+#include "backend/vendor.h"
 #include "comm/communicator.h"
 #include "transport/arena.h"
 
@@ -164,6 +165,19 @@ struct Group {
         std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
   }
 
+  // Every rank of the group does it, with the same id. check: asked each 50 ms or more often; raises to end the wait.
+  void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
+                   double timeout_s, const py::function& check) {
+    communicator->add_device(unlocked([&] {
+      return std::make_unique<VendorBackend>(std::move(vendor), std::move(runtime), device, id, communicator->size(),
+                                             communicator->rank(), Deadline(timeout_s), [&check] {
+                                               const py::gil_scoped_acquire gil;
+                                               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+                                               check();
+                                             });
+    }));
+  }
+
   // unlocked(function), and counted until the GIL is this thread's again.
   template <typename Function>
   auto called(const Function& function) {
@@ -185,7 +199,8 @@ struct Group {
   }
 
   Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
-            const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head) const {
+            const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head,
+            std::optional<uintptr_t> stream) const {
     Call call;
     Signature& signature = call.signature;
     signature.what = static_cast<Collective>(what);
@@ -195,6 +210,8 @@ struct Group {
     signature.root = root;
     signature.digest = digest;
     signature.head = head;
+    if (stream) call.stream = reinterpret_cast<StreamHandle>(*stream);
+    signature.device = stream.has_value();
     const size_t dims = shape ? shape->size() : x ? static_cast<size_t>(x->ndim()) : 0;
     if (dims > max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions; reshape this one");
     signature.dims = static_cast<uint8_t>(dims);

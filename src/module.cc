@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "algo/algorithm.h"
+#include "backend/nccl.h"
+#include "device/cuda.h"
 #include "src/group.h"
 #include "src/plain_calls.h"
 #include "transport/arena.h"
@@ -62,6 +64,22 @@ std::shared_ptr<Work> start_message(Group& group, int peer, int64_t tag, int dty
   return group.called([&] { return group.communicator->start(one, Deadline(timeout_s, spent_s)); });
 }
 
+// The parts, one after the other, to the bucket, or from it.
+template <bool packs>
+void move_parts(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream) {
+  auto* at = static_cast<char*>(bucket.mutable_data());
+  const char* const end = at + bucket.nbytes();
+  std::vector<VendorBackend::Copied> copied;
+  for (py::array& part : parts) {
+    const auto bytes = static_cast<size_t>(part.nbytes());
+    if (bytes > static_cast<size_t>(end - at)) throw py::value_error("mscomm: the parts do not fit into the bucket");
+    if constexpr (packs) copied.push_back({at, part.data(), bytes});
+    else copied.push_back({part.mutable_data(), at, bytes});
+    at += bytes;
+  }
+  unlocked([&] { group.communicator->copy(copied, reinterpret_cast<StreamHandle>(stream)); });
+}
+
 py::object failure(const Group& group) {
   const auto failure = group.communicator->failure();
   if (!failure) return py::none();
@@ -82,6 +100,18 @@ std::vector<py::dict> calls(const Group& group, uint64_t after) {
     list.push_back(std::move(entry));
   }
   return list;
+}
+
+// Where a library may be: what the place is called, the path, and "usual", "loaded" or "must" (csrc/base/dynlib.h).
+using Places = std::vector<std::tuple<std::string, std::string, std::string>>;
+
+std::vector<Candidate> candidates_of(const Places& places) {
+  std::vector<Candidate> candidates;
+  for (const auto& [origin, path, kind] : places) {
+    using Kind = Candidate::Kind;
+    candidates.push_back({origin, path, kind == "must" ? Kind::must : kind == "loaded" ? Kind::loaded : Kind::usual});
+  }
+  return candidates;
 }
 
 template <typename Names>
@@ -156,6 +186,23 @@ PYBIND11_MODULE(_core, module) {
            py::kw_only(), py::arg("rank"), py::arg("names"), py::arg("hosts"), py::arg("pidfds"), py::arg("heap"),
            py::arg("heap_fds"));
 
+  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+      .def("version", &Runtime::version)
+      .def("devices", &Runtime::devices)
+      .def("device_name", &Runtime::device_name)
+      .def("uuid", &Runtime::uuid)
+      .def("use", &Runtime::use);
+  py::class_<Vendor, std::shared_ptr<Vendor>>(module, "Vendor")
+      .def("name", &Vendor::name)
+      .def("version", &Vendor::version)
+      .def("path", &Vendor::path)
+      .def("origin", &Vendor::origin)
+      .def("refuses",
+           [](const Vendor& vendor, int dtype, int op) { return vendor.refuses(static_cast<Dtype>(dtype), static_cast<Op>(op)); })
+      .def("make_id", [](Vendor& vendor) { return py::bytes(vendor.make_id()); });
+  module.def("open_cuda", [](const Places& places) { return std::shared_ptr(open_cuda(candidates_of(places))); });
+  module.def("open_nccl", [](const Places& places) { return std::shared_ptr(open_nccl(candidates_of(places))); });
+
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def_readonly("number", &Work::number)
       .def("done", &Work::done)
@@ -172,18 +219,24 @@ PYBIND11_MODULE(_core, module) {
       .def("run",
            [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
               std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
-              std::vector<uint64_t> counts, uint64_t digest, bool head, uint64_t number) {
-             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
+              std::vector<uint64_t> counts, uint64_t digest, bool head, std::optional<uintptr_t> stream, uint64_t number) {
+             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head, stream);
              call.signature.number = number;
              group.called([&] { group.communicator->run(std::move(call), timeout_s); });
            })
       .def("start",
            [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
               std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
-              std::vector<uint64_t> counts, uint64_t digest, bool head) {
-             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head);
+              std::vector<uint64_t> counts, uint64_t digest, bool head, std::optional<uintptr_t> stream, uint64_t number) {
+             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head, stream);
+             call.signature.number = number;
              return group.called([&] { return group.communicator->start(std::move(call), timeout_s); });
            })
+      .def("join_device", &Group::join_device)
+      .def("order", [](Group& group, uint64_t number,
+                       uintptr_t stream) { group.communicator->order(number, reinterpret_cast<StreamHandle>(stream)); })
+      .def("pack", &move_parts<true>)
+      .def("unpack", &move_parts<false>)
       .def("plain_calls", &plain_calls)
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 
 # Each layer sees itself and those before it.
-CORE_LAYERS = ("base", "net", "transport", "algo", "backend", "comm", "src")
+CORE_LAYERS = ("base", "net", "transport", "algo", "device", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
 BELOW = {"errors", "environment", "log", "_core"}
@@ -29,10 +29,11 @@ PYTHON_SEES = {
     "dtype": set(),
     "common": {"dtype"},
     "arrays": BELOW,
-    "cluster": BELOW,
+    "accelerators": BELOW,
+    "cluster": BELOW | {"accelerators"},
     "bootstrap": BELOW | {"cluster"},
-    "group": BELOW | {"cluster"},
-    "groups": BELOW | {"arrays", "cluster", "bootstrap", "context", "group"},
+    "group": BELOW | {"arrays", "cluster"},
+    "groups": BELOW | {"accelerators", "arrays", "cluster", "bootstrap", "context", "group"},
     "collectives": BELOW | {"arrays", "group", "groups"},
     "messages": BELOW | {"arrays", "group", "groups"},
 }

@@ -1,4 +1,4 @@
-// A backend moves the bytes of a valid, numbered call. cpu is here; nccl and hccl will be two more.
+// A backend moves the bytes of a valid, numbered call: host.h those of the CPU's arrays, vendor.h those of a device's.
 #pragma once
 
 #include <memory>

@@ -139,7 +139,7 @@ uint64_t Signature::fingerprint() const {
   mix(number);
   mix(static_cast<uint64_t>(what) | static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(op) << 16 |
       static_cast<uint64_t>(dims) << 24 | static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32);
-  mix(static_cast<uint64_t>(function) | static_cast<uint64_t>(head) << 8);
+  mix(static_cast<uint64_t>(function) | static_cast<uint64_t>(head) << 8 | static_cast<uint64_t>(device) << 16);
   mix(count);
   mix(digest);
   for (int i = 0; i < dims; i++) mix(shape[i]);
@@ -161,7 +161,7 @@ std::string Signature::text() const {
     std::snprintf(digits, sizeof digits, ", digest %08x", static_cast<unsigned>(digest >> 32 ^ digest));
     text += digits;
   }
-  return text + ")";
+  return text + (device ? ", on the device)" : ")");
 }
 
 std::string in_units(uint64_t bytes) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,13 +27,14 @@ struct Signature {
   uint64_t shape[max_dims] = {};
   uint64_t digest = 0;  // of what else must agree: the arrays of a fused call, the counts of an uneven one; 0: nothing else
   Function function = Function::barrier;
-  uint8_t head = 0;  // 1: not the data, but the counts or the shape that go ahead of it
-  uint8_t zero[6] = {};
+  uint8_t head = 0;    // 1: not the data, but the counts or the shape that go ahead of it
+  uint8_t device = 0;  // 1: of arrays on a device
+  uint8_t zero[5] = {};
 
   bool operator==(const Signature&) const = default;
   bool valid() const {
     return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
-           function <= Function::broadcast_object && head <= 1;
+           function <= Function::broadcast_object && head <= 1 && device <= 1;
   }
   // Of all fields. Signatures that differ in one of its steps have different ones; else by a chance of one in 2^64.
   uint64_t fingerprint() const;
@@ -50,6 +52,9 @@ struct Call {
   // Of the uneven forms: elements of each rank's part; of all_to_all from each rank to each, n x n, a row a sender. Equal on all
   // ranks, and their sum is signature.count; of all_to_all that may be 0. Empty: all parts are alike.
   std::vector<uint64_t> counts{};
+  // Of arrays on a device: on which of its streams the call has its place. None: they are the CPU's.
+  std::optional<void*> stream{};
+  bool beside = false;  // on a stream of the group's own, after what that stream has so far
 
   size_t element_bytes() const { return size_of(signature.dtype); }
   // Of the message that the signature describes.

@@ -88,6 +88,12 @@ Communicator::~Communicator() {
   abort(
       {Error("Aborted", "group " + group_ + " was destroyed on rank " + std::to_string(in_job(rank_)), {in_job(rank_)}), false});
   if (worker_) stop_worker();
+  if (device_) device_->observe(nullptr);
+}
+
+void Communicator::add_device(std::unique_ptr<VendorBackend> device) {
+  device->observe(this);
+  device_ = std::move(device);
 }
 
 void Communicator::stop_worker() {
@@ -126,9 +132,15 @@ uint64_t Communicator::reserve(int count) {
   return take_numbers(count);
 }
 
-void Communicator::run(Call call, double timeout_s) {
+// A wrong call uses no number.
+void Communicator::check(const Call& call) const {
   check_usable();
-  mscomm::check(call, rank_, size());  // a wrong call uses no number
+  mscomm::check(call, rank_, size());
+  if (call.stream && !device_) throw Error("RuntimeError", "group " + group_ + " has no device: its ranks did not join one");
+}
+
+void Communicator::run(Call call, double timeout_s) {
+  check(call);
   check_no_handler();
   const Deadline deadline(timeout_s);
   Caller inside(*this, call.signature);
@@ -137,8 +149,8 @@ void Communicator::run(Call call, double timeout_s) {
 }
 
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
-  check_usable();
-  mscomm::check(call, rank_, size());
+  if (call.stream) return start_on_device(std::move(call), timeout_s);
+  check(call);
   std::shared_ptr<Work> work;
   {
     const std::lock_guard lock(turn_mutex_);
@@ -151,6 +163,57 @@ std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   }
   turn_->notify_all();
   return work;
+}
+
+std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s) {
+  check(call);
+  check_no_handler();
+  const Deadline deadline(timeout_s);
+  call.beside = true;
+  Caller inside(*this, call.signature);
+  const auto work = std::make_shared<Work>(call.signature.number);
+  {
+    const std::lock_guard lock(state_mutex_);
+    on_device_.emplace(work->number, work);
+  }
+  execute(call, deadline, inside.its_turn());
+  inside.ended();
+  return work;
+}
+
+void Communicator::order(uint64_t number, StreamHandle stream) {
+  check_usable();
+  device_->order(number, stream);
+}
+
+void Communicator::copy(std::span<const VendorBackend::Copied> parts, StreamHandle stream) {
+  check_usable();
+  device_->copy(parts, stream);
+}
+
+// What the device does is watched by a thread of its own: these three come from there.
+void Communicator::ended(uint64_t number) {
+  recorder_.end(number, Record::State::done);
+  std::shared_ptr<Work> work;
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (auto found = on_device_.extract(number)) work = std::move(found.mapped());
+  }
+  if (work) work->end(std::nullopt);
+}
+
+void Communicator::failed(const Signature& call, const Error& error) {
+  recorder_.end(call.number, Record::State::failed);
+  abort({Error(error.kind, name_of(rank_) + ": " + error.what(), error.ranks, error.waiting_for), false,
+         static_cast<int64_t>(call.number)});
+  if (hooks_.failed) hooks_.failed();
+}
+
+void Communicator::waits(const Signature& call, double waited_s) {
+  if (!hooks_.notice) return;
+  const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
+  hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + brief(call) +
+                " has not ended on the device since " + seconds_text(waited_s));
 }
 
 // For threads that have no caller: an exception that leaves one ends the process.
@@ -197,7 +260,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     if (!its_turn) queue_for(call.signature, deadline);
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
-    backend_->run(call, {*this, deadline});
+    backend_of(call).run(call, {*this, deadline});
     // Whoever was stopped in here may have been given up meanwhile: what it read can have changed.
     if (broken()) throw_failure();
   } catch (const Differs& differs) {
@@ -216,7 +279,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (const std::exception& error) {
     fail(call, Error("Error", current() + " on " + name_of(rank_) + ": " + error.what()));
   }
-  recorder_.end(number, Record::State::done);
+  if (!call.stream) recorder_.end(number, Record::State::done);
 }
 
 void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
@@ -244,7 +307,7 @@ void Communicator::fail(const Call& call, const Error& error) {
   }();
   abort({error, false, static_cast<int64_t>(number)});
   try {
-    if (was_running) backend_->withdraw(call);
+    if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {
     // The call's own error is the one to raise.
     if (hooks_.notice)
@@ -267,7 +330,9 @@ void Communicator::abort(Failure failure) {
   failure_.emplace(std::move(failure));
   broken_ = true;
   backend_->shut_down();
+  if (device_) device_->shut_down();
   mailbox_.shut_down();
+  for (const auto& [number, work] : std::exchange(on_device_, {})) work->end(failure_->error);
 }
 
 void Communicator::left(int rank) {
@@ -318,6 +383,12 @@ void Communicator::close() {
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
+  turn.unlock();
+  while (device_ && device_->pending() > 0 && !broken()) {
+    if (hooks_.interrupt) hooks_.interrupt();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  turn.lock();
   const bool whole = !broken();
   {
     const std::lock_guard lock(state_mutex_);
@@ -328,6 +399,7 @@ void Communicator::close() {
   turn.unlock();
   if (worker_) stop_worker();
   if (whole) backend_->close();
+  if (whole && device_) device_->close();
   mailbox_.close(delivery_s);
 }
 
@@ -433,6 +505,7 @@ void Communicator::in_child() {
   for (Communicator* communicator : all) {
     communicator->forked_ = true;
     communicator->backend_->close_descriptors();
+    if (communicator->device_) communicator->device_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
     // The parent's: a thread that is not here, waiters that the destructor would wait for, and who reads of failures.

@@ -10,6 +10,7 @@
 #include <exception>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/vendor.h"
 #include "base/error.h"
 #include "comm/peers.h"
 #include "comm/recorder.h"
@@ -51,7 +53,7 @@ struct Where {
   std::string text;
 };
 
-// A call that runs on the group's worker thread.
+// A call that runs on the group's worker thread, or on the device.
 class Work {
  public:
   explicit Work(uint64_t number) : number(number) {}
@@ -75,10 +77,7 @@ class Work {
   std::atomic<bool> done_{false};
 };
 
-// When a wait is told of on stderr, after its beginning; from the second on every so often.
-inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
-
-class Communicator final : public Watch {
+class Communicator final : public Watch, private VendorBackend::Observer {
  public:
   // interrupt: called at each bounded wake of a caller's thread, never of the worker's; may throw. notice: one line for the user.
   // failed: the worker's thread has broken the group, and nobody may be there to see it.
@@ -93,6 +92,9 @@ class Communicator final : public Watch {
                std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
+  // Before the first call: who runs those on arrays of a device.
+  void add_device(std::unique_ptr<VendorBackend> device);
+
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
@@ -101,8 +103,13 @@ class Communicator final : public Watch {
   // One collective call, start to end; the signature lacks its number, unless it was reserved. Throws Error, and what the
   // interrupt hook throws; after that the group is broken.
   void run(Call call, double timeout_s);
-  // The same on the worker's thread, in the order of calls. x and out must live until the work has ended.
+  // The same on the worker's thread, in the order of calls. x and out must live until the work has ended. A device's arrays need
+  // no thread: the call is enqueued when this returns.
   std::shared_ptr<Work> start(Call call, double timeout_s);
+  // What is enqueued on the stream from now on comes after that call of the device.
+  void order(uint64_t number, StreamHandle stream);
+  // Of the device's arrays, by the device.
+  void copy(std::span<const VendorBackend::Copied> parts, StreamHandle stream);
 
   // One message, start to end, as run(); any number of threads at once, beside the calls. The link to a peer must be there before
   // the first send to it.
@@ -189,11 +196,19 @@ class Communicator final : public Watch {
     std::shared_ptr<Work> work;
   };
 
+  // VendorBackend::Observer
+  void ended(uint64_t number) override;
+  void failed(const Signature& call, const Error& error) override;
+  void waits(const Signature& call, double waited_s) override;
+
   void leave_caller(uint64_t ended = 0);  // ended: the number of a call that has ended well
   // Before any lock is taken: in a forked child one may be locked for ever. Again under the lock.
   void check_usable() const;
   void check_no_handler() const;
   uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
+  void check(const Call& call) const;
+  std::shared_ptr<Work> start_on_device(Call call, double timeout_s);
+  Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
   std::optional<Error> outcome(const std::function<void()>& part);
   void work();
   void stop_worker();
@@ -226,6 +241,7 @@ class Communicator final : public Watch {
   const int rank_;
   const std::shared_ptr<Peers> peers_;
   std::unique_ptr<Backend> backend_;
+  std::unique_ptr<VendorBackend> device_;
   Recorder& recorder_;
   Hooks hooks_;
 
@@ -238,11 +254,12 @@ class Communicator final : public Watch {
   bool stopping_ = false;
   std::unique_ptr<std::thread> worker_;  // made by the first start()
 
-  mutable std::mutex state_mutex_;  // protects failure_, left_, expected_ and delivering_; never held while waiting
+  mutable std::mutex state_mutex_;  // protects failure_, left_, expected_, delivering_ and on_device_; never held while waiting
   std::optional<Failure> failure_;
   std::vector<bool> left_;
-  std::vector<bool> expected_;             // from whom a link for messages is being made, or is there
-  std::list<const Delivery*> delivering_;  // that threads wait for, oldest first
+  std::vector<bool> expected_;                           // from whom a link for messages is being made, or is there
+  std::list<const Delivery*> delivering_;                // that threads wait for, oldest first
+  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // calls that somebody may wait for, by number
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // with state_mutex_
 

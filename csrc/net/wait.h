@@ -9,6 +9,8 @@
 namespace mscomm {
 
 inline constexpr int longest_sleep_ms = 50;
+// When a wait is told of on stderr, after its beginning; from the second on every so often.
+inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
 // Ranks that the waiter still needs; asked for only when somebody has to be named.
 struct Missing {

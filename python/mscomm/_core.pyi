@@ -74,8 +74,52 @@ class Peers:
         """All but heap are by rank; pidfds are taken over, heap_fds stay the caller's; -1: there is none."""
 
 @final
+class Runtime:
+    """A vendor's library for its devices, as CUDA's driver."""
+
+    def version(self) -> str:
+        """Such as "CUDA 13.0 (/usr/lib/x86_64-linux-gnu/libcuda.so.1)"."""
+
+    def devices(self) -> int:
+        """How many this process sees."""
+
+    def device_name(self, device: int, /) -> str: ...
+    def uuid(self, device: int, /) -> str:
+        """Which device it is, whatever number it has in this process."""
+
+    def use(self, device: int, /) -> None:
+        """Make it the thread's current one."""
+
+@final
+class Vendor:
+    """A vendor's library for collectives, as NCCL."""
+
+    def name(self) -> str: ...
+    def version(self) -> str:
+        """Such as "2.28.9"."""
+
+    def path(self) -> str: ...
+    def origin(self) -> str:
+        """Which of the places it was, by its first word."""
+
+    def refuses(self, dtype: int, op: int, /) -> str:
+        """Why it cannot reduce such elements so; "": it can."""
+
+    def make_id(self) -> bytes:
+        """For the ranks of a group that is to be."""
+
+def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
+    """The library at the first place (what it is called, path, "usual", "loaded" or "must") that has one.
+
+    BackendUnavailable with what was tried.
+    """
+
+def open_cuda(places: Sequence[tuple[str, str, str]], /) -> Runtime:
+    """The same of the driver; BackendUnavailable, too, if it finds no GPU."""
+
+@final
 class Work:
-    """A call on its group's worker thread. number: its place in the group's order; 0 for a message."""
+    """A call on its group's worker thread, or on the device. number: its place in the group's order; 0: a message."""
 
     @property
     def number(self) -> int: ...
@@ -124,10 +168,12 @@ class Group:
         counts: Sequence[int],
         digest: int,
         head: bool,
+        stream: int | None,
         number: int,
         /,
     ) -> None:
-        """One collective call on C-contiguous arrays, which the caller has checked. number: reserved, 0: the next."""
+        """One collective call on C-contiguous arrays, which the caller has checked. stream: of arrays on the device,
+        for which it returns when it is enqueued; None: they are the CPU's. number: reserved, 0: the next."""
 
     def start(
         self,
@@ -143,9 +189,29 @@ class Group:
         counts: Sequence[int],
         digest: int,
         head: bool,
+        stream: int | None,
+        number: int,
         /,
     ) -> Work:
-        """The same on the worker's thread; x and out must live until it has ended."""
+        """The same on the worker's thread, or on a stream of the group's own, after what `stream` has so far; x and out
+        must live until it has ended. number: of a call on the device alone."""
+
+    def join_device(
+        self, vendor: Vendor, runtime: Runtime, device: int, id: bytes, timeout_s: float, check: Callable[[], object], /
+    ) -> None:
+        """Before the first call: from now on arrays of that device can be given. All ranks do it with the same id.
+
+        check: called each 50 ms or more often; may raise to end the wait. CollectiveTimeout.
+        """
+
+    def order(self, number: int, stream: int, /) -> None:
+        """What is enqueued on the stream from now on comes after that call."""
+
+    def pack(self, bucket: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], stream: int, /) -> None:
+        """Copy the parts, one after the other, to the bucket, on the device. ValueError if there is no room."""
+
+    def unpack(self, bucket: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], stream: int, /) -> None:
+        """The same back."""
 
     def plain_calls(
         self, timeout_s: float, beside: list[Any], failed: Callable[[BaseException], NoReturn], /

@@ -10,6 +10,11 @@ NCCL. Any other overlap is a ValueError.
 `async_op=True` returns a Work at once, whose wait() gives the result; the calls of a group are carried out in the order
 in which they were made.
 
+Arrays on the rank's device (see init) are the accelerator's: a call returns when it is enqueued on `stream`, a handle
+of the vendor's, by default the current stream of the array's library, and out is complete for what is enqueued there
+after it. x and out are both on the device, or both the CPU's, and the same on all ranks. What goes ahead of the data in
+the uneven forms and scatter, and barrier, are the CPU's: they return when all ranks have come.
+
 All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
 Mismatch or Aborted (see mscomm.errors) if the call fails; then the group is broken and the contents of out are
 undefined.
@@ -31,12 +36,14 @@ import numpy as np
 from mscomm import _core
 from mscomm.arrays import library, memory, written
 from mscomm.arrays import numpy as host
+from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code
 from mscomm.errors import Mismatch
-from mscomm.group import Call, Group
+from mscomm.group import Call, Group, Part
 from mscomm.groups import resolve, shared_empty
 
 Timeout = float | timedelta | None
+Array = np.ndarray[Any, Any]
 
 OPS = {name: code for code, name in enumerate(_core.ops)}
 WHAT = {name: code for code, name in enumerate(_core.collectives)}
@@ -62,6 +69,7 @@ def all_reduce(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Combine x elementwise over the ranks; every rank gets the same bits.
 
@@ -75,22 +83,28 @@ def all_reduce(
     array([6., 6., 6.], dtype=float32)
     """
     group = resolve(group)
-    if timeout is None and not async_op:
+    if timeout is None and not async_op and stream is None:
         done = group.call_plain(_ALL_REDUCE, x, op, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("all_reduce", x)
-    op_code = _op_code("all_reduce", op, given.source.dtype)
+    given = _given("all_reduce", x, group, stream=stream)
+    op_code = _op_code("all_reduce", op, given, group)
     target, result = _result("all_reduce", given, out, given.shape, 0)
     call = Call(WHAT["all_reduce"], given.source, target, dtype=given.code, op=op_code)
     return group.call(call, timeout, async_op, result)
 
 
 def all_reduce_(
-    x: Any, op: str = "sum", *, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False
+    x: Any,
+    op: str = "sum",
+    *,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """all_reduce in place: short for `all_reduce(x, op, out=x)`."""
-    return all_reduce(x, op, out=x, group=group, timeout=timeout, async_op=async_op)
+    return all_reduce(x, op, out=x, group=group, timeout=timeout, async_op=async_op, stream=stream)
 
 
 def all_gather(
@@ -100,6 +114,7 @@ def all_gather(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order.
 
@@ -111,11 +126,11 @@ def all_gather(
            [1.]], dtype=float32)
     """
     group = resolve(group)
-    if timeout is None and not async_op:
+    if timeout is None and not async_op and stream is None:
         done = group.call_plain(_ALL_GATHER, x, None, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("all_gather", x)
+    given = _given("all_gather", x, group, stream=stream)
     target, result = _result("all_gather", given, out, _times(given.shape, group.size), group.rank * given.source.size)
     call = Call(WHAT["all_gather"], given.source, target, dtype=given.code)
     return group.call(call, timeout, async_op, result)
@@ -129,6 +144,7 @@ def reduce_scatter(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Combine x over the ranks, and give each rank its part along axis 0.
 
@@ -141,12 +157,12 @@ def reduce_scatter(
     array([4., 6.])
     """
     group = resolve(group)
-    if timeout is None and not async_op:
+    if timeout is None and not async_op and stream is None:
         done = group.call_plain(_REDUCE_SCATTER, x, op, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("reduce_scatter", x)
-    op_code = _op_code("reduce_scatter", op, given.source.dtype)
+    given = _given("reduce_scatter", x, group, stream=stream)
+    op_code = _op_code("reduce_scatter", op, given, group)
     shape = _share("reduce_scatter", given.shape, group.size)
     target, result = _result("reduce_scatter", given, out, shape, group.rank * math.prod(shape))
     call = Call(WHAT["reduce_scatter"], given.source, target, dtype=given.code, op=op_code)
@@ -161,6 +177,7 @@ def broadcast(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Give every rank the root's x.
 
@@ -171,11 +188,11 @@ def broadcast(
     array([1, 1])
     """
     group = resolve(group)
-    if timeout is None and not async_op:
+    if timeout is None and not async_op and stream is None:
         done = group.call_plain(_BROADCAST, x, None, root, out)
         if done is not NotImplemented:
             return done
-    given = _given("broadcast", x)
+    given = _given("broadcast", x, group, stream=stream)
     root = checked_root("broadcast", root, group)
     target, result = _result("broadcast", given, out, given.shape, 0)
     call = Call(WHAT["broadcast"], given.source, target, dtype=given.code, root=root)
@@ -183,10 +200,16 @@ def broadcast(
 
 
 def broadcast_(
-    x: Any, root: int = 0, *, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False
+    x: Any,
+    root: int = 0,
+    *,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """broadcast in place: short for `broadcast(x, root, out=x)`."""
-    return broadcast(x, root, out=x, group=group, timeout=timeout, async_op=async_op)
+    return broadcast(x, root, out=x, group=group, timeout=timeout, async_op=async_op, stream=stream)
 
 
 def reduce(
@@ -198,6 +221,7 @@ def reduce(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Combine x elementwise over the ranks, at the root.
 
@@ -207,8 +231,8 @@ def reduce(
     array([4., 4.])
     """
     group = resolve(group)
-    given = _given("reduce", x)
-    op_code = _op_code("reduce", op, given.source.dtype)
+    given = _given("reduce", x, group, stream=stream)
+    op_code = _op_code("reduce", op, given, group)
     root = checked_root("reduce", root, group)
     target, result = _result("reduce", given, out, given.shape, 0) if group.rank == root else (None, _nothing)
     call = Call(WHAT["reduce"], given.source, target, dtype=given.code, op=op_code, root=root)
@@ -223,6 +247,7 @@ def gather(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order, at the root.
 
@@ -233,7 +258,7 @@ def gather(
     array([0, 1])
     """
     group = resolve(group)
-    given = _given("gather", x)
+    given = _given("gather", x, group, stream=stream)
     root = checked_root("gather", root, group)
     target, result = None, _nothing
     if group.rank == root:
@@ -251,6 +276,7 @@ def scatter(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Give each rank its part of the root's x along axis 0.
 
@@ -264,7 +290,7 @@ def scatter(
     array([2, 3])
     """
     group = resolve(group)
-    given = None if x is None else _given("scatter", x)
+    given = None if x is None else _given("scatter", x, group, stream=stream)
     root = checked_root("scatter", root, group)
     if group.rank == root and given is None:
         raise TypeError("scatter: x is None at the root, whose array is divided; other ranks may pass None")
@@ -280,6 +306,7 @@ def all_to_all(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Exchange parts: part d of rank s's x becomes part s of rank d's result.
 
@@ -291,14 +318,14 @@ def all_to_all(
     array([ 1, 11])
     """
     group = resolve(group)
-    if timeout is None and not async_op:
+    if timeout is None and not async_op and stream is None:
         done = group.call_plain(_ALL_TO_ALL, x, None, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("all_to_all", x)
+    given = _given("all_to_all", x, group, stream=stream)
     _share("all_to_all", given.shape, group.size)
     target, result = _result("all_to_all", given, out, given.shape, 0)
-    call = Call(WHAT["all_to_all"], given.source, target, dtype=given.code)
+    call = Call(WHAT["all_to_all"], _apart("all_to_all", given, target, group), target, dtype=given.code)
     return group.call(call, timeout, async_op, result)
 
 
@@ -322,6 +349,7 @@ def all_gather_v(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """all_gather of arrays whose axis 0 differs by rank. Returns (rows, counts).
 
@@ -332,7 +360,7 @@ def all_gather_v(
     >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
     (array([0, 1, 1]), [1, 2])
     """
-    return gather_rows("all_gather_v", x, None, out, resolve(group), timeout, async_op)
+    return gather_rows("all_gather_v", x, None, out, resolve(group), timeout, async_op, stream)
 
 
 def gather_v(
@@ -343,10 +371,11 @@ def gather_v(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """gather of arrays whose axis 0 differs by rank. At the root (rows, counts) as all_gather_v; None elsewhere."""
     group = resolve(group)
-    return gather_rows("gather_v", x, checked_root("gather_v", root, group), out, group, timeout, async_op)
+    return gather_rows("gather_v", x, checked_root("gather_v", root, group), out, group, timeout, async_op, stream)
 
 
 def scatter_v(
@@ -358,6 +387,7 @@ def scatter_v(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """scatter in parts of different length: rank r gets counts[r] rows of the root's x.
 
@@ -369,7 +399,7 @@ def scatter_v(
     array([1, 2])
     """
     group = resolve(group)
-    given = None if x is None else _given("scatter_v", x)
+    given = None if x is None else _given("scatter_v", x, group, stream=stream)
     root = checked_root("scatter_v", root, group)
     counts = _checked_counts("scatter_v", "counts", counts, group, given)
     if group.rank == root and given is None:
@@ -386,6 +416,7 @@ def reduce_scatter_v(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """reduce_scatter in parts of different length: rank r gets counts[r] rows.
 
@@ -397,8 +428,8 @@ def reduce_scatter_v(
     array([2., 4.])
     """
     group = resolve(group)
-    given = _given("reduce_scatter_v", x)
-    op_code = _op_code("reduce_scatter_v", op, given.source.dtype)
+    given = _given("reduce_scatter_v", x, group, stream=stream)
+    op_code = _op_code("reduce_scatter_v", op, given, group)
     counts = _checked_counts("reduce_scatter_v", "counts", counts, group, given)
     row = math.prod(given.shape[1:])
     shape = (counts[group.rank], *given.shape[1:])
@@ -424,6 +455,7 @@ def all_to_all_v(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Exchange parts of different length. Returns (rows, recv_counts).
 
@@ -436,7 +468,7 @@ def all_to_all_v(
     (array([1, 2, 1, 2]), [2, 2])
     """
     group = resolve(group)
-    given = _given("all_to_all_v", x)
+    given = _given("all_to_all_v", x, group, stream=stream)
     sent = _checked_counts("all_to_all_v", "send_counts", send_counts, group, given)
     n = group.size
     table = np.empty((n, n), np.int64)  # a row for each sender
@@ -455,7 +487,7 @@ def all_to_all_v(
         target, result = _late_result("all_to_all_v", given, out, shape, 0, group)
         call = Call(
             WHAT["all_to_all"],
-            given.source,
+            _apart("all_to_all_v", given, target, group),
             target,
             function=FUNCTION["all_to_all_v"],
             dtype=given.code,
@@ -464,14 +496,21 @@ def all_to_all_v(
         )
         return call, functools.partial(_with_counts, result, got)
 
-    return group.call_after(head, data, timeout, async_op)
+    return group.call_after(head, data, timeout, async_op, given.on_device)
 
 
 def gather_rows(
-    function: str, x: Any, root: int | None, out: Any, group: Group, timeout: Timeout, async_op: bool
+    function: str,
+    x: Any,
+    root: int | None,
+    out: Any,
+    group: Group,
+    timeout: Timeout,
+    async_op: bool,
+    stream: int | None = None,
 ) -> Any:
     """all_gather_v, and with a root gather_v."""
-    given = _given(function, x)
+    given = _given(function, x, group, stream=stream)
     if not given.shape:
         raise ValueError(f"{function}: x is a scalar; it needs an axis 0, which may differ by rank")
     lengths = np.empty(group.size, np.int64)
@@ -489,7 +528,7 @@ def gather_rows(
         counts = lengths.tolist()
         row = math.prod(given.shape[1:])
         shape = (sum(counts), *given.shape[1:])
-        target: np.ndarray[Any, Any] | None = None
+        target: Array | None = None
         result: Callable[[], Any] = _nothing
         if root is None or root == group.rank:
             place = row * sum(counts[: group.rank])
@@ -507,7 +546,7 @@ def gather_rows(
         )
         return call, result
 
-    return group.call_after(head, data, timeout, async_op)
+    return group.call_after(head, data, timeout, async_op, given.on_device)
 
 
 def _scatter(
@@ -525,9 +564,12 @@ def _scatter(
     if given is not None and at_root and out is not None:  # known here before anything is sent
         _check_out(function, given, out, *_part_of(given.shape, counts, group))
     digest = 0 if counts is None else _digest(counts)
-    told = np.zeros(2 + _core.max_dims, np.int64)  # dtype, how many dimensions, and these
+    there = None if given is None else given.memory
+    if there is None and out is not None:
+        there = memory(out, "out", function)
+    told = np.zeros(3 + _core.max_dims, np.int64)  # whether it is on a device, dtype, how many dimensions, and these
     if given is not None and at_root:
-        told[: 2 + len(given.shape)] = (given.code, len(given.shape), *given.shape)
+        told[: 3 + len(given.shape)] = (given.on_device, given.code, len(given.shape), *given.shape)
     head = Call(
         WHAT["broadcast"],
         told,
@@ -540,10 +582,16 @@ def _scatter(
     )
 
     def data() -> tuple[Call, Callable[[], Any]]:
-        code, dims, *extents = told.tolist()
+        on_device, code, dims, *extents = told.tolist()
         shape = tuple(extents[:dims])
-        nothing = np.empty(0, host.dtype_of(code))
-        model = given or _Given(host, nothing, nothing, nothing, shape, code)
+        if bool(on_device) != isinstance(there, OnDevice):
+            rank = group.ranks[group.rank]
+            here = "no array was given" if there is None else f"x or out is {_where(there)}"
+            root_has = (
+                "on its device; give x or out on the device" if on_device else "the CPU's; give None, or the CPU's"
+            )
+            raise Mismatch(f"{function}: {here} on rank {rank}, and at the root x is {root_has}", [rank])
+        model = given or _model(function, out, shape, code)
         if (model.code, model.shape) != (code, shape):
             mine, theirs = (f"{_core.dtypes()[c]}{list(s)}" for c, s in ((model.code, model.shape), (code, shape)))
             raise Mismatch(f"{function}: x is {mine} on rank {group.ranks[group.rank]}, and {theirs} at the root")
@@ -562,13 +610,30 @@ def _scatter(
         )
         return call, result
 
-    return group.call_after(head, data, timeout, async_op)
+    return group.call_after(head, data, timeout, async_op, isinstance(there, OnDevice))
+
+
+def _model(function: str, out: Any, shape: tuple[int, ...], code: int) -> _Given:
+    """What stands for x, where the root alone has one: an array of that dtype without elements."""
+    if out is not None and isinstance(there := memory(out, "out", function), OnDevice):
+        return _Given(library(out, "out", function), out, there[:0], there[:0], shape, code)
+    nothing = np.empty(0, host.dtype_of(code))
+    return _Given(host, nothing, nothing, nothing, shape, code)
 
 
 def _part_of(shape: tuple[int, ...], counts: list[int] | None, group: Group) -> tuple[tuple[int, ...], int]:
     """The shape of this rank's part of an array that is divided, and the element at which it begins."""
     counts = counts or [shape[0] // group.size] * group.size
     return (counts[group.rank], *shape[1:]), math.prod(shape[1:]) * sum(counts[: group.rank])
+
+
+def _apart(function: str, given: _Given, target: Array, group: Group) -> Any:
+    """What is read of x: on a device, where parts come while others go, a copy of it if they come to the same place."""
+    if isinstance(given.source, OnDevice) and np.may_share_memory(given.source, target):
+        made, _ = _new(function, given, given.shape)
+        group.core.pack(made, [given.source], given.source.stream)
+        return made
+    return given.source
 
 
 # -- many arrays
@@ -582,6 +647,7 @@ def all_reduce_many(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """all_reduce of a list of arrays, fused: small arrays of one dtype share an exchange.
 
@@ -593,8 +659,8 @@ def all_reduce_many(
     """
     group = resolve(group)
     _known_op("all_reduce_many", op)
-    given = [_given("all_reduce_many", x, f"arrays[{i}]") for i, x in enumerate(arrays)]
-    op_codes = [_op_code("all_reduce_many", op, one.source.dtype) for one in given]
+    given = [_given("all_reduce_many", x, group, f"arrays[{i}]", stream=stream) for i, x in enumerate(arrays)]
+    op_codes = [_op_code("all_reduce_many", op, one, group) for one in given]
     if out is None:
         out = [None] * len(given)
     elif len(out) != len(given):
@@ -607,8 +673,10 @@ def all_reduce_many(
         [one.memory for one in given],
         [None if y is None else memory(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
     )
-    digest, parts = _fused(tuple((one.code, one.shape) for one in given))
-    calls = [_FusedCall([given[i].source for i in part], [targets[i][0] for i in part]) for part in parts]
+    digest, parts = _fused(tuple((one.code, one.shape, one.on_device) for one in given))
+    calls = [
+        _fused_call(given[part[0]], [given[i].source for i in part], [targets[i][0] for i in part]) for part in parts
+    ]
     seconds = group.seconds(timeout)
 
     def call(fused: _FusedCall, i: int) -> Call:
@@ -621,7 +689,7 @@ def all_reduce_many(
             digest=digest,
         )
 
-    def start(fused: _FusedCall, i: int) -> _core.Work:
+    def start(fused: _FusedCall, i: int) -> Part:
         return group.start(call(fused, i), seconds)
 
     def result() -> list[Any]:
@@ -648,12 +716,12 @@ def all_reduce_many(
 class _FusedCall:
     """Arrays that go in one call: side by side in a bucket in shared memory; one alone as it is."""
 
-    def __init__(self, sources: list[np.ndarray[Any, Any]], targets: list[np.ndarray[Any, Any]]) -> None:
+    def __init__(self, sources: list[Array], targets: list[Array]) -> None:
         self._sources = sources
         self._targets = targets
-        self._bucket: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None  # the memory, what is filled
+        self._bucket: tuple[Array, Array] | None = None  # the memory, what is filled
 
-    def filled(self, group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def filled(self, group: Group) -> tuple[Array, Array]:
         """x and out of the call."""
         if len(self._sources) == 1:
             return self._sources[0], self._targets[0]
@@ -686,25 +754,53 @@ class _FusedCall:
         group.buckets.append(room)
 
 
+def _fused_call(model: _Given, sources: list[Array], targets: list[Array]) -> _FusedCall:
+    return _FusedOnDevice(sources, targets, model) if model.on_device else _FusedCall(sources, targets)
+
+
+class _FusedOnDevice(_FusedCall):
+    """The same of arrays on a device: side by side in a bucket of their library's memory."""
+
+    def __init__(self, sources: list[Array], targets: list[Array], model: _Given) -> None:
+        super().__init__(sources, targets)
+        self._model = model
+        self._made: tuple[OnDevice, Callable[[], Any]] | None = None  # the bucket, and the array that it is
+
+    def filled(self, group: Group) -> tuple[Array, Array]:
+        if len(self._sources) == 1:
+            return self._sources[0], self._targets[0]
+        count = sum(source.size for source in self._sources)
+        self._made = bucket, _ = _new("all_reduce_many", self._model, (count,))
+        group.core.pack(bucket, self._sources, bucket.stream)
+        return bucket, bucket
+
+    def spread(self, group: Group) -> None:
+        """In the order of the stream that is the current one now."""
+        if self._made is not None:
+            (bucket, _), self._made = self._made, None
+            group.core.unpack(bucket, self._targets, bucket.current())
+
+
 @functools.lru_cache(64)
-def _fused(kinds: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[int, list[list[int]]]:
-    """How a list of arrays, given by dtypes and shapes, is divided into calls; and a digest of the list.
+def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, list[list[int]]]:
+    """How a list of arrays, given by dtypes, shapes and whether they are on the device, is divided into calls; and a
+    digest of the list.
 
     Lists that differ may still fill buckets of one size: the digest is compared with the rest of the call.
     """
     parts: list[list[int]] = []
-    filling: dict[int, tuple[list[int], int]] = {}  # by dtype: the bucket, and its bytes
-    for i, (code, shape) in enumerate(kinds):
+    filling: dict[tuple[int, bool], tuple[list[int], int]] = {}  # by dtype and place: the bucket, and its bytes
+    for i, (code, shape, on_device) in enumerate(kinds):
         size = math.prod(shape) * host.dtype_of(code).itemsize
         if size >= ALONE_BYTES:
             parts.append([i])
             continue
-        bucket, filled = filling.get(code, ([], 0))
+        bucket, filled = filling.get((code, on_device), ([], 0))
         if not bucket or filled + size > BUCKET_BYTES:
             bucket, filled = [], 0
             parts.append(bucket)
         bucket.append(i)
-        filling[code] = bucket, filled + size
+        filling[code, on_device] = bucket, filled + size
     return _digest(kinds), parts
 
 
@@ -730,7 +826,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     return shared_empty(shape, kind)
 
 
-def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     """As empty, filled with zeros."""
     array = empty(shape, dtype)
     array[...] = 0
@@ -745,13 +841,17 @@ class _Given(NamedTuple):
 
     arrays: ModuleType
     x: Any
-    memory: np.ndarray[Any, Any]
-    source: np.ndarray[Any, Any]
+    memory: Array
+    source: Array
     shape: tuple[int, ...]
     code: int
 
+    @property
+    def on_device(self) -> bool:
+        return isinstance(self.memory, OnDevice)
 
-def _given(function: str, x: Any, argument: str = "x") -> _Given:
+
+def _given(function: str, x: Any, group: Group, argument: str = "x", *, stream: int | None = None) -> _Given:
     there = memory(x, argument, function)
     if there.ndim > _core.max_dims:
         raise ValueError(
@@ -759,7 +859,34 @@ def _given(function: str, x: Any, argument: str = "x") -> _Given:
             " reshape this one"
         )
     arrays = host if there is x else library(x, argument, function)
+    if isinstance(there, OnDevice):
+        group.check_device(function, argument, there)
+        if stream is not None:
+            there.stream = _stream(function, argument, there, stream)
+        source = there if there.flags.c_contiguous else _packed(function, argument, arrays, x)
+        return _Given(arrays, x, there, source, there.shape, dtype_code(there.dtype))
+    if stream is not None:
+        raise TypeError(f"{function}: stream is for arrays on a device, {argument} is the CPU's")
     return _Given(arrays, x, there, host.readable(there), there.shape, dtype_code(there.dtype))
+
+
+def _stream(function: str, argument: str, there: OnDevice, stream: int) -> int:
+    """The handle that the user gave: what has to be copied is copied on the library's own."""
+    if not there.flags.c_contiguous:
+        raise ValueError(f"{function}: with stream= {argument} must be in C order")
+    try:
+        return operator.index(stream)
+    except TypeError:
+        raise TypeError(f"{function}: stream {stream!r} is not an integer, the handle of a stream") from None
+
+
+def _packed(function: str, argument: str, arrays: ModuleType, x: Any) -> OnDevice:
+    """The memory of a copy of x in C order, which lives as long as that is referred to."""
+    try:
+        packed: OnDevice = arrays.memory(arrays.packed(x))
+        return packed
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument}: {error}") from None
 
 
 def _with_counts(rows: Callable[[], Any], counts: list[int]) -> tuple[Any, list[int]]:
@@ -772,14 +899,14 @@ def _nothing() -> None:
 
 def _result(
     function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
-) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
+) -> tuple[Array, Callable[[], Any]]:
     """Where the core writes a result of that shape, and what gives the user the result then.
 
     place: the element of the longer of x and out at which the other one may begin, for work in place; None: nowhere.
     """
     if out is None:
-        return given.arrays.new(given.x, shape)  # type: ignore[no-any-return]
-    target, finish = host.writable(_check_out(function, given, out, shape, place, argument))
+        return _new(function, given, shape)
+    target, finish = _target(function, given, out, _check_out(function, given, out, shape, place, argument))
 
     def result() -> Any:
         if finish:
@@ -790,9 +917,31 @@ def _result(
     return target, result
 
 
+def _new(function: str, given: _Given, shape: tuple[int, ...]) -> tuple[Any, Callable[[], Any]]:
+    """Memory for a result of that shape, and what makes the result of it."""
+    made: tuple[Any, Callable[[], Any]]
+    try:
+        made = given.arrays.new(given.x, shape)
+    except TypeError as error:
+        raise TypeError(f"{function}: {error}") from None
+    if isinstance(given.memory, OnDevice):
+        made[0].stream = given.memory.stream
+    return made
+
+
+def _target(function: str, given: _Given, out: Any, there: Array) -> tuple[Array, Callable[[], None] | None]:
+    """Where to write the result for out, and what to do afterwards (None: out itself is written)."""
+    if not isinstance(there, OnDevice):
+        return host.writable(there)
+    if there.flags.carray:
+        return there, None
+    made, finish = _new(function, given, there.shape)
+    return made, lambda: library(out, "out", function).assign(out, finish())
+
+
 def _late_result(
     function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, group: Group
-) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
+) -> tuple[Array, Callable[[], Any]]:
     """As _result, when the others are in the call already: what is wrong with out is a failure of the group then."""
     try:
         return _result(function, given, out, shape, place)
@@ -803,7 +952,7 @@ def _late_result(
 
 def _check_out(
     function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """The memory of out, after checking that the result can be written to it."""
     x, y = given.memory, memory(out, argument, function)
     if y.shape != tuple(shape):
@@ -812,6 +961,8 @@ def _check_out(
         raise TypeError(f"{function}: {argument} has dtype {y.dtype}, x has {x.dtype}")
     if not y.flags.writeable:
         raise TypeError(f"{function}: {argument} is read-only")
+    if _where(x) != _where(y):
+        raise TypeError(f"{function}: {argument} is {_where(y)}, x is {_where(x)}; give both of one")
     if out is given.x and place == 0:
         return y
     if np.may_share_memory(x, y) and np.shares_memory(x, y) and not _in_place(x, y, place):
@@ -819,6 +970,10 @@ def _check_out(
             f"{function}: x and {argument} overlap, but not as work in place does; give {argument} memory of its own"
         )
     return y
+
+
+def _where(memory: Array) -> str:
+    return f"on device {memory.index} of {memory.backend}" if isinstance(memory, OnDevice) else "the CPU's"
 
 
 def _in_place(x: Any, out: Any, place: int | None) -> bool:
@@ -903,10 +1058,12 @@ def _digest(agreed: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1
 
 
-def _op_code(function: str, op: str, dtype: np.dtype[Any]) -> int:
+def _op_code(function: str, op: str, given: _Given, group: Group) -> int:
     code = _known_op(function, op)
-    if not _core.supports(dtype_code(dtype), code):
-        raise TypeError(f"{function}: {op} is not defined on {dtype} arrays")
+    if not _core.supports(given.code, code):
+        raise TypeError(f"{function}: {op} is not defined on {given.memory.dtype} arrays")
+    if given.on_device and (why := group.refuses(given.code, code)):
+        raise TypeError(f"{function}: {why}. Arrays of the CPU are reduced by every operation")
     return code
 
 

@@ -8,36 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mscomm.errors import BackendUnavailable
-
 GRAPH_MODE = 0
 PYNATIVE_MODE = 1
+
+DEVICE_TARGETS = ("CPU", "GPU", "Ascend")
 
 _KNOWN = ("mode", "device_target", "device_id", "save_graphs", "save_graphs_path")
 _context: dict[str, Any] = {
     "mode": GRAPH_MODE,
-    "device_target": "CPU",
-    "device_id": 0,
+    "device_target": None,
+    "device_id": None,
     "save_graphs": False,
     "save_graphs_path": ".",
 }
+_IF_UNSET = {"device_target": "CPU", "device_id": 0}
 _plain_links = False
 
 
 def set_context(**options: Any) -> None:
     """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them.
-    mode has no effect.
+    device_target "CPU", "GPU" or "Ascend" decides what init() without a backend's name takes, device_id which device is
+    this rank's; both must be set before init(). mode has no effect.
 
-    device_target other than "CPU" raises BackendUnavailable in this release; an unknown option or mode ValueError.
-    Nothing is set then.
+    An unknown option, mode or device_target: ValueError. Nothing is set then.
     """
     for name, value in options.items():
         if name not in _KNOWN:
             raise ValueError(f"set_context: {name!r} is none of {', '.join(_KNOWN)}")
         if name == "mode" and value not in (GRAPH_MODE, PYNATIVE_MODE):
             raise ValueError(f"set_context: mode={value!r} is neither GRAPH_MODE nor PYNATIVE_MODE")
-        if name == "device_target" and value != "CPU":
-            raise BackendUnavailable(f'set_context: device_target={value!r} is not in this release; use "CPU"')
+        if name == "device_target" and value not in DEVICE_TARGETS:
+            raise ValueError(f"set_context: device_target={value!r} is none of {', '.join(DEVICE_TARGETS)}")
+        if name == "device_id":
+            _int(0, 4095)(value)
     _context.update(options)
 
 
@@ -45,7 +48,20 @@ def get_context(name: str) -> Any:
     """The value of one option."""
     if name not in _context:
         raise ValueError(f"get_context: {name!r} is none of {', '.join(_KNOWN)}")
-    return _context[name]
+    value = _context[name]
+    return _IF_UNSET.get(name) if value is None else value
+
+
+def device_target() -> str | None:
+    """What the user has set; None: nothing."""
+    value: str | None = _context["device_target"]
+    return value
+
+
+def device_id() -> int | None:
+    """What the user has set; None: nothing."""
+    value: int | None = _context["device_id"]
+    return value
 
 
 def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:

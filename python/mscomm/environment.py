@@ -130,6 +130,21 @@ VARIABLES = (
         ("groups",),
     ),
     Variable(
+        "MSCOMM_NCCL_LIBRARY",
+        None,
+        words,
+        "The file of NCCL, where it is not in the environment's site-packages, nor found by the loader. No other is"
+        " tried then.",
+        ("accelerators.nccl",),
+    ),
+    Variable(
+        "MSCOMM_CUDA_LIBRARY",
+        None,
+        words,
+        "The file of the CUDA driver, `libcuda.so.1`, where the loader does not find it.",
+        ("accelerators.nccl",),
+    ),
+    Variable(
         "MSCOMM_HUGE_PAGES",
         1,
         _switch,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from mscomm import _core, environment, log
+from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.letters import Letters
@@ -31,6 +32,8 @@ Array = np.ndarray[Any, Any]
 
 class Call(NamedTuple):
     """One collective as the core takes it: checked arguments; x and out are C-contiguous, None where a rank has none.
+
+    Both are the CPU's, or both of the group's device.
 
     what, function: indices of _core.collectives and _core.functions; function is what the user called. shape: of the
     signature, x's if None. counts, digest, head: csrc/base/call.h.
@@ -48,13 +51,21 @@ class Call(NamedTuple):
     digest: int = 0
     head: bool = False
 
+    @property
+    def there(self) -> OnDevice | None:
+        """Its array of a device; None: its arrays are the CPU's."""
+        array = self.x if self.x is not None else self.out
+        return array if isinstance(array, OnDevice) else None
+
     def arguments(self, timeout_s: float, *number: int) -> tuple[Any, ...]:
         """Of _core.Group.run, which takes a number, and of start."""
         what, x, out, function, dtype, op, root, *rest = self
-        return (what, what if function is None else function, dtype, op, root, x, out, timeout_s, *rest, *number)
+        function = what if function is None else function
+        stream = None if self.there is None else self.there.stream
+        return (what, function, dtype, op, root, x, out, timeout_s, *rest, stream, *number)
 
 
-class _Part(Protocol):
+class Part(Protocol):
     """What a Work waits for: a call on the worker's thread, or a thread of Python's."""
 
     def done(self) -> bool: ...
@@ -92,11 +103,26 @@ class _Beside:
             raise self._error
 
 
+class _Enqueued:
+    """A call on the device: it has been enqueued, on a stream of the group's own."""
+
+    def __init__(self, group: Group, work: _core.Work, current: Callable[[], int]) -> None:
+        self.done, self.wait, self.check = work.done, work.wait, work.check
+        self._group, self._number, self._current = group, work.number, current
+
+    def join(self) -> None:
+        """What comes on the current stream comes after it."""
+        self._group.core.order(self._number, self._current())
+
+
 class Work:
     """A call that runs beside the caller, from `async_op=True`.
 
     It keeps x and out alive. Do not touch them until it has ended; out is complete when wait() has returned. If it is
     dropped before somebody waited, the next call on the group raises its error.
+
+    Of arrays on a device: wait() returns at once, and what is enqueued on the library's current stream from then on
+    finds out complete. With a timeout it returns when the device is done.
 
     >>> work = mscomm.all_reduce(x, async_op=True)
     >>> y = work.wait()
@@ -105,7 +131,7 @@ class Work:
     def __init__(self, group: Group, keeps: Any, result: Callable[[], Any]) -> None:
         self._group = group
         self._pid = os.getpid()
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._starting = True  # more parts may come
         self._keeps = keeps
         self._result: Callable[[], Any] | None = result
@@ -120,6 +146,10 @@ class Work:
         deadline = Deadline(float("inf") if timeout is None else seconds_of(timeout))
         self._check_process()
         for part in self._parts:
+            if timeout is None and isinstance(part, _Enqueued):
+                with self._group.failing():
+                    part.join()
+                continue
             while not part.wait(min(deadline.left(), 0.05)):  # between two, Python looks at its signals
                 if deadline.passed:
                     raise TimeoutError(f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on")
@@ -240,34 +270,67 @@ class Group:
         return self.watch(call, result, [lambda: self.start(call, seconds)])
 
     def call_after(
-        self, head: Call, then: Callable[[], tuple[Call, Callable[[], Any]]], timeout: Any, async_op: bool
+        self,
+        head: Call,
+        then: Callable[[], tuple[Call, Callable[[], Any]]],
+        timeout: Any,
+        async_op: bool,
+        on_device: bool = False,
     ) -> Any:
         """Two calls as one: the head, and what then() makes of what it brought. Both have their numbers at once.
 
         Whatever is wrong after the head, on this rank alone, breaks the group: the others are on their way.
+        on_device: the second is on arrays of a device, whose current stream is that of the caller's thread: the head,
+        which is the CPU's, is waited for then, also with async_op.
         """
         seconds = self.seconds(timeout)
         function = _core.functions[head.what if head.function is None else head.function]
         first = self.reserve(2)
+        began = time.monotonic()
+
+        def left() -> float:
+            return max(seconds - (time.monotonic() - began), 0.001)
+
+        def second() -> tuple[Call, Callable[[], Any]]:
+            self.run(head, seconds, first)
+            try:
+                return then()
+            except Error as symptom:
+                cause = self.settle(symptom)
+                self.core.abort(type(cause).__name__, list(cause.ranks), list(cause.waiting_for), str(cause))
+                self.fail(symptom)
 
         def both() -> Any:
-            began = time.monotonic()
             with self.committed(f"{function} #{first}"):
-                self.run(head, seconds, first)
-                try:
-                    call, result = then()
-                except Error as symptom:
-                    cause = self.settle(symptom)
-                    self.core.abort(type(cause).__name__, list(cause.ranks), list(cause.waiting_for), str(cause))
-                    self.fail(symptom)
-                self.run(call, max(seconds - (time.monotonic() - began), 0.001), first + 1)
+                call, result = second()
+                self.run(call, left(), first + 1)
             return result()
 
         if not async_op:
             return both()
         with self.committed(f"{function} #{first}"):
+            if on_device:
+                call, result = second()
+                return self.watch((call, then), result, [lambda: self.start(call, left(), first + 1)])
             beside = _Beside(both)
         return self.watch((head, then), lambda: beside.result, [lambda: beside])
+
+    def check_device(self, function: str, argument: str, there: OnDevice) -> None:
+        """TypeError unless the array is on the device with which this rank has joined."""
+        mine = self.job.accelerator
+        if mine is None:
+            advice = f'join with init("{there.backend}"), or give an array of the CPU'
+            raise TypeError(f"{function}: {argument} is on a device, and the job's backend is cpu; {advice}")
+        if (mine.name, mine.device) != (there.backend, there.index):
+            raise TypeError(
+                f"{function}: {argument} is on device {there.index} of {there.backend}; this rank has joined with "
+                f"device {mine.device} of {mine.name}"
+            )
+
+    def refuses(self, dtype: int, op: int) -> str:
+        """Why the accelerator cannot reduce such elements so; "": it can."""
+        assert self.job.accelerator
+        return self.job.accelerator.opened.vendor.refuses(dtype, op)
 
     def seconds(self, timeout: Any) -> float:
         """The limit of one call."""
@@ -300,17 +363,17 @@ class Group:
             self._interrupted(error)
             raise
 
-    def start(self, call: Call, seconds: float) -> _core.Work:
-        """The same on the group's worker thread; for `watch`, which keeps the arrays."""
+    def start(self, call: Call, seconds: float, number: int = 0) -> Part:
+        """The same on the group's worker thread, or beside the device's stream; for `watch`, which keeps the arrays."""
         try:
-            work = self.core.start(*call.arguments(seconds))
+            work = self.core.start(*call.arguments(seconds, number))
         except Error as symptom:
             self.fail(symptom)
         if self._lines is not None:
             self._note_line(work.number)
-        return work
+        return work if call.there is None else _Enqueued(self, work, call.there.current)
 
-    def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], _Part]]) -> Work:
+    def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], Part]]) -> Work:
         """The user's handle of the parts that are started here.
 
         What it keeps, and what result refers to, lives until they have ended, also if the user drops it, or if a later

@@ -22,18 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import bootstrap, environment, log
+from mscomm.accelerators import CPU, NAMES
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
 from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.context import plain_links_permitted
-from mscomm.errors import BackendUnavailable, Error, PeerLost, make
+from mscomm.context import device_id, device_target, plain_links_permitted
+from mscomm.errors import Error, PeerLost, make
 from mscomm.group import PACKAGE, Group, Work, printable
 
 __all__ = ["Group", "Work"]
 
-CPU_NAMES = ("gloo", "mccl", "cpu")
+CPU_NAMES = ("gloo", "mccl", CPU)
+AUTO = "auto"
+_BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}  # by MindSpore's device_target
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 _NAME_BYTES = 200
 _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
@@ -49,9 +52,9 @@ class Making(NamedTuple):
 class _Joined:
     """What init() made, until release()."""
 
-    def __init__(self, job: assemble.Job, backend: str, algo: str, timeout_s: float) -> None:
+    def __init__(self, job: assemble.Job, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
         self.job = job
-        self.backend = backend
+        self.asked = asked
         self.algo = algo
         self.timeout_s = timeout_s
         self.launcher = "none"
@@ -68,6 +71,10 @@ class _Joined:
     @property
     def member(self) -> Member | None:
         return self.job.member
+
+    @property
+    def backend(self) -> str:
+        return self.job.accelerator.name if self.job.accelerator else CPU
 
     def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
         """Make the group, which all its ranks do, and let it begin to work. forced: algorithms, if not the job's."""
@@ -110,9 +117,14 @@ def init(
 ) -> None:
     """Join the job that the environment describes; return when all its ranks have.
 
-    backend_name: "gloo", "mccl" or "cpu" for the CPU core; None decides for all ranks (in this release: cpu). "nccl"
-    and "hccl" are not in this release: BackendUnavailable. timeout: the default of the collective calls, in seconds
-    (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most MS_TOPO_TIMEOUT seconds (600).
+    backend_name: "gloo", "mccl" or "cpu" for the CPU core. "nccl": beside it NCCL, for arrays on NVIDIA GPUs; device
+    is this rank's GPU, by default that of its place on the host, and becomes the current one. "hccl" is not in this
+    release. None: what set_context(device_target=...) says, else nccl if every rank has a GPU of its own, else the CPU
+    core, for all ranks alike. BackendUnavailable, on all ranks and with the reason of each, if one cannot use the
+    backend that was named; Mismatch if they have different versions of it.
+
+    timeout: the default of the collective calls, in seconds (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most
+    MS_TOPO_TIMEOUT seconds (600).
 
     Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun, Slurm, Kubernetes, a
     rank table; bootstrap.LAUNCHERS has them in the order in which they count. Without one: a job of one. In the
@@ -129,14 +141,13 @@ def init(
     (0, 1)
     """
     global _joined
-    backend = _backend(backend_name)
+    asked = assemble.Asked(_backend(backend_name), _device(device))
     if _joined is not None and _joined.pid == os.getpid():
-        if backend != _joined.backend:
+        if asked.backend not in (AUTO, _joined.backend):
             raise RuntimeError(
                 f'init("{backend_name}"): this process has joined with backend {_joined.backend}; call release() first'
             )
         return
-    del device  # an index of an accelerator; the CPU has none
     timeout_s = environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout)
     algo = environment.read("MSCOMM_ALGO", os.environ)
     forced = assemble.forced_algorithms(algo)
@@ -149,11 +160,12 @@ def init(
         _tell_launcher(launcher)
     if launcher is None:
         log.set_rank(0)
-        joined = _Joined(assemble.alone(), backend, algo, timeout_s)
+        joined = _Joined(assemble.alone(asked), asked, algo, timeout_s)
         joined.found(joined.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
-        joined = _join(invitation, backend, algo, forced, timeout_s, deadline)
+        asked = asked._replace(local_rank=_local_rank_of(invitation))
+        joined = _join(invitation, asked, algo, forced, timeout_s, deadline)
     _joined = joined
     log.info(f"joined as rank {joined.job.rank} of {joined.job.size} in {time.monotonic() - began:.3f} s")
     _watch_exit()
@@ -168,8 +180,18 @@ def _tell_launcher(launcher: bootstrap.Launcher | None) -> None:
     log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
 
 
+def _local_rank_of(invitation: bootstrap.Invitation) -> int | None:
+    """As the launcher counts; None: it does not, or what it calls one host is divided."""
+    return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.local_rank
+
+
 def _join(
-    invitation: bootstrap.Invitation, backend: str, algo: str, forced: list[str], timeout_s: float, deadline: Deadline
+    invitation: bootstrap.Invitation,
+    asked: assemble.Asked,
+    algo: str,
+    forced: list[str],
+    timeout_s: float,
+    deadline: Deadline,
 ) -> _Joined:
     """From the invitation to a group that every rank is ready to use."""
     sock, rank = invitation.sock, invitation.rank
@@ -186,21 +208,16 @@ def _join(
             hub=invitation.where,
         )
         failing.callback(member.close)
-        welcome = member.join(assemble.facts(backend, invitation.size, algo, memory), deadline)
+        welcome = member.join(assemble.facts(asked, invitation.size, algo, memory), deadline)
         log.set_rank(welcome.rank)
         with _telling(member, welcome.rank, welcome.epoch):
-            job = assemble.share(member, welcome, memory, forced, deadline)
-            joined = _Joined(job, backend, algo, timeout_s)
+            job = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
+            joined = _Joined(job, asked, algo, timeout_s)
             joined.found(joined.world, deadline)
             member.ready(deadline)
         failing.pop_all()
     joined.launcher, joined.hub = invitation.launcher, invitation.hub
-    neighbours = job.neighbours()
-    local_rank = invitation.local_rank
-    if local_rank is None or environment.read("MSCOMM_HOST_ID", os.environ):
-        # Unknown, or what the launcher calls one host is divided.
-        local_rank = neighbours.index(job.rank)
-    joined.local_rank = local_rank
+    joined.local_rank = job.neighbours().index(job.rank) if asked.local_rank is None else asked.local_rank
     return joined
 
 
@@ -221,13 +238,23 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
 
 
 def _backend(name: str | None) -> str:
-    if name is None or name in CPU_NAMES:
-        return "cpu"
-    if name in ("nccl", "hccl"):
-        raise BackendUnavailable(
-            f'init("{name}"): the {name} backend is not in this release of mscomm; use init("gloo"), the CPU core'
-        )
+    if name is None:
+        name = _BACKEND_OF[device_target()]
+    if name in CPU_NAMES:
+        return CPU
+    if name in (*NAMES, AUTO):
+        return name
     raise ValueError(f"init: backend {name!r} is none of {', '.join(CPU_NAMES)}, nccl, hccl")
+
+
+def _device(device: int | None) -> int | None:
+    """The rank's device as its user says it: to init, or to set_context."""
+    if device is None:
+        device = device_id()
+    try:
+        return None if device is None else operator.index(device)
+    except TypeError:
+        raise TypeError(f"init: device {device!r} is not an integer") from None
 
 
 def release() -> None:
@@ -309,7 +336,7 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
         if joined.job.heap is not None:
             joined.job.heap.retire()
         with assemble.unix_listener() as memory:
-            facts = assemble.facts(joined.backend, joined.job.size, joined.algo, memory)
+            facts = assemble.facts(joined.asked, joined.job.size, joined.algo, memory)
             welcome = joined.member.rejoin(facts, deadline)
             try:
                 _begin_epoch(joined, joined.member, welcome, memory, deadline)
@@ -323,7 +350,7 @@ def rejoin(timeout: float | timedelta | None = None) -> int:
 def _begin_epoch(joined: _Joined, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
     """Everything of this rank's part in the job anew, but the control link and the Group objects."""
     with _telling(member, welcome.rank, welcome.epoch):
-        joined.job = assemble.share(member, welcome, memory, joined.job.forced, deadline)
+        joined.job = assemble.share(member, welcome, memory, joined.job.forced, deadline, joined.asked.backend)
         joined.creations.clear()
         joined.splits.clear()
         returning = [joined.world, *(making.group for making in joined.makings)]
@@ -532,7 +559,7 @@ def get_local_rank_size(group: Group | str | None = None) -> int:
 
 
 def get_backend(group: Group | str | None = None) -> str:
-    """The backend by which the group moves data: "cpu"."""
+    """The job's backend: "cpu", or the accelerator's beside it, "nccl" or "hccl"."""
     resolve(group)
     return _here().backend
 

@@ -9,6 +9,11 @@ A library module has
   result of it when it is filled;
 * `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory;
 * `written(x)`, if the library wants to know that the memory of x was written.
+
+Of arrays on a device `memory` is an `OnDevice` of device.py, and the module also has
+
+* `packed(x)` -> x, or a copy of it in C order, made in the order of the current stream;
+* `assign(out, made)`: copies made to out in that order.
 """
 
 from __future__ import annotations
@@ -21,7 +26,14 @@ from typing import Any
 import numpy as np
 
 # The top-level package of an array's type, and the module here.
-LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mindspore": "mindspore"}
+LIBRARIES = {
+    "numpy": "numpy",
+    "torch": "torch",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "mindspore": "mindspore",
+    "cupy": "cupy",
+}
 
 _found: dict[type, ModuleType] = {}
 
@@ -40,11 +52,11 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in names(x):
+    for name in (*names(x), "cuda"):
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             return _found.setdefault(type(x), module)
-    known = ", ".join(dict.fromkeys(LIBRARIES.values()))
+    known = ", ".join(dict.fromkeys(LIBRARIES.values())) + ", the CUDA array interface"
     raise TypeError(
         f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"
         f" (known libraries: {known})"

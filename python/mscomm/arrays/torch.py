@@ -1,4 +1,7 @@
-"""PyTorch tensors on the CPU. Their memory is used as it is; results are tensors that need no gradient."""
+"""PyTorch tensors. Their memory is used as it is; results are tensors that need no gradient.
+
+On a GPU calls are enqueued on PyTorch's current stream of that device.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import DTYPES, dtype_of
 
 _BFLOAT16 = DTYPES.index("bfloat16")
+_CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
 
 
 def is_array(x: Any) -> bool:
@@ -18,15 +23,17 @@ def is_array(x: Any) -> bool:
 
 
 def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    if x.device.type != "cpu":
-        raise TypeError(f"is on {x.device}; this release moves tensors of the CPU alone: use x.cpu()")
     if x.layout is not torch.strided:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.is_conj() or x.is_neg():  # what lies in memory are other numbers
-        resolved: np.ndarray[Any, Any] = x.detach().resolve_conj().resolve_neg().numpy()
+        resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
     x = x.detach()
+    if x.device.type == "cuda":
+        return _on_cuda(x)
+    if x.device.type != "cpu":
+        raise TypeError(f"is on {x.device}; mscomm moves tensors of the CPU and of NVIDIA GPUs: use x.cpu()")
     if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
         expanded = memory(x.contiguous())  # one element stands for several
         expanded.flags.writeable = False
@@ -39,6 +46,23 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}") from None
 
 
+def _on_cuda(x: torch.Tensor) -> OnDevice:
+    if x.dtype not in _CODES:
+        raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}")
+    dtype, index = dtype_of(_CODES[x.dtype]), x.get_device()
+    repeats = any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
+    return on_device(
+        x,
+        x.data_ptr(),
+        tuple(x.shape),
+        dtype,
+        None if x.is_contiguous() else tuple(stride * dtype.itemsize for stride in x.stride()),
+        index,
+        lambda: int(torch.cuda.current_stream(index).cuda_stream),
+        writable=not repeats,  # where one element stands for several
+    )
+
+
 def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], torch.Tensor]]:
     made = torch.empty(shape, dtype=x.dtype, device=x.device)
     return memory(made), lambda: made
@@ -48,6 +72,14 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
     if memory.dtype.name == "bfloat16":
         return torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(memory)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def assign(out: torch.Tensor, made: torch.Tensor) -> None:
+    out.detach().copy_(made)
 
 
 def written(x: torch.Tensor) -> None:

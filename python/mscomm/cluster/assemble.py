@@ -7,6 +7,7 @@ Listeners live for one exchange; between exchanges no socket listens and no memf
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import secrets
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mscomm import _core, environment, log
+from mscomm import _core, accelerators, environment, log
+from mscomm.accelerators import Accelerator
 from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, LETTERS, MEMORY, Identity, package_version
@@ -30,11 +32,19 @@ _ADDRESS_SPACE = 1 << 46  # of the 2^47 bytes of a process, what the heaps of a 
 # -- facts about this rank
 
 
-def facts(backend: str, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
+class Asked(NamedTuple):
+    """What the user of this rank says of the backend: its name or "auto", and the device or None."""
+
+    backend: str
+    device: int | None
+    local_rank: int | None = None  # what the launcher says
+
+
+def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
     """What this rank tells the others about itself. memory: where the ranks of its host reach it."""
     return {
         "version": package_version(),
-        "backend": backend,
+        "backend": asked.backend,
         "size": size,
         "algo": algo,
         "host": host_id(),
@@ -43,6 +53,7 @@ def facts(backend: str, size: int, algo: str, memory: socket.socket) -> dict[str
         "cpus": sorted(os.sched_getaffinity(0)),
         "quota": cpu_quota(),
         "memory": memory.getsockname(),
+        **accelerators.facts(*asked, os.environ),
     }
 
 
@@ -142,7 +153,13 @@ class Job:
     """What all groups of one epoch have in common: who the ranks are, which hosts they are on, their shared memory."""
 
     def __init__(
-        self, member: Member | None, welcome: Welcome, forced: list[str], heap: _core.Heap | None, peers: _core.Peers
+        self,
+        member: Member | None,
+        welcome: Welcome,
+        forced: list[str],
+        heap: _core.Heap | None,
+        peers: _core.Peers,
+        accelerator: Accelerator | None,
     ) -> None:
         self.member = member
         self.rank = welcome.rank
@@ -156,6 +173,7 @@ class Job:
         self.forced = forced
         self.heap = heap
         self.peers = peers
+        self.accelerator = accelerator  # None: the job's backend is the CPU core
 
     def neighbours(self) -> list[int]:
         """The ranks of this rank's host."""
@@ -192,9 +210,11 @@ class Job:
                 listening = [
                     closing.enter_context(self._listener(is_near)) for is_near in _needed(hosts, me) if by_mesh
                 ]
-                told: dict[int, dict[str, Any]] = {}
+                offered: dict[str, Any] = {"control": control, "data": [_address(listener) for listener in listening]}
+                if self.accelerator and me == 0:
+                    offered["device"] = self.accelerator.opened.vendor.make_id()
+                told: dict[int, dict[str, Any]] = {self.rank: offered}
                 if self.member and len(ranks) > 1:
-                    offered = {"control": control, "data": [_address(listener) for listener in listening]}
                     came = True
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
@@ -214,6 +234,8 @@ class Job:
                     links=self._connect(group, ranks, listening, told, deadline) if by_mesh else [],
                     news_fd=self.member.news_fd if self.member else -1,
                 )
+            if self.accelerator:
+                self._join_device(core, group, told[ranks[0]]["device"], deadline)
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
@@ -230,6 +252,12 @@ class Job:
             used = [carrier for carrier, is_used in (("arena", by_arena), ("mesh", by_mesh)) if is_used]
             self._tell_founded(name, group, ranks, core, used, spin)
         return Founded(core, control, len(at_home))
+
+    def _join_device(self, core: _core.Group, group: str, id: bytes, deadline: Deadline) -> None:
+        assert self.accelerator
+        (vendor, runtime), device = self.accelerator.opened, self.accelerator.device
+        check: Callable[[], object] = functools.partial(self.member.check, group) if self.member else dict
+        core.join_device(vendor, runtime, device, id, deadline.left(), check)
 
     def _tell_founded(
         self, name: str, id: str, ranks: list[int], core: _core.Group, carriers: list[str], spin: bool
@@ -315,12 +343,18 @@ class Job:
         return came[rank].detach()
 
 
-def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline) -> Job:
-    """What the groups of this epoch stand on; every rank calls it. memory: the listener that facts() told of."""
+def share(
+    member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline, asked: str
+) -> Job:
+    """What the groups of this epoch stand on; every rank calls it.
+
+    memory: the listener that facts() told of. asked: the backend.
+    """
     everyone = welcome.facts
     plan.agree(everyone)
     rank = welcome.rank
     hosts = plan.hosts(everyone)
+    accelerator = choose(asked, rank, everyone)
     neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     names = rank_names(everyone)
     with contextlib.ExitStack() as closing:
@@ -350,7 +384,24 @@ def share(member: Member, welcome: Welcome, memory: socket.socket, forced: list[
             heap=heap,
             heap_fds=heap_fds,
         )
-    return Job(member, welcome, forced, heap, peers)
+    return Job(member, welcome, forced, heap, peers, accelerator)
+
+
+def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Accelerator | None:
+    """What this rank has of the backend that the ranks come to by what all have told; None: the CPU core."""
+    chosen = accelerators.choose(asked, everyone, plan.hosts(everyone), rank_names(everyone))
+    if rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
+        log.info(f"backend {chosen.backend}: {chosen.reason}")
+    if chosen.backend == accelerators.CPU:
+        return None
+    opened = accelerators.opened(chosen.backend)
+    device = chosen.devices[rank]
+    opened.runtime.use(device)
+    log.info(
+        f"{chosen.backend} {opened.vendor.version()} ({opened.vendor.path()}, {opened.vendor.origin()}), "
+        f"{opened.runtime.version()}; device {device}, {opened.runtime.device_name(device)}"
+    )
+    return Accelerator(chosen.backend, opened, device)
 
 
 def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]]) -> None:
@@ -386,11 +437,13 @@ def _warn_of_forced(forced: list[str]) -> None:
     log.warn(f"MSCOMM_ALGO forces {', '.join(items)}{own_order}")
 
 
-def alone() -> Job:
+def alone(asked: Asked) -> Job:
     """A job of one."""
-    facts = [{"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}]
+    here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
+    facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
     peers = _core.Peers(rank=0, names=rank_names(facts), hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
-    return Job(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers)
+    accelerator = choose(asked.backend, 0, facts)
+    return Job(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers, accelerator)
 
 
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,454 @@
+#include "backend/vendor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace mscomm {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+// The watching thread looks this often at what is on the device, at first and later on.
+constexpr auto first_look = 1ms, later_look = 10ms;
+constexpr double looks_often_s = 0.1;
+// How long the library may take to free a group, or to abort it, before nobody waits for it any more.
+constexpr double frees_within_s = 5, aborts_within_s = 10;
+
+// What of a group the library is asked by one thread at a time; abort() waits for that at most so long.
+constexpr auto call_takes_at_most = 1s;
+
+// One for each device of the process: what several groups enqueue there has one order. Nobody who aborts takes it.
+std::timed_mutex& issuing_on(const Runtime* runtime, int device) {
+  static std::mutex mutex;  // protects all
+  static std::map<std::pair<const Runtime*, int>, std::timed_mutex> all;
+  const std::lock_guard lock(mutex);
+  return all[{runtime, device}];
+}
+
+}  // namespace
+
+Batch::Batch(VendorGroup& group) : group_(group) { group_.begin_batch(); }
+
+void Batch::end() {
+  ended_ = true;
+  group_.end_batch();
+}
+
+Batch::~Batch() {
+  if (ended_) return;
+  try {
+    group_.end_batch();
+  } catch (const Error&) {
+    // The error that has ended the batch early is the one to tell.
+  }
+}
+
+class VendorBackend::State : public std::enable_shared_from_this<State> {
+ public:
+  State(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, int size, int rank)
+      : vendor_(std::move(vendor)),
+        runtime_(std::move(runtime)),
+        device_(device),
+        size_(static_cast<size_t>(size)),
+        rank_(static_cast<size_t>(rank)),
+        issuing_(issuing_on(runtime_.get(), device)) {}
+
+  void join(const std::string& id, const Deadline& deadline, const std::function<void()>& check);
+  void run(const Call& call, const Wait& wait);
+  void order(uint64_t number, StreamHandle stream);
+  void copy(std::span<const Copied> parts, StreamHandle stream);
+
+  mutable std::mutex mutex_;  // protects what follows; never held while the library is called
+  std::condition_variable changed_;
+  struct Pending {
+    Signature call;
+    EventHandle event;
+    Deadline deadline;
+    double next_notice_s = first_notice_s;
+  };
+  std::deque<Pending> pending_;      // in the order of their numbers
+  std::vector<EventHandle> events_;  // free ones
+  bool aborting_ = false, finishing_ = false, stopping_ = false;
+  bool over_ = false;   // the library has freed the group, or was made to
+  bool ended_ = false;  // the thread
+  std::unique_ptr<std::thread> thread_;
+
+  std::mutex telling_;  // protects observer_, and is held while it is told; no other lock is, which it may take itself
+  Observer* observer_ = nullptr;
+
+ private:
+  template <typename Words>
+  void tell(const Words& words) {
+    const std::lock_guard lock(telling_);
+    if (observer_) words(*observer_);
+  }
+  // Asks the library something about the group, unless it was aborted.
+  template <typename Question>
+  auto ask(const Question& question) {
+    const std::lock_guard lock(calling_);
+    if (!group_) throw Error("Aborted", "the group was aborted");
+    return question(*group_);
+  }
+  void settle(const Wait& wait, const Signature& call);
+  void enqueue(const Call& call, StreamHandle stream);
+  void exchange(const Call& call, StreamHandle stream);
+  EventHandle take_event();
+  void watch();
+  void look_at_pending(std::unique_lock<std::mutex>& lock);
+  void abort_group();
+  void finish_group();
+
+  const std::shared_ptr<Vendor> vendor_;
+  const std::shared_ptr<Runtime> runtime_;
+  const int device_;
+  const size_t size_, rank_;
+  std::timed_mutex& issuing_;
+  std::timed_mutex calling_;  // protects group_: one thread at a time asks the library about it
+  std::unique_ptr<VendorGroup> group_;
+  StreamHandle beside_ = nullptr;  // for calls beside the caller's stream; made by the first
+};
+
+void VendorBackend::State::join(const std::string& id, const Deadline& deadline, const std::function<void()>& check) {
+  const Runtime::Current current(*runtime_, device_);
+  group_ = vendor_->join(id, static_cast<int>(size_), static_cast<int>(rank_));
+  auto pause = 100us;
+  while (group_->busy()) {
+    check();
+    if (deadline.passed())
+      throw Error("CollectiveTimeout", std::string(vendor_->name()) + " " + vendor_->version() +
+                                           ": the ranks did not connect their devices within " +
+                                           seconds_text(deadline.timeout_s()));
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::microseconds>(2 * pause, 50ms);
+  }
+  thread_ = std::make_unique<std::thread>([self = shared_from_this()] { self->watch(); });
+}
+
+void VendorBackend::State::run(const Call& call, const Wait& wait) {
+  const Runtime::Current current(*runtime_, device_);
+  const Missing nobody{[] { return std::vector<int>{}; }, false};
+  std::unique_lock issuing(issuing_, std::defer_lock);
+  while (!issuing.try_lock_for(std::chrono::milliseconds(longest_sleep_ms))) wait.look(nobody);
+
+  StreamHandle stream = *call.stream;
+  const bool captured = runtime_->captures(stream);
+  if (call.beside && !captured) {
+    if (!beside_) beside_ = runtime_->make_stream();
+    const EventHandle before = take_event();
+    runtime_->record(before, stream);
+    runtime_->wait(beside_, before);
+    const std::lock_guard lock(mutex_);
+    events_.push_back(before);
+    stream = beside_;
+  }
+  if (call.bytes() || !call.counts.empty()) {
+    enqueue(call, stream);
+    settle(wait, call.signature);
+  }
+  if (captured) {  // it will run as often as the graph does, and this is none of these times
+    tell([&](Observer& observer) { observer.ended(call.signature.number); });
+    return;
+  }
+  const EventHandle event = take_event();
+  runtime_->record(event, stream);
+  {
+    const std::lock_guard lock(mutex_);
+    pending_.push_back({call.signature, event, wait.deadline});
+    if (pending_.size() > 1) return;  // the thread is awake
+  }
+  changed_.notify_all();
+}
+
+// Until the library has set up what was enqueued: by its first call of a kind it may connect to other ranks.
+void VendorBackend::State::settle(const Wait& wait, const Signature& call) {
+  const Missing nobody{[] { return std::vector<int>{}; }, false};
+  auto pause = 20us;
+  while (ask([](VendorGroup& group) { return group.busy(); })) {
+    if (wait.deadline.passed())
+      throw Error("CollectiveTimeout", call.text() + " could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) +
+                                           ": " + std::string(vendor_->name()) + " waits for other ranks");
+    wait.look(nobody);
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::microseconds>(2 * pause, 10ms);
+  }
+}
+
+void VendorBackend::State::enqueue(const Call& call, StreamHandle stream) {
+  const Signature& signature = call.signature;
+  const uint64_t count = signature.count;
+  const Dtype dtype = signature.dtype;
+  const Op op = signature.op;
+  if (reduces(signature.what))
+    if (const std::string why = vendor_->refuses(dtype, op); !why.empty()) throw Error("ValueError", why);
+  switch (signature.what) {
+    case Collective::all_reduce:
+      return ask([&](VendorGroup& group) { group.all_reduce(call.x, call.out, count, dtype, op, stream); });
+    case Collective::reduce:
+      return ask([&](VendorGroup& group) { group.reduce(call.x, call.out, count, dtype, op, signature.root, stream); });
+    case Collective::broadcast: {
+      const void* const x = static_cast<size_t>(signature.root) == rank_ ? call.x : call.out;
+      return ask([&](VendorGroup& group) { group.broadcast(x, call.out, call.bytes(), signature.root, stream); });
+    }
+    case Collective::reduce_scatter:
+      if (call.counts.empty())
+        return ask([&](VendorGroup& group) { group.reduce_scatter(call.x, call.out, count / size_, dtype, op, stream); });
+      return ask([&](VendorGroup& group) {
+        Batch batch(group);
+        const char* part = call.in();
+        for (size_t rank = 0; rank < size_; rank++) {
+          void* const out = rank == rank_ ? call.out : nullptr;
+          if (call.counts[rank]) group.reduce(part, out, call.counts[rank], dtype, op, static_cast<int>(rank), stream);
+          part += call.counts[rank] * call.element_bytes();
+        }
+        batch.end();
+      });
+    case Collective::all_gather:
+      if (call.counts.empty()) return ask([&](VendorGroup& group) { group.all_gather(call.x, call.out, call.bytes(), stream); });
+      return exchange(call, stream);
+    case Collective::gather:
+    case Collective::scatter:
+    case Collective::all_to_all:
+      return exchange(call, stream);
+    case Collective::barrier:
+      throw Error("Error", "a barrier has no array, and is the CPU's");
+  }
+}
+
+// The collectives that only move parts, from the parts that each rank sends and receives.
+void VendorBackend::State::exchange(const Call& call, StreamHandle stream) {
+  const Collective what = call.signature.what;
+  const size_t element = call.element_bytes();
+  const auto root = static_cast<size_t>(call.signature.root);
+  const bool divides = what == Collective::scatter || what == Collective::all_to_all;
+  // Bytes from one rank to another.
+  const auto bytes = [&](size_t from, size_t to) {
+    if ((what == Collective::gather && to != root) || (what == Collective::scatter && from != root)) return size_t{0};
+    if (call.counts.empty()) return call.bytes() / (divides ? size_ : 1);
+    const size_t which = what == Collective::all_to_all ? from * size_ + to : what == Collective::scatter ? to : from;
+    return call.counts[which] * element;
+  };
+  const char* x = call.in();
+  char* out = call.result();
+  if (what == Collective::all_to_all && x < out + call.out_bytes && out < x + call.x_bytes)
+    throw Error("ValueError", "all_to_all on a device: x and out overlap");
+  std::vector<Part> parts;
+  for (size_t peer = 0; peer < size_; peer++) {
+    const size_t sent = bytes(rank_, peer), received = bytes(peer, rank_);
+    if (peer == rank_) {
+      if (sent && x != out) runtime_->copy(out, x, sent, stream);
+    } else {
+      // A part to send is only read.
+      if (sent) parts.push_back({true, static_cast<int>(peer), const_cast<char*>(x), sent});
+      if (received) parts.push_back({false, static_cast<int>(peer), out, received});
+    }
+    if (divides) x += sent;
+    out += received;
+  }
+  if (!parts.empty()) ask([&](VendorGroup& group) { group.exchange(parts, stream); });
+}
+
+EventHandle VendorBackend::State::take_event() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!events_.empty()) {
+      const EventHandle event = events_.back();
+      events_.pop_back();
+      return event;
+    }
+  }
+  return runtime_->make_event();
+}
+
+void VendorBackend::State::order(uint64_t number, StreamHandle stream) {
+  const Runtime::Current current(*runtime_, device_);
+  const std::lock_guard lock(mutex_);  // the event must not be used again meanwhile
+  for (const Pending& one : pending_)
+    if (one.call.number == number) return runtime_->wait(stream, one.event);
+}
+
+void VendorBackend::State::copy(std::span<const Copied> parts, StreamHandle stream) {
+  const Runtime::Current current(*runtime_, device_);
+  for (const Copied& part : parts)
+    if (part.bytes) runtime_->copy(part.to, part.from, part.bytes, stream);
+}
+
+void VendorBackend::State::watch() {
+  const Runtime::Current current(*runtime_, device_);
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (aborting_ && !over_) {
+      lock.unlock();
+      abort_group();
+      lock.lock();
+      for (const Pending& one : pending_) events_.push_back(one.event);
+      pending_.clear();
+      over_ = true;
+      changed_.notify_all();
+    } else if (finishing_ && !over_) {
+      lock.unlock();
+      finish_group();
+      lock.lock();
+      over_ = true;
+      changed_.notify_all();
+    } else if (pending_.empty()) {
+      changed_.wait(lock);
+    } else {
+      look_at_pending(lock);
+      if (pending_.empty() || aborting_ || finishing_ || stopping_) continue;
+      const bool often = seconds_since(pending_.front().deadline.start()) < looks_often_s;
+      changed_.wait_for(lock, often ? first_look : later_look);
+    }
+  }
+  if (!over_) {
+    lock.unlock();
+    abort_group();
+    lock.lock();
+    over_ = true;
+  }
+  for (const Pending& one : pending_) events_.push_back(one.event);
+  pending_.clear();
+  for (const EventHandle event : std::exchange(events_, {})) runtime_->destroy_event(event);
+  if (beside_) runtime_->destroy_stream(std::exchange(beside_, nullptr));
+  ended_ = true;
+  changed_.notify_all();
+}
+
+// What has ended, what has failed, what is late.
+void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
+  std::vector<uint64_t> ended;
+  std::vector<std::pair<Signature, double>> waiting;
+  std::optional<std::pair<Signature, Error>> failed;
+  try {
+    // Streams may be several: the calls of one can pass those of another.
+    for (auto one = pending_.begin(); one != pending_.end();) {
+      const double waited_s = seconds_since(one->deadline.start());
+      if (runtime_->passed(one->event)) {
+        ended.push_back(one->call.number);
+        events_.push_back(one->event);
+        one = pending_.erase(one);
+        continue;
+      }
+      if (one->deadline.passed() && !failed)
+        failed = {one->call,
+                  Error("CollectiveTimeout", one->call.text() + " was enqueued, but has not ended on the device within " +
+                                                 seconds_text(one->deadline.timeout_s()))};
+      if (waited_s >= one->next_notice_s && one == pending_.begin()) {
+        one->next_notice_s = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
+        waiting.emplace_back(one->call, waited_s);
+      }
+      ++one;
+    }
+  } catch (const Error& error) {
+    failed = {pending_.front().call, error};
+  }
+  const Signature oldest = pending_.empty() ? Signature{} : pending_.front().call;
+  const bool some_left = !pending_.empty();
+  lock.unlock();
+  if (some_left && !failed) {
+    try {
+      // A caller that is in the library now finds the error itself.
+      if (const std::unique_lock calling(calling_, std::try_to_lock); calling && group_) (void)group_->busy();
+    } catch (const Error& error) {
+      failed = {oldest, error};
+    }
+  }
+  tell([&](Observer& observer) {
+    for (const uint64_t number : ended) observer.ended(number);
+    for (const auto& [call, waited_s] : waiting) observer.waits(call, waited_s);
+    if (failed) observer.failed(failed->first, failed->second);
+  });
+  lock.lock();
+}
+
+void VendorBackend::State::abort_group() {
+  std::unique_ptr<VendorGroup> group;
+  {
+    // Who is in the library is there for microseconds, unless it hangs: then this is what ends it.
+    std::unique_lock calling(calling_, call_takes_at_most);
+    if (!calling) {
+      if (group_) group_->abort();
+      return;
+    }
+    group = std::move(group_);
+  }
+  if (group) group->abort();
+}
+
+void VendorBackend::State::finish_group() {
+  const std::lock_guard calling(calling_);
+  if (!group_) return;
+  try {
+    group_->finish();
+    const Deadline deadline(frees_within_s);
+    while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
+    if (deadline.passed()) group_->abort();
+  } catch (const Error&) {
+    group_->abort();  // another rank did not end well, which its own calls and the hub tell
+  }
+  group_.reset();
+}
+
+// -- the backend
+
+VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
+                             int size, int rank, const Deadline& deadline, const std::function<void()>& check)
+    : state_(std::make_shared<State>(std::move(vendor), std::move(runtime), device, size, rank)) {
+  state_->join(id, deadline, check);
+}
+
+VendorBackend::~VendorBackend() {
+  if (!state_->thread_) return;  // in a forked child
+  observe(nullptr);
+  std::unique_lock lock(state_->mutex_);
+  state_->stopping_ = true;
+  state_->changed_.notify_all();
+  const bool ended =
+      state_->changed_.wait_for(lock, std::chrono::duration<double>(aborts_within_s), [this] { return state_->ended_; });
+  const std::unique_ptr<std::thread> thread = std::move(state_->thread_);
+  lock.unlock();
+  if (ended) thread->join();
+  else thread->detach();  // it is inside the library, and has what it uses
+}
+
+void VendorBackend::observe(Observer* observer) {
+  const std::lock_guard lock(state_->telling_);
+  state_->observer_ = observer;
+}
+
+void VendorBackend::run(const Call& call, const Wait& wait) { state_->run(call, wait); }
+
+void VendorBackend::order(uint64_t number, StreamHandle stream) { state_->order(number, stream); }
+
+void VendorBackend::copy(std::span<const Copied> parts, StreamHandle stream) { state_->copy(parts, stream); }
+
+size_t VendorBackend::pending() const {
+  const std::lock_guard lock(state_->mutex_);
+  return state_->pending_.size();
+}
+
+void VendorBackend::shut_down() {
+  {
+    const std::lock_guard lock(state_->mutex_);
+    state_->aborting_ = true;
+  }
+  state_->changed_.notify_all();
+}
+
+void VendorBackend::close() {
+  std::unique_lock lock(state_->mutex_);
+  state_->finishing_ = true;
+  state_->changed_.notify_all();
+  state_->changed_.wait_for(lock, std::chrono::duration<double>(frees_within_s + aborts_within_s),
+                            [this] { return state_->over_; });
+}
+
+void VendorBackend::close_descriptors() { (void)state_->thread_.release(); }
+
+}  // namespace mscomm

@@ -1,0 +1,39 @@
+#include "base/dynlib.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include "base/error.h"
+
+namespace mscomm {
+
+Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates) : name_(std::move(name)) {
+  std::string tried;
+  for (const Candidate& candidate : candidates) {
+    const bool loaded = candidate.kind == Candidate::Kind::loaded;
+    handle_ = dlopen(candidate.path.c_str(), RTLD_NOW | RTLD_LOCAL | (loaded ? RTLD_NOLOAD : 0));
+    if (handle_) {
+      const link_map* map = nullptr;
+      path_ = dlinfo(handle_, RTLD_DI_LINKMAP, &map) == 0 && map && *map->l_name ? map->l_name : candidate.path;
+      origin_ = candidate.origin;
+      return;
+    }
+    const char* why = loaded ? nullptr : dlerror();
+    if (!tried.empty()) tried += "; ";
+    // dlerror begins with the path, or has it in its words.
+    tried += candidate.origin + ": " + (loaded ? "it is not in this process" : why ? why : candidate.path);
+    if (candidate.kind == Candidate::Kind::must) break;
+  }
+  throw Error("BackendUnavailable", "cannot open " + name_ + ". Tried: " + (tried.empty() ? "no place at all" : tried));
+}
+
+void* Dynlib::find(const char* symbol) const { return dlsym(handle_, symbol); }
+
+void* Dynlib::required(const char* symbol) const {
+  void* const found = find(symbol);
+  if (!found)
+    throw Error("BackendUnavailable", path_ + " (" + origin_ + ") has no function " + symbol + ": it is too old, or no " + name_);
+  return found;
+}
+
+}  // namespace mscomm

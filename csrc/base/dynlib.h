@@ -1,0 +1,43 @@
+// A shared library of somebody else, opened when it is first needed and never closed: its threads and its globals do not
+// survive that.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace mscomm {
+
+// Where the library may be.
+struct Candidate {
+  std::string origin;                                          // for messages: "MSCOMM_NCCL_LIBRARY", "the loader's path"
+  std::string path;                                            // or the bare name, for the loader to find
+  enum class Kind { usual, loaded, must } kind = Kind::usual;  // loaded: if it is in the process already; must: or no other
+};
+
+class Dynlib {
+ public:
+  // Opens the first candidate that can be opened. Throws BackendUnavailable with all that was tried.
+  Dynlib(std::string name, const std::vector<Candidate>& candidates);
+
+  const std::string& path() const { return path_; }      // the file
+  const std::string& origin() const { return origin_; }  // of the candidate that it was
+  // nullptr if the library has none of that name.
+  void* find(const char* symbol) const;
+  // Sets the pointer; throws BackendUnavailable if the library has no such function.
+  template <typename Function>
+  void need(Function*& function, const char* symbol) const {
+    function = reinterpret_cast<Function*>(required(symbol));
+  }
+  template <typename Function>
+  void find(Function*& function, const char* symbol) const {
+    function = reinterpret_cast<Function*>(find(symbol));
+  }
+
+ private:
+  void* required(const char* symbol) const;
+
+  std::string name_, path_, origin_;
+  void* handle_ = nullptr;
+};
+
+}  // namespace mscomm

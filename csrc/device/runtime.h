@@ -1,0 +1,57 @@
+// What the vendor backend needs of a device's own library: the current device, streams, events and copies. One file a vendor.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace mscomm {
+
+// Handles of the vendor's library; only that looks into them.
+using StreamHandle = void*;
+using EventHandle = void*;
+
+class Runtime {
+ public:
+  virtual ~Runtime() = default;
+
+  virtual std::string version() const = 0;  // "CUDA 13.0 (/usr/lib/libcuda.so.1)"
+  virtual int devices() const = 0;
+  virtual std::string device_name(int device) const = 0;
+  // Equal in all processes of all hosts, unlike an index.
+  virtual std::string uuid(int device) const = 0;
+
+  // Makes the device the thread's current one, for all who come after.
+  virtual void use(int device) = 0;
+  // The device of the thread until the guard is gone.
+  class Current {
+   public:
+    Current(Runtime& runtime, int device) : runtime_(runtime) { runtime_.push(device); }
+    ~Current() { runtime_.pop(); }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+
+   private:
+    Runtime& runtime_;
+  };
+
+  // All below on the current device.
+  virtual StreamHandle make_stream() = 0;  // of high priority; waits for no other stream
+  virtual void destroy_stream(StreamHandle stream) noexcept = 0;
+  virtual EventHandle make_event() = 0;
+  virtual void destroy_event(EventHandle event) noexcept = 0;
+  virtual void record(EventHandle event, StreamHandle stream) = 0;
+  // What comes on the stream from now on waits for the event.
+  virtual void wait(StreamHandle stream, EventHandle event) = 0;
+  // Whether the stream has passed the event. Throws if the device has failed.
+  virtual bool passed(EventHandle event) = 0;
+  // From device memory to device memory.
+  virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
+  // Whether what is enqueued goes into a graph instead of to the device.
+  virtual bool captures(StreamHandle stream) = 0;
+
+ protected:
+  virtual void push(int device) = 0;
+  virtual void pop() noexcept = 0;
+};
+
+}  // namespace mscomm

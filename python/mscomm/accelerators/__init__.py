@@ -1,0 +1,156 @@
+"""Accelerators: which of them this process can use, and which one the job uses. One module a backend.
+
+A module has `load(env)`, which opens its libraries, BackendUnavailable if one is missing, and `shares_devices(env)`.
+Nothing is opened before it is asked for: a library that is loaded early may be the wrong one for a framework that comes
+later.
+
+What a rank finds it tells the others when it joins; which backend and which device each rank takes then is a pure
+function of what all have said, so that all come to the same, and to the same error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mscomm import _core
+from mscomm.errors import BackendUnavailable, Error, Mismatch
+
+NAMES = ("nccl", "hccl")  # in the order in which init() without a name tries them
+CPU = "cpu"
+
+Facts = Mapping[str, Any]
+
+
+class Opened(NamedTuple):
+    """The libraries of one accelerator in this process."""
+
+    vendor: _core.Vendor
+    runtime: _core.Runtime
+
+
+class Accelerator(NamedTuple):
+    """The libraries of one accelerator in this process, and the device that this rank has."""
+
+    name: str
+    opened: Opened
+    device: int
+
+
+class Chosen(NamedTuple):
+    """What the job uses: the backend, each rank's device on it (-1: none), and why it is that one."""
+
+    backend: str
+    devices: list[int]
+    reason: str
+
+
+@functools.cache
+def opened(name: str) -> Opened:
+    """The accelerator's libraries, opened once; BackendUnavailable with what was searched for, and where."""
+    found: Opened = importlib.import_module(f"{__name__}.{name}").load(os.environ)
+    return found
+
+
+def wanted(asked: str) -> tuple[str, ...]:
+    """The accelerators that a rank looks for when its user has asked for that backend; "auto": for any."""
+    return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
+
+
+def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[str, str]) -> dict[str, Any]:
+    """What this rank tells the others. device: what its user says."""
+    found = {}
+    for name in wanted(asked):
+        try:
+            vendor, runtime = opened(name)
+            devices = [[runtime.uuid(i), runtime.device_name(i)] for i in range(runtime.devices())]
+            words = {"version": vendor.version(), "path": vendor.path(), "runtime": runtime.version()}
+            found[name] = {**words, "devices": devices, "shares": shares_devices(name, env)}
+        except Error as error:
+            found[name] = {"missing": str(error)}
+    return {"device": device, "local_rank": local_rank, "accelerators": found}
+
+
+def shares_devices(name: str, env: Mapping[str, str]) -> str:
+    """What lets ranks share a device, where the user has asked for that; ranks that tell the same do not share one."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    return str(module.shares_devices(env))
+
+
+def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> Chosen:
+    """The backend and the devices of a job whose ranks all asked for that backend. names: for messages.
+
+    Raises what keeps the ranks from a backend that they asked for by name: BackendUnavailable where a library, a device
+    is missing, or one device would be two ranks'; Mismatch where they have different versions.
+    """
+    none = [-1] * len(everyone)
+    if asked == CPU:
+        return Chosen(CPU, none, "asked for")
+    if asked != "auto":
+        return Chosen(asked, _devices(asked, everyone, hosts, names), "asked for")
+    reasons = []
+    for name in NAMES:
+        try:
+            return Chosen(name, _devices(name, everyone, hosts, names), "every rank has a device of its own")
+        except Error as error:
+            reasons.append(str(error))
+    return Chosen(CPU, none, "; ".join(reasons))
+
+
+def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Each rank's device."""
+    told = [fact["accelerators"][name] for fact in everyone]
+    missing = {rank: fact["missing"] for rank, fact in enumerate(told) if "missing" in fact}
+    if missing:
+        raise BackendUnavailable(_of_ranks(f"{name} cannot be used", missing, names))
+    versions = {rank: f"{fact['version']} ({fact['path']})" for rank, fact in enumerate(told)}
+    if len({fact["version"] for fact in told}) > 1:
+        differing = [rank for rank, fact in enumerate(told) if fact["version"] != told[0]["version"]]
+        words = _of_ranks(f"the ranks have different versions of {name}", versions, names)
+        raise Mismatch(
+            f"{words}. Install the same on every host, or name its file in MSCOMM_{name.upper()}_LIBRARY", differing
+        )
+    devices = [_device(rank, everyone, told[rank], hosts) for rank in range(len(told))]
+    absent = {
+        rank: f"device {device} of {len(told[rank]['devices'])}"
+        for rank, device in enumerate(devices)
+        if not 0 <= device < len(told[rank]["devices"])
+    }
+    if absent:
+        raise BackendUnavailable(_of_ranks(f"{name}: there is no such device", absent, names))
+    owners: dict[tuple[int, str, str], int] = {}
+    for rank, device in enumerate(devices):
+        uuid, kind = told[rank]["devices"][device]
+        other = owners.setdefault((hosts[rank], uuid, told[rank]["shares"]), rank)
+        if other != rank:
+            raise BackendUnavailable(
+                f"{name}: {names[other]} and {names[rank]} would share one device, {kind} ({uuid}). Start at most as"
+                f' many ranks on a host as it has devices, or tell each its own: init("{name}", device=...)'
+            )
+    return devices
+
+
+def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
+    """What the user said, else the rank's place on its host; a launcher may show each rank one device alone."""
+    if (said := everyone[rank]["device"]) is not None:
+        return int(said)
+    place = everyone[rank]["local_rank"]
+    if place is None:
+        place = hosts[:rank].count(hosts[rank])
+    return int(place) % max(1, len(told["devices"]))
+
+
+def _of_ranks(what: str, words: Mapping[int, str], names: Sequence[str]) -> str:
+    """What is said of several ranks, those of which the same is said together."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in words.items():
+        alike.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in alike.items():
+        them = ", ".join(names[rank] for rank in ranks[:4])
+        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        parts.append(f"on {them}{more}: {text}")
+    return f"{what}, {'; '.join(parts)}"

@@ -1,0 +1,35 @@
+"""CuPy arrays. Calls are enqueued on CuPy's current stream; results come from CuPy's memory pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+
+from mscomm.arrays.device import OnDevice, on_device
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, cupy.ndarray)
+
+
+def memory(x: cupy.ndarray) -> OnDevice:
+    index = x.data.device_id
+    return on_device(
+        x, x.data.ptr, x.shape, x.dtype, x.strides, index, lambda: int(cupy.cuda.get_current_stream(index).ptr)
+    )
+
+
+def new(x: cupy.ndarray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], cupy.ndarray]]:
+    with cupy.cuda.Device(x.data.device_id):
+        made = cupy.empty(shape, x.dtype)
+    return memory(made), lambda: made
+
+
+def packed(x: cupy.ndarray) -> cupy.ndarray:
+    return cupy.ascontiguousarray(x)
+
+
+def assign(out: cupy.ndarray, made: cupy.ndarray) -> None:
+    out[...] = made

@@ -1,0 +1,78 @@
+"""Arrays on a device: what mscomm knows of their memory, and what all libraries that have such arrays come down to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_BY_ADDRESS = (np.shares_memory, np.may_share_memory)
+
+
+class OnDevice(np.ndarray[Any, Any]):
+    """The memory of a device's array: address, shape, strides and dtype, as NumPy describes them.
+
+    Nothing of it can be read or written here; what would try raises TypeError. `backend`: the one that reaches it;
+    `index`: the device; `stream`: where calls on it are enqueued, a handle of the vendor's; `current()` gives the
+    library's current stream at any time.
+    """
+
+    backend: str
+    index: int
+    stream: int
+    current: Callable[[], int]
+
+    def __array_finalize__(self, parent: Any) -> None:
+        if isinstance(parent, OnDevice):
+            self.backend, self.index = parent.backend, parent.index
+            self.stream, self.current = parent.stream, parent.current
+
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("this memory is a device's: NumPy cannot compute with it")
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function not in _BY_ADDRESS:
+            raise TypeError(f"this memory is a device's: numpy.{function.__name__} cannot be used on it")
+        return super().__array_function__(function, types, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype}{list(self.shape)} on device {self.index}>"
+
+    __str__ = __repr__
+
+
+class _Described:
+    """What NumPy makes an array of without looking at the memory; it keeps the owner alive as long as that array is."""
+
+    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
+        self.owner = owner
+        self.__array_interface__ = interface
+
+
+def on_device(
+    owner: Any,
+    address: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None,
+    index: int,
+    current: Callable[[], int],
+    *,
+    backend: str = "nccl",
+    writable: bool = True,
+) -> OnDevice:
+    """The memory of an array on a device. strides: in bytes; None: in C order, without gaps."""
+    interface = {
+        "version": 3,
+        "shape": shape,
+        "typestr": f"|V{dtype.itemsize}",  # bfloat16 has no other
+        "strides": strides,
+        "data": (address, not writable),
+    }
+    if not address:  # NumPy takes that for memory of its own; an array without elements has none
+        interface["data"] = (1 << 12, not writable)
+    there = np.asarray(_Described(owner, interface)).view(dtype).view(OnDevice)
+    there.backend, there.index, there.current = backend, index, current
+    there.stream = current()
+    return there
