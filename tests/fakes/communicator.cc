@@ -1,0 +1,207 @@
+#include "communicator.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+namespace fake {
+
+namespace {
+
+constexpr std::chrono::milliseconds look_again{3};
+
+// Which thread is inside a call on which communicator.
+std::mutex inside_mutex;
+std::map<const Communicator*, std::pair<std::thread::id, int>>& inside() {
+  static auto& all = *new std::map<const Communicator*, std::pair<std::thread::id, int>>;
+  return all;
+}
+
+}  // namespace
+
+Communicator::Communicator(Engine& engine, const std::string& id, int size, int rank, int device, int fault, int lost)
+    : size(size), rank(rank), device(device), id(id), engine_(engine), meeting_(id, size, rank), fault_(fault), lost_(lost) {}
+
+Communicator::~Communicator() = default;
+
+Meeting::Watch Communicator::watch() {
+  return {[this] { return stopped_.load(); },
+          [this](int) {
+            int none = 0;
+            error.compare_exchange_strong(none, lost_);
+          }};
+}
+
+uint64_t Communicator::take_number() {
+  std::lock_guard lock(mutex_);
+  return next_++;
+}
+
+void Communicator::finish(uint64_t number) {
+  std::lock_guard lock(mutex_);
+  early_.insert(number);
+  while (early_.erase(done_)) ++done_;
+  changed_.notify_all();
+}
+
+void Communicator::launch(std::vector<Operation> operations) {
+  std::vector<std::shared_ptr<Stream>> streams;
+  for (const Operation& operation : operations)
+    if (std::find(streams.begin(), streams.end(), operation.stream) == streams.end()) streams.push_back(operation.stream);
+  auto first = streams.front();
+  for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*first, {streams[i], streams[i]->tail(), nullptr, false});
+  auto self = shared_from_this();
+  auto work = std::make_shared<const std::vector<Operation>>(std::move(operations));
+  if (first->capturing()) {
+    // A graph runs it again and again: its turn is when it runs.
+    first->enqueue([self, work, stream = first.get()] {
+      const uint64_t number = self->take_number();
+      self->run(*work, number, *stream);
+      self->finish(number);
+    });
+    return;
+  }
+  const uint64_t number = take_number();
+  // Over when the stream forgets it, whether it ran or was cancelled.
+  const std::shared_ptr<void> ticket(nullptr, [self, number](void*) { self->finish(number); });
+  const uint64_t place =
+      first->enqueue([self, work, number, ticket, stream = first.get()] { self->run(*work, number, *stream); });
+  for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*streams[i], {first, place, nullptr, false});
+}
+
+void Communicator::run(const std::vector<Operation>& operations, uint64_t number, const Stream& stream) {
+  {
+    std::unique_lock lock(mutex_);
+    while (done_ != number || paused_) {
+      if (stopped_ || stream.cancelled()) return;
+      changed_.wait_for(lock, look_again);
+    }
+    if (stopped_) return;
+    ++running_;
+  }
+  Meeting::Watch watch = this->watch();
+  watch.stopped = [this, &stream] { return stopped_.load() || stream.cancelled(); };
+  execute(operations, watch);
+  std::lock_guard lock(mutex_);
+  --running_;
+  changed_.notify_all();
+}
+
+bool Communicator::execute(const std::vector<Operation>& operations, const Meeting::Watch& watch) {
+  const auto for_ever = [&] {
+    while (!watch.stopped()) std::this_thread::sleep_for(look_again);
+    return false;
+  };
+  const auto fault = [&] {
+    int none = 0;
+    error.compare_exchange_strong(none, fault_);
+    return false;
+  };
+  for (const Operation& operation : operations) {
+    if (operation.dies) kill(getpid(), SIGKILL);
+    if (operation.fails_later) error = operation.fails_later;
+    if (operation.hangs || operation.fails_later) return for_ever();
+  }
+  std::vector<std::shared_ptr<char>> opened;
+  const auto open = [&](const Buffer& buffer) {
+    opened.push_back(engine_.open(buffer, device));
+    return opened.back().get();
+  };
+  std::vector<Message> messages;
+  for (const Operation& operation : operations) {
+    char* send = open(operation.send);
+    char* receive = open(operation.receive);
+    if (!send || !receive) return fault();
+    if (!operation.collective) {
+      messages.push_back({operation.sends, operation.peer, operation.sends ? send : receive,
+                          operation.sends ? operation.send.bytes : operation.receive.bytes, operation.signature.type});
+      continue;
+    }
+    Call call{operation.signature, send, receive, operation.scaled, operation.factor};
+    if (operation.factor_at.bytes) {
+      const char* factor = open(operation.factor_at);
+      if (!factor) return fault();
+      memcpy(&call.factor, factor, operation.factor_at.bytes);
+    }
+    if (!meeting_.run(call, watch)) return false;
+  }
+  return messages.empty() || meeting_.run(std::move(messages), watch);
+}
+
+bool Communicator::drain() {
+  std::unique_lock lock(mutex_);
+  while (done_ != next_) {
+    if (stopped_) return false;
+    changed_.wait_for(lock, look_again);
+  }
+  return true;
+}
+
+void Communicator::stop() {
+  stopped_ = true;
+  std::unique_lock lock(mutex_);
+  while (running_) changed_.wait_for(lock, look_again);
+}
+
+Communicator::Inside::Inside(Engine* engine, Communicator* communicator) : communicator_(communicator) {
+  if (!communicator) return;
+  const auto me = std::this_thread::get_id();
+  std::lock_guard lock(inside_mutex);
+  for (const auto& [other, who] : inside()) {
+    if (who.first == me) continue;
+    if (other == communicator) engine->violation("threads", "two threads were inside calls on one communicator at once");
+    else if (other->device == communicator->device)
+      engine->violation("device_threads", "two threads were inside calls on communicators of device " +
+                                              std::to_string(communicator->device) + " at once");
+  }
+  auto& mine = inside()[communicator];
+  if (!mine.second || mine.first == me) {
+    mine.first = me;
+    ++mine.second;
+  } else {
+    communicator_ = nullptr;  // told above; the first one keeps the place
+  }
+}
+
+Communicator::Inside::~Inside() {
+  if (!communicator_) return;
+  std::lock_guard lock(inside_mutex);
+  const auto found = inside().find(communicator_);
+  if (found != inside().end() && !--found->second.second) inside().erase(found);
+}
+
+int inject(Operation& operation, int rank) {
+  const int nth = called(operation.name);
+  if (const Injection* die = injected("FAKE_DIE", operation.name, nth, rank)) {
+    if (!die->code) kill(getpid(), SIGKILL);
+    operation.dies = true;  // "all_reduce:3:1": when the device gets there
+  }
+  if (injected("FAKE_HANG", operation.name, nth, rank)) operation.hangs = true;
+  if (const Injection* later = injected("FAKE_ASYNC_FAIL", operation.name, nth, rank)) operation.fails_later = later->code;
+  const Injection* now = injected("FAKE_FAIL", operation.name, nth, rank);
+  return now ? now->code : 0;
+}
+
+Engine* find_engine(const char* soname, const void* inside_this_library) {
+  void* library = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
+  if (!library) {
+    Dl_info self{};
+    if (dladdr(inside_this_library, &self) && self.dli_fname) {
+      const std::string path = self.dli_fname;
+      const std::string folder = path.substr(0, path.find_last_of('/'));
+      for (const std::string& beside : {folder + "/" + soname, folder + "/../" + soname})
+        if (!library && !access(beside.c_str(), R_OK)) library = dlopen(beside.c_str(), RTLD_NOW);
+    }
+  }
+  if (!library) library = dlopen(soname, RTLD_NOW);
+  if (!library) return nullptr;
+  const auto find = reinterpret_cast<Engine* (*)()>(dlsym(library, "fake_engine"));
+  return find ? find() : nullptr;
+}
+
+}  // namespace fake

@@ -1,0 +1,958 @@
+// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h. No kernel can run here.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "engine.h"
+
+using namespace fake;
+
+namespace {
+
+using Result = int;
+using Device = int;
+using Context = Handle;
+using Pointer = unsigned long long;
+
+enum : Result {
+  success = 0,
+  invalid_value = 1,
+  out_of_memory = 2,
+  not_initialized = 3,
+  no_device = 100,
+  invalid_device = 101,
+  invalid_context = 201,
+  no_binary_for_gpu = 209,
+  invalid_handle = 400,
+  not_found = 500,
+  not_ready = 600,
+  illegal_address = 700,
+  not_supported = 801,
+  capture_unsupported = 900,
+  captured_event = 907,
+};
+
+constexpr struct {
+  Result code;
+  const char *name, *text;
+} results[] = {
+    {success, "CUDA_SUCCESS", "no error"},
+    {invalid_value, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {out_of_memory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {not_initialized, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {no_device, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {invalid_device, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {invalid_context, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {no_binary_for_gpu, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {invalid_handle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {not_found, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {not_ready, "CUDA_ERROR_NOT_READY", "device not ready"},
+    {illegal_address, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {not_supported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {capture_unsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
+    {captured_event, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
+};
+
+// The process that called cuInit: a forked child has no driver.
+std::atomic<pid_t> initialized{0};
+
+// Primary contexts by device, how often each was retained.
+std::mutex retained_mutex;
+std::map<Device, int> retained;
+std::map<Handle, bool> without_timing;      // events
+thread_local std::vector<Device> contexts;  // -1: none
+
+int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
+
+Context context_of(Device device) { return device < 0 ? 0 : 0xC0DE0000 + 256 * (static_cast<Context>(device) + 1); }
+
+Device device_of(Context context) {
+  if (context <= 0xC0DE0000 || (context - 0xC0DE0000) % 256) return -1;
+  const auto device = static_cast<Device>((context - 0xC0DE0000) / 256 - 1);
+  std::lock_guard lock(retained_mutex);
+  const auto found = retained.find(device);
+  return found != retained.end() && found->second > 0 ? device : -1;
+}
+
+Result ready() { return initialized.load() == getpid() ? success : not_initialized; }
+
+// The device of the current context.
+Result current(Device& device) {
+  if (const Result result = ready()) return result;
+  device = contexts.empty() ? -1 : contexts.back();
+  if (device < 0 || device_of(context_of(device)) < 0) return invalid_context;
+  return engine().broken(device) ? illegal_address : success;
+}
+
+Result current() {
+  Device device;
+  return current(device);
+}
+
+Result stream_of(Handle handle, std::shared_ptr<Stream>& stream) {
+  Device device;
+  if (const Result result = current(device)) return result;
+  stream = engine().stream(handle, device);
+  return stream ? success : invalid_handle;
+}
+
+void set(std::vector<Device> stack) {
+  contexts = std::move(stack);
+  engine().set_current(contexts.empty() ? -1 : contexts.back());
+}
+
+Result settled(const Stream& stream) { return engine().broken(stream.device()) ? illegal_address : success; }
+
+// Between any two kinds of memory. `waits`: the host goes on when it is done.
+Result copy(Pointer to, Pointer from, size_t bytes, Handle handle, bool waits) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (!bytes) return success;
+  const Buffer target = engine().find(to, bytes), source = engine().find(from, bytes);
+  for (const Buffer& one : {target, source}) {
+    if (!one.address || (one.where == Where::device && !one.allocation)) return invalid_value;
+    if (one.allocation && one.address + bytes > one.start + one.length) return invalid_value;
+  }
+  if (stream->capturing() && (waits || target.where == Where::host)) return capture_unsupported;
+  // From pageable memory it is staged before the call returns; to such memory the call returns when it is there.
+  std::shared_ptr<std::vector<char>> staged;
+  if (source.where == Where::host) {
+    staged = std::make_shared<std::vector<char>>(bytes);
+    memcpy(staged->data(), reinterpret_cast<const void*>(from), bytes);
+  }
+  const uint64_t number = stream->enqueue([=, device = stream->device()] {
+    const auto out = target.where == Where::host ? std::shared_ptr<char>(reinterpret_cast<char*>(to), [](char*) {})
+                                                 : engine().open(target, -1);
+    const auto in = staged ? std::shared_ptr<char>(staged, staged->data()) : engine().open(source, -1);
+    if (out && in) memmove(out.get(), in.get(), bytes);
+  });
+  if (waits || target.where == Where::host) stream->wait(number);
+  return settled(*stream);
+}
+
+}  // namespace
+
+FAKE_EXPORT Engine* fake_engine() { return &engine(); }
+
+// Handles that live, and what was done wrong, as JSON. Gives the bytes that it needs.
+FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
+
+FAKE_EXPORT int fake_set_capturing(Handle handle, int capturing) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  engine().set_capturing(*stream, capturing != 0);
+  return success;
+}
+
+// What a kernel of the framework would do, for tests: after `delay_us` more, adds `add` to each of `count` floats, or fills
+// bytes.
+FAKE_EXPORT int fake_compute(Pointer data, size_t count, float add, int delay_us, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  const Buffer buffer = engine().find(data, count * sizeof(float));
+  stream->enqueue([=, device = stream->device()] {
+    if (delay_us > 0) usleep(static_cast<useconds_t>(delay_us));
+    const auto bytes = engine().open(buffer, device);
+    if (!bytes) return;
+    auto* values = reinterpret_cast<float*>(bytes.get());
+    for (size_t i = 0; i < count; ++i) values[i] += add;
+  });
+  return success;
+}
+
+// The stream does nothing for so long.
+FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  stream->enqueue([=] { usleep(static_cast<useconds_t>(microseconds)); }, false);
+  return success;
+}
+
+// A strided copy, as a framework's kernel does it: shape and strides in elements of `size` bytes, at most 8 dimensions.
+FAKE_EXPORT int fake_copy_strided(Pointer to, const int64_t* to_strides, Pointer from, const int64_t* from_strides,
+                                  const int64_t* shape, int dimensions, int64_t size, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (dimensions < 0 || dimensions > 8 || size <= 0) return invalid_value;
+  const std::vector<int64_t> extent(shape, shape + dimensions), out(to_strides, to_strides + dimensions),
+      in(from_strides, from_strides + dimensions);
+  int64_t elements = 1;
+  for (const int64_t n : extent) elements *= n;
+  if (!elements) return success;
+  const auto target = engine().find(to, 1), source = engine().find(from, 1);
+  if (!target.allocation || !source.allocation) return invalid_value;
+  stream->enqueue([=, device = stream->device()] {
+    // The whole allocations: strides may go backwards.
+    const auto open = [&](const Buffer& one) {
+      Buffer all = one;
+      all.address = one.start;
+      all.bytes = one.length;
+      return engine().open(all, device);
+    };
+    const auto a = open(target), b = open(source);
+    if (!a || !b) return;
+    std::vector<int64_t> index(extent.size());
+    for (int64_t left = elements; left; --left) {
+      auto at = static_cast<int64_t>(to - target.start), of = static_cast<int64_t>(from - source.start);
+      for (size_t i = 0; i < index.size(); ++i) {
+        at += index[i] * out[i] * size;
+        of += index[i] * in[i] * size;
+      }
+      if (at < 0 || of < 0 || at + size > static_cast<int64_t>(target.length) ||
+          of + size > static_cast<int64_t>(source.length)) {
+        engine().violation("out_of_bounds", "a strided copy beyond its allocation");
+        return;
+      }
+      memcpy(a.get() + at, b.get() + of, static_cast<size_t>(size));
+      for (size_t i = index.size(); i-- > 0;) {
+        if (++index[i] < extent[i]) break;
+        index[i] = 0;
+      }
+    }
+  });
+  return success;
+}
+
+FAKE_EXPORT Result cuGetErrorName(Result code, const char** name) {
+  if (!name) return invalid_value;
+  for (const auto& one : results)
+    if (one.code == code) return *name = one.name, success;
+  *name = nullptr;
+  return invalid_value;
+}
+
+FAKE_EXPORT Result cuGetErrorString(Result code, const char** text) {
+  if (!text) return invalid_value;
+  for (const auto& one : results)
+    if (one.code == code) return *text = one.text, success;
+  *text = nullptr;
+  return invalid_value;
+}
+
+FAKE_EXPORT Result cuInit(unsigned flags) {
+  if (flags) return invalid_value;
+  if (!engine().devices()) return no_device;
+  // A child of fork() has the parent's memory, but none of its threads.
+  pid_t nobody = 0;
+  if (!initialized.compare_exchange_strong(nobody, getpid()) && nobody != getpid()) return not_initialized;
+  return success;
+}
+
+FAKE_EXPORT Result cuDriverGetVersion(int* version) {
+  if (!version) return invalid_value;
+  *version = driver_version();
+  return success;
+}
+
+FAKE_EXPORT Result cuDeviceGetCount(int* count) {
+  if (const Result result = ready()) return result;
+  if (!count) return invalid_value;
+  *count = engine().devices();
+  return success;
+}
+
+namespace {
+Result check(Device device) {
+  if (const Result result = ready()) return result;
+  return device < 0 || device >= engine().devices() ? invalid_device : success;
+}
+}  // namespace
+
+FAKE_EXPORT Result cuDeviceGet(Device* device, int ordinal) {
+  if (const Result result = check(ordinal)) return result;
+  if (!device) return invalid_value;
+  *device = ordinal;
+  return success;
+}
+
+FAKE_EXPORT Result cuDeviceGetName(char* name, int bytes, Device device) {
+  if (const Result result = check(device)) return result;
+  if (!name || bytes < 1) return invalid_value;
+  snprintf(name, static_cast<size_t>(bytes), "Stand-in without a GPU");
+  return success;
+}
+
+FAKE_EXPORT Result cuDeviceGetUuid_v2(unsigned char* uuid, Device device) {
+  if (const Result result = check(device)) return result;
+  if (!uuid) return invalid_value;
+  memcpy(uuid, engine().uuid(device).data(), 16);
+  return success;
+}
+
+FAKE_EXPORT Result cuDeviceGetUuid(unsigned char* uuid, Device device) { return cuDeviceGetUuid_v2(uuid, device); }
+
+FAKE_EXPORT Result cuDeviceGetPCIBusId(char* name, int bytes, Device device) {
+  if (const Result result = check(device)) return result;
+  if (!name || bytes < 13) return invalid_value;
+  snprintf(name, static_cast<size_t>(bytes), "0000:%02X:00.0", static_cast<unsigned>(device + 1) & 0xff);
+  return success;
+}
+
+FAKE_EXPORT Result cuDeviceTotalMem_v2(size_t* bytes, Device device) {
+  if (const Result result = check(device)) return result;
+  if (!bytes) return invalid_value;
+  *bytes = engine().device_bytes();
+  return success;
+}
+
+FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
+  if (const Result result = check(device)) return result;
+  if (!value) return invalid_value;
+  const int capability = static_cast<int>(number("FAKE_CUDA_CAPABILITY", 90));
+  switch (attribute) {
+    case 1:
+      *value = 1024;
+      break;  // threads per block
+    case 2:
+    case 3:
+      *value = 1024;
+      break;  // of a block: x, y
+    case 4:
+      *value = 64;
+      break;  // z
+    case 5:
+      *value = 2147483647;
+      break;  // of a grid: x
+    case 6:
+    case 7:
+      *value = 65535;
+      break;
+    case 8:
+      *value = 49152;
+      break;  // shared memory per block
+    case 10:
+      *value = 32;
+      break;  // warp
+    case 16:
+      *value = 132;
+      break;  // multiprocessors
+    case 33:
+      *value = device + 1;
+      break;  // PCI bus
+    case 34:
+      *value = 0;
+      break;  // PCI device
+    case 39:
+      *value = 2048;
+      break;  // threads per multiprocessor
+    case 40:  // asynchronous engines
+    case 41:
+      *value = 1;
+      break;  // unified addressing
+    case 50:
+      *value = 0;
+      break;  // PCI domain
+    case 75:
+      *value = capability / 10;
+      break;
+    case 76:
+      *value = capability % 10;
+      break;
+    case 78:
+      *value = 1;
+      break;  // stream priorities
+    case 115:
+      *value = 1;
+      break;  // memory pools
+    default:
+      return invalid_value;
+  }
+  return success;
+}
+
+FAKE_EXPORT Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
+  if (const Result result = check(device)) return result;
+  if (!context) return invalid_value;
+  {
+    std::lock_guard lock(retained_mutex);
+    ++retained[device];
+  }
+  engine().count("contexts", 1);
+  *context = context_of(device);
+  return success;
+}
+
+FAKE_EXPORT Result cuDevicePrimaryCtxRelease_v2(Device device) {
+  if (const Result result = check(device)) return result;
+  std::lock_guard lock(retained_mutex);
+  if (retained[device] < 1) return invalid_context;
+  --retained[device];
+  engine().count("contexts", -1);
+  return success;
+}
+
+FAKE_EXPORT Result cuDevicePrimaryCtxRelease(Device device) { return cuDevicePrimaryCtxRelease_v2(device); }
+
+FAKE_EXPORT Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
+  if (const Result result = check(device)) return result;
+  if (!flags || !active) return invalid_value;
+  *flags = 0;
+  *active = device_of(context_of(device)) >= 0;
+  return success;
+}
+
+FAKE_EXPORT Result cuCtxPushCurrent_v2(Context context) {
+  if (const Result result = ready()) return result;
+  const Device device = device_of(context);
+  if (device < 0) return invalid_context;
+  auto stack = contexts;
+  stack.push_back(device);
+  set(std::move(stack));
+  return success;
+}
+
+FAKE_EXPORT Result cuCtxPopCurrent_v2(Context* context) {
+  if (const Result result = ready()) return result;
+  if (contexts.empty() || contexts.back() < 0) return invalid_context;
+  if (context) *context = context_of(contexts.back());
+  auto stack = contexts;
+  stack.pop_back();
+  set(std::move(stack));
+  return success;
+}
+
+FAKE_EXPORT Result cuCtxPushCurrent(Context context) { return cuCtxPushCurrent_v2(context); }
+FAKE_EXPORT Result cuCtxPopCurrent(Context* context) { return cuCtxPopCurrent_v2(context); }
+
+FAKE_EXPORT Result cuCtxGetCurrent(Context* context) {
+  if (const Result result = ready()) return result;
+  if (!context) return invalid_value;
+  *context = contexts.empty() ? 0 : context_of(contexts.back());
+  return success;
+}
+
+FAKE_EXPORT Result cuCtxSetCurrent(Context context) {
+  if (const Result result = ready()) return result;
+  auto stack = contexts;
+  if (!stack.empty()) stack.pop_back();
+  if (context) {
+    const Device device = device_of(context);
+    if (device < 0) return invalid_context;
+    stack.push_back(device);
+  }
+  set(std::move(stack));
+  return success;
+}
+
+FAKE_EXPORT Result cuCtxGetDevice(Device* device) {
+  if (!device) return invalid_value;
+  return current(*device);
+}
+
+FAKE_EXPORT Result cuCtxSynchronize() {
+  Device device;
+  if (const Result result = current(device)) return result;
+  engine().synchronize(device);
+  return engine().broken(device) ? illegal_address : success;
+}
+
+FAKE_EXPORT Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  if (const Result result = current()) return result;
+  if (least) *least = 0;
+  if (greatest) *greatest = -5;
+  return success;
+}
+
+FAKE_EXPORT Result cuStreamCreateWithPriority(Handle* handle, unsigned flags, int /*priority*/) {
+  Device device;
+  if (const Result result = current(device)) return result;
+  if (!handle || flags > 1) return invalid_value;
+  *handle = engine().create_stream(device, !(flags & 1));
+  return success;
+}
+
+FAKE_EXPORT Result cuStreamCreate(Handle* handle, unsigned flags) { return cuStreamCreateWithPriority(handle, flags, 0); }
+
+FAKE_EXPORT Result cuStreamDestroy_v2(Handle handle) {
+  if (const Result result = ready()) return result;
+  return handle > 2 && engine().destroy_stream(handle) ? success : invalid_handle;
+}
+FAKE_EXPORT Result cuStreamDestroy(Handle handle) { return cuStreamDestroy_v2(handle); }
+
+FAKE_EXPORT Result cuStreamSynchronize(Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (stream->capturing()) return capture_unsupported;
+  stream->wait(stream->tail());
+  return settled(*stream);
+}
+
+FAKE_EXPORT Result cuStreamQuery(Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (stream->capturing()) return capture_unsupported;
+  if (const Result result = settled(*stream)) return result;
+  return stream->reached(stream->tail()) ? success : not_ready;
+}
+
+FAKE_EXPORT Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (flags > 1) return invalid_value;
+  const auto mark = engine().mark(event);
+  if (!mark) return invalid_handle;
+  if (mark->captured && !stream->capturing()) return captured_event;
+  engine().wait_for(*stream, *mark);
+  return success;
+}
+
+FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (!status) return invalid_value;
+  *status = stream->capturing() ? 1 : 0;
+  return success;
+}
+
+FAKE_EXPORT Result cuStreamBeginCapture_v2(Handle handle, int mode) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (mode < 0 || mode > 2) return invalid_value;
+  if (handle < 2) return capture_unsupported;
+  if (stream->capturing()) return 401;
+  engine().set_capturing(*stream, true);
+  return success;
+}
+
+FAKE_EXPORT Result cuStreamEndCapture(Handle handle, Handle* graph) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (!graph) return invalid_value;
+  if (!stream->capturing()) return 401;
+  engine().set_capturing(*stream, false);
+  *graph = engine().take_graph(*stream);
+  return success;
+}
+
+FAKE_EXPORT Result cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long /*flags*/) {
+  if (const Result result = current()) return result;
+  if (!executable || !graph) return invalid_value;
+  *executable = graph;
+  return success;
+}
+
+FAKE_EXPORT Result cuGraphLaunch(Handle executable, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  return engine().launch_graph(executable, *stream) ? success : invalid_value;
+}
+
+// The graph and what was instantiated from it are one here, so that only the second goes.
+FAKE_EXPORT Result cuGraphDestroy(Handle /*graph*/) { return ready(); }
+FAKE_EXPORT Result cuGraphExecDestroy(Handle executable) { return engine().destroy_graph(executable) ? success : invalid_value; }
+
+FAKE_EXPORT Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* data) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (!function) return invalid_value;
+  stream->enqueue([=] { function(data); });
+  return success;
+}
+
+FAKE_EXPORT Result cuEventCreate(Handle* handle, unsigned flags) {
+  Device device;
+  if (const Result result = current(device)) return result;
+  if (!handle || flags & ~7u) return invalid_value;
+  *handle = engine().create_event(device);
+  std::lock_guard lock(retained_mutex);
+  without_timing[*handle] = flags & 2;
+  return success;
+}
+
+FAKE_EXPORT Result cuEventDestroy_v2(Handle handle) {
+  if (const Result result = ready()) return result;
+  return engine().destroy_event(handle) ? success : invalid_handle;
+}
+FAKE_EXPORT Result cuEventDestroy(Handle handle) { return cuEventDestroy_v2(handle); }
+
+FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (engine().event_device(event) != stream->device()) return invalid_handle;  // not there, or of another context
+  return engine().record(event, stream) ? success : invalid_handle;
+}
+
+FAKE_EXPORT Result cuEventQuery(Handle event) {
+  if (const Result result = ready()) return result;
+  const auto mark = engine().mark(event);
+  if (!mark) return invalid_handle;
+  if (mark->captured) return captured_event;
+  if (mark->stream)
+    if (const Result result = settled(*mark->stream)) return result;
+  return mark->reached() ? success : not_ready;
+}
+
+FAKE_EXPORT Result cuEventSynchronize(Handle event) {
+  if (const Result result = ready()) return result;
+  const auto mark = engine().mark(event);
+  if (!mark) return invalid_handle;
+  if (mark->captured) return captured_event;
+  if (!mark->stream) return success;
+  mark->stream->wait(mark->number);
+  return settled(*mark->stream);
+}
+
+FAKE_EXPORT Result cuEventElapsedTime(float* milliseconds, Handle first, Handle second) {
+  const auto a = engine().mark(first), b = engine().mark(second);
+  if (!a || !b || !a->stream || !b->stream) return invalid_handle;
+  {
+    std::lock_guard lock(retained_mutex);
+    if (without_timing[first] || without_timing[second]) return invalid_handle;
+  }
+  if (!milliseconds) return invalid_value;
+  if (!a->reached() || !b->reached()) return not_ready;
+  *milliseconds = std::chrono::duration<float, std::milli>(b->when() - a->when()).count();
+  return success;
+}
+
+FAKE_EXPORT Result cuMemAlloc_v2(Pointer* memory, size_t bytes) {
+  Device device;
+  if (const Result result = current(device)) return result;
+  if (!memory || !bytes) return invalid_value;
+  const Address address = engine().allocate(device, bytes);
+  if (!address) return out_of_memory;
+  *memory = address;
+  return success;
+}
+
+FAKE_EXPORT Result cuMemFree_v2(Pointer memory) {
+  if (const Result result = current()) return result;
+  if (!memory) return success;
+  return engine().release(memory) ? success : invalid_value;
+}
+
+FAKE_EXPORT Result cuMemAllocAsync(Pointer* memory, size_t bytes, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  return cuMemAlloc_v2(memory, bytes);
+}
+
+// In the order of the stream, as a caching allocator gives a block to its next owner.
+FAKE_EXPORT Result cuMemFreeAsync(Pointer memory, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  const Buffer buffer = engine().find(memory, 1);
+  if (buffer.where != Where::device || buffer.start != memory) return invalid_value;
+  stream->enqueue([memory] { engine().release(memory); }, false);
+  return success;
+}
+
+FAKE_EXPORT Result cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
+  if (const Result result = current()) return result;
+  if (!memory || !bytes || flags > 7) return invalid_value;
+  const Address address = engine().allocate_pinned(bytes);
+  if (!address) return out_of_memory;
+  *memory = reinterpret_cast<void*>(address);
+  return success;
+}
+
+FAKE_EXPORT Result cuMemFreeHost(void* memory) {
+  if (const Result result = current()) return result;
+  return engine().release_pinned(reinterpret_cast<Address>(memory)) ? success : invalid_value;
+}
+
+FAKE_EXPORT Result cuMemGetInfo_v2(size_t* left, size_t* all) {
+  Device device;
+  if (const Result result = current(device)) return result;
+  if (left) *left = engine().free_bytes(device);
+  if (all) *all = engine().device_bytes();
+  return success;
+}
+
+FAKE_EXPORT Result cuMemGetAddressRange_v2(Pointer* start, size_t* bytes, Pointer memory) {
+  if (const Result result = current()) return result;
+  const Buffer buffer = engine().find(memory, 0);
+  if (!buffer.allocation) return not_found;
+  if (start) *start = buffer.start;
+  if (bytes) *bytes = buffer.length;
+  return success;
+}
+
+FAKE_EXPORT Result cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, Handle stream) {
+  return copy(to, from, bytes, stream, false);
+}
+FAKE_EXPORT Result cuMemcpy(Pointer to, Pointer from, size_t bytes) { return copy(to, from, bytes, 0, true); }
+FAKE_EXPORT Result cuMemcpyHtoD_v2(Pointer to, const void* from, size_t bytes) {
+  return copy(to, reinterpret_cast<Pointer>(from), bytes, 0, true);
+}
+FAKE_EXPORT Result cuMemcpyDtoH_v2(void* to, Pointer from, size_t bytes) {
+  return copy(reinterpret_cast<Pointer>(to), from, bytes, 0, true);
+}
+FAKE_EXPORT Result cuMemcpyHtoDAsync_v2(Pointer to, const void* from, size_t bytes, Handle stream) {
+  return copy(to, reinterpret_cast<Pointer>(from), bytes, stream, false);
+}
+FAKE_EXPORT Result cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, Handle stream) {
+  return copy(reinterpret_cast<Pointer>(to), from, bytes, stream, false);
+}
+FAKE_EXPORT Result cuMemcpyDtoDAsync_v2(Pointer to, Pointer from, size_t bytes, Handle stream) {
+  return copy(to, from, bytes, stream, false);
+}
+
+FAKE_EXPORT Result cuMemsetD8Async(Pointer to, unsigned char value, size_t count, Handle handle) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (!count) return success;
+  const Buffer buffer = engine().find(to, count);
+  if (!buffer.allocation || to + count > buffer.start + buffer.length) return invalid_value;
+  stream->enqueue([=] {
+    if (const auto bytes = engine().open(buffer, -1)) memset(bytes.get(), value, count);
+  });
+  return success;
+}
+
+// Those of CUDA before 3.2 have addresses and sizes of 32 bits: who binds them has asked for the wrong name.
+#define OLD(name, ...)                                                                           \
+  FAKE_EXPORT Result name(__VA_ARGS__) {                                                         \
+    engine().violation("old_symbol", #name " was called: it has 32-bit addresses, ask for _v2"); \
+    return invalid_value;                                                                        \
+  }
+OLD(cuMemAlloc, unsigned*, unsigned)
+OLD(cuMemFree, unsigned)
+OLD(cuMemcpyHtoD, unsigned, const void*, unsigned)
+OLD(cuMemcpyDtoH, void*, unsigned, unsigned)
+OLD(cuMemcpyHtoDAsync, unsigned, const void*, unsigned, Handle)
+OLD(cuMemcpyDtoHAsync, void*, unsigned, unsigned, Handle)
+OLD(cuMemcpyDtoDAsync, unsigned, unsigned, unsigned, Handle)
+OLD(cuMemGetInfo, unsigned*, unsigned*)
+OLD(cuMemGetAddressRange, unsigned*, unsigned*, unsigned)
+OLD(cuDeviceTotalMem, unsigned*, int)
+#undef OLD
+
+namespace {
+// False: no such attribute.
+bool attribute(const Buffer& buffer, int which, void* data) {
+  const auto put = [&](auto value) { memcpy(data, &value, sizeof value); };
+  const bool on_device = buffer.where == Where::device;
+  switch (which) {
+    case 1:
+      put(context_of(buffer.device));
+      break;
+    case 2:
+      put(on_device ? 2u : 1u);
+      break;
+    case 3:
+      put(buffer.address);
+      break;
+    case 4:
+      put(on_device ? Address{0} : buffer.address);
+      break;
+    case 7:
+      put(buffer.allocation);
+      break;
+    case 8:
+      put(0u);
+      break;  // managed
+    case 9:
+      put(buffer.device);
+      break;
+    case 11:
+      put(buffer.start);
+      break;
+    case 12:
+      put(buffer.length);
+      break;
+    case 13:
+      put(1u);
+      break;
+    default:
+      return false;
+  }
+  return true;
+}
+}  // namespace
+
+FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) {
+  if (const Result result = ready()) return result;
+  if (!data) return invalid_value;
+  const Buffer buffer = engine().find(memory, 0);
+  if (!buffer.allocation) return invalid_value;  // the host's own
+  return attribute(buffer, which, data) ? success : invalid_value;
+}
+
+// An address that nobody knows is no error here: zeros say so.
+FAKE_EXPORT Result cuPointerGetAttributes(unsigned count, int* which, void** data, Pointer memory) {
+  if (const Result result = ready()) return result;
+  if (!which || !data) return invalid_value;
+  Buffer buffer = engine().find(memory, 0);
+  for (unsigned i = 0; i < count; ++i) {
+    if (buffer.allocation) {
+      if (!attribute(buffer, which[i], data[i])) return invalid_value;
+      continue;
+    }
+    switch (which[i]) {
+      case 2:
+      case 8:
+      case 13:
+        memset(data[i], 0, 4);
+        break;
+      case 9: {
+        const int none = -2;
+        memcpy(data[i], &none, 4);
+        break;
+      }
+      default:
+        memset(data[i], 0, 8);
+    }
+  }
+  return success;
+}
+
+// No kernel can run here, whatever it was compiled for.
+FAKE_EXPORT Result cuLibraryLoadData(Handle*, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
+  if (const Result result = ready()) return result;
+  return code ? no_binary_for_gpu : invalid_value;
+}
+FAKE_EXPORT Result cuModuleLoadData(Handle*, const void* code) {
+  if (const Result result = current()) return result;
+  return code ? no_binary_for_gpu : invalid_value;
+}
+FAKE_EXPORT Result cuLibraryUnload(Handle) { return invalid_handle; }
+FAKE_EXPORT Result cuModuleUnload(Handle) { return invalid_handle; }
+FAKE_EXPORT Result cuLibraryGetKernel(Handle*, Handle, const char*) { return invalid_handle; }
+FAKE_EXPORT Result cuKernelGetFunction(Handle*, Handle) { return invalid_handle; }
+FAKE_EXPORT Result cuModuleGetFunction(Handle*, Handle, const char*) { return invalid_handle; }
+FAKE_EXPORT Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
+                                  void**) {
+  return invalid_handle;
+}
+
+FAKE_EXPORT Result cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags);
+FAKE_EXPORT Result cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags, int* status);
+
+namespace {
+
+// By the name without a suffix: from which CUDA version on a caller means which function.
+struct Entry {
+  const char* name;
+  int since;
+  void* function;
+};
+
+#define AT(name, since) {#name, since, reinterpret_cast<void*>(&name)}
+#define AT_2(name, since) {#name, since, reinterpret_cast<void*>(&name##_v2)}
+const Entry entries[] = {
+    AT(cuInit, 2000),
+    AT(cuDriverGetVersion, 2020),
+    AT(cuGetErrorName, 6000),
+    AT(cuGetErrorString, 6000),
+    AT(cuDeviceGet, 2000),
+    AT(cuDeviceGetCount, 2000),
+    AT(cuDeviceGetName, 2000),
+    AT(cuDeviceGetAttribute, 2000),
+    AT(cuDeviceGetUuid, 9020),
+    AT_2(cuDeviceGetUuid, 11040),
+    AT(cuDeviceGetPCIBusId, 4010),
+    AT(cuDeviceTotalMem, 2000),
+    AT_2(cuDeviceTotalMem, 3020),
+    AT(cuDevicePrimaryCtxRetain, 7000),
+    AT(cuDevicePrimaryCtxRelease, 7000),
+    AT_2(cuDevicePrimaryCtxRelease, 11000),
+    AT(cuDevicePrimaryCtxGetState, 7000),
+    AT(cuCtxPushCurrent, 2000),
+    AT_2(cuCtxPushCurrent, 4000),
+    AT(cuCtxPopCurrent, 2000),
+    AT_2(cuCtxPopCurrent, 4000),
+    AT(cuCtxGetCurrent, 4000),
+    AT(cuCtxSetCurrent, 4000),
+    AT(cuCtxGetDevice, 2000),
+    AT(cuCtxSynchronize, 2000),
+    AT(cuCtxGetStreamPriorityRange, 5050),
+    AT(cuStreamCreate, 2000),
+    AT(cuStreamCreateWithPriority, 5050),
+    AT(cuStreamDestroy, 2000),
+    AT_2(cuStreamDestroy, 4000),
+    AT(cuStreamSynchronize, 2000),
+    AT(cuStreamQuery, 2000),
+    AT(cuStreamWaitEvent, 3020),
+    AT(cuStreamIsCapturing, 10000),
+    AT_2(cuStreamBeginCapture, 10010),
+    AT(cuStreamEndCapture, 10000),
+    AT(cuGraphInstantiateWithFlags, 11040),
+    AT(cuGraphLaunch, 10000),
+    AT(cuGraphDestroy, 10000),
+    AT(cuGraphExecDestroy, 10000),
+    AT(cuLaunchHostFunc, 10000),
+    AT(cuEventCreate, 2000),
+    AT(cuEventDestroy, 2000),
+    AT_2(cuEventDestroy, 4000),
+    AT(cuEventRecord, 2000),
+    AT(cuEventQuery, 2000),
+    AT(cuEventSynchronize, 2000),
+    AT(cuEventElapsedTime, 2000),
+    AT(cuMemAlloc, 2000),
+    AT_2(cuMemAlloc, 3020),
+    AT(cuMemFree, 2000),
+    AT_2(cuMemFree, 3020),
+    AT(cuMemAllocAsync, 11020),
+    AT(cuMemFreeAsync, 11020),
+    AT(cuMemHostAlloc, 2020),
+    AT(cuMemFreeHost, 2000),
+    AT(cuMemGetInfo, 2000),
+    AT_2(cuMemGetInfo, 3020),
+    AT(cuMemGetAddressRange, 2000),
+    AT_2(cuMemGetAddressRange, 3020),
+    AT(cuMemcpy, 4000),
+    AT(cuMemcpyAsync, 4000),
+    AT(cuMemcpyHtoD, 2000),
+    AT_2(cuMemcpyHtoD, 3020),
+    AT(cuMemcpyDtoH, 2000),
+    AT_2(cuMemcpyDtoH, 3020),
+    AT(cuMemcpyHtoDAsync, 2000),
+    AT_2(cuMemcpyHtoDAsync, 3020),
+    AT(cuMemcpyDtoHAsync, 2000),
+    AT_2(cuMemcpyDtoHAsync, 3020),
+    AT(cuMemcpyDtoDAsync, 3000),
+    AT_2(cuMemcpyDtoDAsync, 3020),
+    AT(cuMemsetD8Async, 3020),
+    AT(cuPointerGetAttribute, 4000),
+    AT(cuPointerGetAttributes, 7000),
+    AT(cuLibraryLoadData, 12000),
+    AT(cuLibraryUnload, 12000),
+    AT(cuLibraryGetKernel, 12000),
+    AT(cuKernelGetFunction, 12000),
+    AT(cuModuleLoadData, 2000),
+    AT(cuModuleUnload, 2000),
+    AT(cuModuleGetFunction, 2000),
+    AT(cuLaunchKernel, 4000),
+    AT(cuGetProcAddress, 11030),
+    AT_2(cuGetProcAddress, 12000),
+};
+#undef AT
+#undef AT_2
+
+// 0 found, 1 no such name, 2 only for newer callers.
+int resolve(const char* symbol, int version, void** function) {
+  int status = 1;
+  *function = nullptr;
+  for (const Entry& entry : entries) {
+    if (strcmp(entry.name, symbol) || entry.since > driver_version()) continue;  // what an older driver does not have
+    if (entry.since > version) {
+      if (!*function) status = 2;
+      continue;
+    }
+    *function = entry.function;  // the rows of a name are in order: the last that fits
+    status = 0;
+  }
+  return status;
+}
+
+}  // namespace
+
+FAKE_EXPORT Result cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags) {
+  if (!symbol || !function || flags > 2 || version > driver_version()) return invalid_value;
+  return resolve(symbol, version, function) ? not_found : success;
+}
+
+FAKE_EXPORT Result cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags, int* status) {
+  if (!symbol || !function || flags > 2 || version > driver_version()) return invalid_value;
+  const int found = resolve(symbol, version, function);
+  if (status) *status = found;
+  return success;  // with a null function and the status
+}

@@ -1,0 +1,383 @@
+"""An array in the memory of a stand-in's device, as frameworks have them: asynchronous, strided, hidden from the host.
+
+use(path) chooses the library first; without it, the CUDA stand-in that build.py makes, or FAKE_CUDA_LIBRARY.
+Everything is enqueued on the calling thread's current stream (`with stream(handle):`), at first the legacy default one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import threading
+from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+_runtime: Cuda | None = None
+_lock = threading.Lock()
+_here = threading.local()
+
+
+class DeviceError(RuntimeError):
+    def __init__(self, call: str, code: int, name: str):
+        super().__init__(f"{call}: {name} ({code})")
+        self.code = code
+
+
+class Cuda:
+    """The calls that arrays need, on libcuda.so.1."""
+
+    typed_none = 0
+
+    def __init__(self, path: str | Path):
+        # Global, as a framework has loaded the driver: the library that is tested finds this one by its soname.
+        self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        self.contexts: dict[int, c_uint64] = {}
+        self.call("cuInit", c_uint(0))
+
+    def call(self, name: str, *arguments) -> None:
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            text = c_char_p()
+            self.library.cuGetErrorName(code, byref(text))
+            raise DeviceError(name, code, (text.value or b"?").decode())
+
+    @contextlib.contextmanager
+    def on(self, device: int):
+        with _lock:
+            context = self.contexts.get(device)
+            if context is None:
+                context = c_uint64()
+                self.call("cuDevicePrimaryCtxRetain", byref(context), c_int(device))
+                self.contexts[device] = context
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_uint64()))
+
+    def release(self) -> None:
+        """The contexts that arrays made, for tests that count them."""
+        for device in list(self.contexts):
+            del self.contexts[device]
+            self.call("cuDevicePrimaryCtxRelease_v2", c_int(device))
+
+    def allocate(self, nbytes: int) -> int:
+        pointer = c_uint64()
+        self.call("cuMemAlloc_v2", byref(pointer), c_size_t(nbytes))
+        return pointer.value
+
+    def free(self, pointer: int, stream: int) -> None:
+        try:
+            self.call("cuMemFreeAsync", c_uint64(pointer), c_uint64(stream))
+        except DeviceError:  # the stream is gone
+            self.call("cuMemFree_v2", c_uint64(pointer))
+
+    def copy_in(self, pointer: int, data: np.ndarray, stream: int) -> None:
+        self.call(
+            "cuMemcpyHtoDAsync_v2",
+            c_uint64(pointer),
+            c_void_p(data.ctypes.data),
+            c_size_t(data.nbytes),
+            c_uint64(stream),
+        )
+
+    def copy_out(self, data: np.ndarray, pointer: int, stream: int) -> None:
+        self.call(
+            "cuMemcpyDtoHAsync_v2",
+            c_void_p(data.ctypes.data),
+            c_uint64(pointer),
+            c_size_t(data.nbytes),
+            c_uint64(stream),
+        )
+
+    def copy(self, to: int, pointer: int, nbytes: int, stream: int) -> None:
+        self.call("cuMemcpyDtoDAsync_v2", c_uint64(to), c_uint64(pointer), c_size_t(nbytes), c_uint64(stream))
+
+    def synchronize(self, stream: int) -> None:
+        self.call("cuStreamSynchronize", c_uint64(stream))
+
+    def new_stream(self, blocking: bool) -> int:
+        handle = c_uint64()
+        self.call("cuStreamCreate", byref(handle), c_uint(0 if blocking else 1))
+        return handle.value
+
+    def destroy_stream(self, stream: int) -> None:
+        self.call("cuStreamDestroy_v2", c_uint64(stream))
+
+
+def use(path: str | Path, kind: type[Cuda] = Cuda) -> Cuda:
+    """Take this library for all arrays of the process."""
+    global _runtime
+    _runtime = kind(path)
+    return _runtime
+
+
+def runtime() -> Cuda:
+    if _runtime is None:
+        path = os.environ.get("FAKE_CUDA_LIBRARY")
+        if not path:
+            from fakes.build import build
+
+            path = str(build(names=["cuda"])["cuda"])
+        use(path)
+    assert _runtime is not None
+    return _runtime
+
+
+def counters() -> dict:
+    """Handles that live, violations and their texts; "fake_counters" of the library."""
+    library = runtime().library
+    library.fake_counters.restype = c_size_t
+    text = ctypes.create_string_buffer(library.fake_counters(None, c_size_t(0)) + 4096)
+    library.fake_counters(text, c_size_t(len(text)))
+    return json.loads(text.value)
+
+
+# ---- streams
+
+LEGACY, PER_THREAD = 1, 2
+
+
+def current_stream() -> int:
+    return getattr(_here, "stream", LEGACY)
+
+
+@contextlib.contextmanager
+def stream(handle: int):
+    """The current stream of this thread is `handle`."""
+    before = current_stream()
+    _here.stream = handle
+    try:
+        yield handle
+    finally:
+        _here.stream = before
+
+
+def new_stream(device: int = 0, blocking: bool = False) -> int:
+    """blocking: ordered with the legacy default stream, as streams are that ask for nothing."""
+    with runtime().on(device):
+        return runtime().new_stream(blocking)
+
+
+def destroy_stream(handle: int, device: int = 0) -> None:
+    with runtime().on(device):
+        runtime().destroy_stream(handle)
+
+
+def synchronize(device: int = 0, handle: int | None = None) -> None:
+    with runtime().on(device):
+        runtime().synchronize(current_stream() if handle is None else handle)
+
+
+# ---- arrays
+
+
+class _Memory:
+    """An allocation. It is given back in the order of the stream that was current when it was made."""
+
+    def __init__(self, nbytes: int, device: int):
+        self.runtime = runtime()
+        self.device, self.stream, self.pointer = device, current_stream(), 0
+        if nbytes:
+            with self.runtime.on(device):
+                self.pointer = self.runtime.allocate(nbytes)
+
+    def __del__(self):
+        if getattr(self, "pointer", 0):
+            with contextlib.suppress(Exception), self.runtime.on(self.device):
+                self.runtime.free(self.pointer, self.stream)
+
+
+def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+class DeviceArray:
+    def __init__(self, memory: _Memory, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype):
+        self._memory, self._offset = memory, offset
+        self.shape, self.strides, self.dtype = shape, strides, dtype
+
+    @classmethod
+    def from_numpy(cls, array, device: int = 0, stream: int | None = None) -> DeviceArray:
+        """The copy is enqueued: who reads before the stream got there gets junk."""
+        # Not ascontiguousarray: it makes (1,) of ().
+        array = np.asarray(array, order="C")
+        made = cls.empty(array.shape, array.dtype, device)
+        if array.nbytes:
+            with runtime().on(device):
+                runtime().copy_in(
+                    made.ptr, array.reshape(-1).view(np.uint8), current_stream() if stream is None else stream
+                )
+        return made
+
+    @classmethod
+    def empty(cls, shape, dtype, device: int = 0) -> DeviceArray:
+        shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return cls(_Memory(nbytes, device), 0, shape, _c_strides(shape, dtype.itemsize), dtype)
+
+    @property
+    def device(self) -> int:
+        return self._memory.device
+
+    @property
+    def ptr(self) -> int:
+        return self._memory.pointer + self._offset if self.size else 0
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def is_contiguous(self) -> bool:
+        expected = _c_strides(self.shape, self.itemsize)
+        return not self.size or all(a == b for a, b, n in zip(self.strides, expected, self.shape, strict=True) if n > 1)
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        # bfloat16 and its like have no typestr: they are '<V2', and their dtype attribute says what they are.
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str if self.dtype.kind in "biufc" else f"<V{self.itemsize}",
+            "data": (self.ptr, False),
+            "version": 3,
+            "strides": None if self.is_contiguous() else self.strides,
+            "stream": current_stream() or LEGACY,
+        }
+
+    def _view(self, offset: int, shape, strides) -> DeviceArray:
+        return type(self)(self._memory, offset, tuple(shape), tuple(strides), self.dtype)
+
+    def __getitem__(self, key) -> DeviceArray:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        offset, shape, strides = self._offset, [], []
+        for one, extent, step in zip(
+            keys + [slice(None)] * (self.ndim - len(keys)), self.shape, self.strides, strict=True
+        ):
+            if isinstance(one, slice):
+                first, last, by = one.indices(extent)
+                offset += first * step
+                shape.append(len(range(first, last, by)))
+                strides.append(step * by)
+            else:
+                index = range(extent)[one]
+                offset += index * step
+        return self._view(offset, shape, strides)
+
+    def __setitem__(self, key, value: DeviceArray) -> None:
+        self[key].copy_(value)
+
+    def reshape(self, *shape) -> DeviceArray:
+        """A view of a contiguous array."""
+        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if -1 in shape:
+            rest = -int(np.prod(shape, dtype=np.int64))
+            shape = tuple(self.size // max(rest, 1) if n == -1 else n for n in shape)
+        if int(np.prod(shape, dtype=np.int64)) != self.size:
+            raise ValueError(f"reshape: {self.shape} has {self.size} elements, {shape} not")
+        if not self.is_contiguous():
+            return self.contiguous().reshape(shape)
+        return self._view(self._offset, shape, _c_strides(shape, self.itemsize))
+
+    @property
+    def T(self) -> DeviceArray:
+        return self._view(self._offset, self.shape[::-1], self.strides[::-1])
+
+    def contiguous(self) -> DeviceArray:
+        if self.is_contiguous():
+            return self
+        return type(self).empty(self.shape, self.dtype, self.device).copy_(self)
+
+    def copy(self) -> DeviceArray:
+        return type(self).empty(self.shape, self.dtype, self.device).copy_(self)
+
+    def copy_(self, other: DeviceArray) -> DeviceArray:
+        """Enqueued on the current stream, as all here."""
+        if self.shape != other.shape or self.dtype != other.dtype:
+            raise ValueError(f"copy_: {other.shape} {other.dtype} into {self.shape} {self.dtype}")
+        if not self.size:
+            return self
+        with runtime().on(self.device):
+            if self.is_contiguous() and other.is_contiguous():
+                runtime().copy(self.ptr, other.ptr, self.nbytes, current_stream())
+            else:
+                dimensions = c_int64 * self.ndim
+                runtime().call(
+                    "fake_copy_strided",
+                    c_uint64(self.ptr),
+                    dimensions(*(s // self.itemsize for s in self.strides)),
+                    c_uint64(other.ptr),
+                    dimensions(*(s // self.itemsize for s in other.strides)),
+                    dimensions(*self.shape),
+                    c_int(self.ndim),
+                    c_int64(self.itemsize),
+                    c_uint64(current_stream()),
+                )
+        return self
+
+    def to_numpy(self) -> np.ndarray:
+        """After all that the current stream has now."""
+        source = self.contiguous()
+        host = np.empty(self.size * self.itemsize, np.uint8)
+        with runtime().on(self.device):
+            runtime().synchronize(current_stream())
+            if self.size:
+                runtime().copy_out(host, source.ptr, current_stream())
+                runtime().synchronize(current_stream())
+        return host.view(self.dtype).reshape(self.shape) if self.size else np.empty(self.shape, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device}, ptr={self.ptr:#x})"
+
+
+class compute:
+    """What a framework's kernels would do, late: who reads before the stream got there sees the old values."""
+
+    @staticmethod
+    def sleep(seconds: float, device: int = 0) -> None:
+        with runtime().on(device):
+            runtime().call("fake_sleep", c_int(int(seconds * 1e6)), c_uint64(current_stream()))
+
+    @staticmethod
+    def add(array: DeviceArray, value: float, delay: float = 0.02) -> DeviceArray:
+        """Of contiguous float32."""
+        if array.dtype != np.float32 or not array.is_contiguous():
+            raise TypeError("compute.add: contiguous float32 alone")
+        with runtime().on(array.device):
+            runtime().call(
+                "fake_compute",
+                c_uint64(array.ptr),
+                c_size_t(array.size),
+                c_float(value),
+                c_int(int(delay * 1e6)),
+                c_uint64(current_stream()),
+            )
+        return array
+
+    @staticmethod
+    def fill(array: DeviceArray, value, delay: float = 0.02) -> DeviceArray:
+        compute.sleep(delay, array.device)
+        return array.copy_(DeviceArray.from_numpy(np.full(array.shape, value, array.dtype), array.device))

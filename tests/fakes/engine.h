@@ -1,0 +1,127 @@
+// The pretended machine that the stand-ins of both vendors share: devices, their memory, streams and events.
+//
+// A vendor's runtime (libcuda.so.1, libascendcl.so) holds the one engine of the process; its communication library finds it
+// there by fake_engine(). Both are built from these sources, so that an abstract class is interface enough between them.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace fake {
+
+using Address = uint64_t;
+using Handle = uint64_t;
+using Uuid = std::array<unsigned char, 16>;
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none: for ever, as the real ones wait
+
+enum class Where { host, pinned, device };
+
+// What work in a queue keeps of an argument: which memory it was when the caller named it.
+struct Buffer {
+  Address address = 0;
+  size_t bytes = 0;
+  Where where = Where::host;
+  int device = -1;
+  uint64_t allocation = 0;  // 0: none that the engine knows
+  Address start = 0;        // of the allocation
+  size_t length = 0;
+};
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual int device() const = 0;
+  // To run when the stream gets there, on the stream's own thread; gives the work's number. `delayed`: only after FAKE_DELAY_US,
+  // so that whoever does not wait is too early. A capturing stream keeps the work for its graph instead.
+  virtual uint64_t enqueue(std::function<void()> work, bool delayed = true) = 0;
+  virtual uint64_t tail() const = 0;
+  virtual bool reached(uint64_t number) const = 0;
+  virtual bool wait(uint64_t number, Deadline deadline = {}) = 0;  // false: the deadline passed
+  virtual bool capturing() const = 0;
+  // The running work was told to stop (AscendCL's stream abort).
+  virtual bool cancelled() const = 0;
+};
+
+// A place in a stream.
+struct Mark {
+  std::shared_ptr<Stream> stream;
+  uint64_t number = 0;
+  std::chrono::steady_clock::time_point when() const { return time ? *time : std::chrono::steady_clock::time_point{}; }
+  std::shared_ptr<std::chrono::steady_clock::time_point> time;  // when it was reached
+  bool captured = false;
+  bool reached() const { return !stream || stream->reached(number); }
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  virtual int devices() const = 0;
+  virtual Uuid uuid(int device) const = 0;
+  virtual size_t device_bytes() const = 0;
+  virtual size_t free_bytes(int device) const = 0;
+
+  // The device of this thread, or -1. The vendor's runtime keeps it.
+  virtual int current() const = 0;
+  virtual void set_current(int device) = 0;
+
+  // 0: no memory left. The host cannot read or write what it gets; memory is not zero.
+  virtual Address allocate(int device, size_t bytes) = 0;
+  virtual bool release(Address address) = 0;
+  virtual Address allocate_pinned(size_t bytes) = 0;
+  virtual bool release_pinned(Address address) = 0;
+  // By any pointer into it.
+  virtual Buffer find(Address address, size_t bytes) const = 0;
+  // The bytes of a buffer, for work that runs. Empty, with the device in error, if it is no memory of that device or was
+  // released since. device -1: of any.
+  virtual std::shared_ptr<char> open(const Buffer& buffer, int device) = 0;
+
+  virtual Handle create_stream(int device, bool with_legacy) = 0;
+  virtual bool destroy_stream(Handle handle) = 0;
+  // 0 and 1 are the device's legacy default stream, 2 is the calling thread's. Empty: no such stream.
+  virtual std::shared_ptr<Stream> stream(Handle handle, int device) = 0;
+  virtual void synchronize(int device) = 0;
+  virtual void wait_for(Stream& stream, const Mark& mark) = 0;
+  virtual void set_capturing(Stream& stream, bool capturing) = 0;
+  virtual void cancel(Stream& stream) = 0;
+  // What was captured, and again.
+  virtual Handle take_graph(Stream& stream) = 0;
+  virtual bool launch_graph(Handle graph, Stream& stream) = 0;
+  virtual bool destroy_graph(Handle graph) = 0;
+
+  virtual Handle create_event(int device) = 0;
+  virtual bool destroy_event(Handle handle) = 0;
+  virtual int event_device(Handle handle) const = 0;  // -1: no such event
+  virtual bool record(Handle handle, std::shared_ptr<Stream> stream) = 0;
+  virtual std::optional<Mark> mark(Handle handle) const = 0;
+
+  // Sticky, as a device that was led to a wrong address stays unusable.
+  virtual bool broken(int device) const = 0;
+
+  // Something that real hardware would not have told, or would have crashed at.
+  virtual void violation(const std::string& kind, const std::string& text) = 0;
+  virtual void count(const std::string& kind, int64_t change) = 0;
+  virtual std::string counters() const = 0;  // JSON
+};
+
+// Only in the runtime's library.
+Engine& engine();
+
+// Reads a number from the environment, where it says one.
+int64_t number(const char* name, int64_t otherwise);
+std::string text(const char* name, const std::string& otherwise);
+
+// Copies JSON to a C caller; gives the length that it needs.
+size_t hand_over(const std::string& json, char* to, size_t bytes);
+
+// Starts a thread that takes no signal and that nobody joins: it may wait for what never comes.
+void spawn(std::function<void()> body);
+
+}  // namespace fake
+
+#define FAKE_EXPORT extern "C" __attribute__((visibility("default")))

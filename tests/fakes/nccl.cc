@@ -1,0 +1,975 @@
+// libnccl.so.2 without a GPU: NCCL's C ABI and manners, on libcuda.so.1 of cuda.cc and meetings of processes.
+//
+// FAKE_NCCL_VERSION is which version it is; what came later is not there.
+#include <arpa/inet.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "communicator.h"
+
+#ifndef FAKE_NCCL_VERSION
+#define FAKE_NCCL_VERSION 22809
+#endif
+
+using namespace fake;
+
+namespace {
+
+using Result = int;
+enum : Result {
+  success = 0,
+  unhandled_cuda_error = 1,
+  system_error = 2,
+  internal_error = 3,
+  invalid_argument = 4,
+  invalid_usage = 5,
+  remote_error = 6,
+  in_progress = 7,
+};
+
+constexpr int version = FAKE_NCCL_VERSION;
+constexpr uint32_t magic = 0xcafebeef;
+constexpr int undefined = INT_MIN;
+constexpr int first_own_operator = 5, no_color = -1;
+
+struct UniqueId {
+  char bytes[128];
+};
+
+// As of 2.32; `size` says how much of it the caller has, `config_bytes` how much this version knows.
+struct Config {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga_cluster_size, min_ctas, max_ctas;
+  const char* net_name;
+  int split_share, traffic_class;
+  const char* comm_name;
+  int collnet_enable, cta_policy, shrink_share, nvls_ctas, channels_per_net_peer, nvlink_centric_sched, graph_usage_mode,
+      num_rma_ctx, max_p2p_peers, graph_stream_ordering, later[5];
+};
+static_assert(sizeof(Config) == 120 && offsetof(Config, net_name) == 32 && offsetof(Config, comm_name) == 48 &&
+              offsetof(Config, collnet_enable) == 56 && offsetof(Config, graph_stream_ordering) == 92);
+
+constexpr size_t bytes_of_config(int of) {
+  return of >= 23200   ? 120
+         : of >= 23003 ? 96
+         : of >= 22900 ? 88
+         : of >= 22800 ? 80
+         : of >= 22700 ? 72
+         : of >= 21800 ? 48
+         : of >= 21700 ? 40
+                       : 24;
+}
+constexpr size_t config_bytes = bytes_of_config(version);
+
+constexpr Config undefined_config() {
+  Config config{};
+  config.size = sizeof(Config);
+  config.magic = magic;
+  config.version = version;
+  for (int* field : {&config.blocking, &config.cga_cluster_size, &config.min_ctas, &config.max_ctas, &config.split_share,
+                     &config.traffic_class, &config.collnet_enable, &config.cta_policy, &config.shrink_share, &config.nvls_ctas,
+                     &config.channels_per_net_peer, &config.nvlink_centric_sched, &config.graph_usage_mode, &config.num_rma_ctx,
+                     &config.max_p2p_peers, &config.graph_stream_ordering})
+    *field = undefined;
+  for (int& field : config.later) field = undefined;
+  return config;
+}
+
+// One text for the whole process, as NCCL has it.
+std::mutex last_error_mutex;
+char last_error[1024];
+
+__attribute__((format(printf, 2, 3))) Result fail(Result code, const char* format, ...) {
+  std::lock_guard lock(last_error_mutex);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof last_error, format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+Engine* cuda() {
+  static Engine* engine = find_engine("libcuda.so.1", reinterpret_cast<const void*>(&fail));
+  return engine;
+}
+
+struct Premultiplied {
+  Type type;
+  uint64_t factor = 0;
+  Buffer at;
+};
+
+class Comm : public Communicator {
+ public:
+  Comm(Engine& engine, const std::string& id, int size, int rank, int device, const Config& config)
+      : Communicator(engine, id, size, rank, device, unhandled_cuda_error, remote_error), config(config) {
+    engine.count("comms", 1);
+  }
+  ~Comm() override { cuda()->count("comms", -1); }
+
+  bool blocking() const { return config.blocking != 0; }
+
+  // A call that goes on in the background, which the caller polls.
+  void go_on(std::function<Result()> body) {
+    ++background;
+    polls = static_cast<int>(number("FAKE_IN_PROGRESS_POLLS", 2));
+    spawn([this, self = shared_from_this(), body = std::move(body)] {
+      const Result result = body();
+      int none = 0;
+      if (result) error.compare_exchange_strong(none, result);
+      --background;
+    });
+  }
+  // Later calls are refused until the caller has seen success.
+  Result state() {
+    if (error) return error;
+    return background || polls > 0 ? in_progress : success;
+  }
+  Result poll() {
+    if (error) return error;
+    if (background) return in_progress;
+    return polls.fetch_sub(1) > 0 ? in_progress : success;
+  }
+  void settle() {
+    while (background) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  const Config config;
+  std::atomic<int> background{0}, polls{0};
+  std::atomic<bool> revoked{false}, finalized{false};
+  std::vector<uint64_t> hosts;  // by rank
+  int children = 0;
+  std::map<int, Premultiplied> operators;
+  int next_operator = first_own_operator;
+};
+
+using Handle = fake::Handle;
+
+// A child that is still being made has a handle, but no communicator.
+struct Place {
+  std::shared_ptr<Comm> comm;
+  Result error = in_progress;
+};
+
+std::mutex comms_mutex;
+std::map<Handle, Place>& comms() {
+  static auto& all = *new std::map<Handle, Place>;
+  return all;
+}
+
+// Never the same number again.
+Handle handle_of(std::shared_ptr<Comm> comm) {
+  static Handle last = 0x4e000000;
+  std::lock_guard lock(comms_mutex);
+  last += 16;
+  comms()[last].comm = std::move(comm);
+  return last;
+}
+
+std::shared_ptr<Comm> find(Handle handle) {
+  std::lock_guard lock(comms_mutex);
+  const auto found = comms().find(handle);
+  if (found != comms().end()) {
+    if (!found->second.comm) fail(invalid_argument, "the communicator is still being made");
+    return found->second.comm;
+  }
+  if (handle && cuda()) cuda()->violation("dead_comm", "a call on a communicator that is not, or was destroyed");
+  fail(invalid_argument, "the communicator is not valid");
+  return nullptr;
+}
+
+void forget(Handle handle) {
+  std::lock_guard lock(comms_mutex);
+  comms().erase(handle);
+}
+
+Result ready(Comm& comm) {
+  if (comm.revoked) return fail(invalid_usage, "the communicator was revoked");
+  const Result state = comm.state();
+  if (state == in_progress)
+    return fail(invalid_argument, "the communicator was used before its last operation was polled to success");
+  if (state) return fail(state, "the communicator is in error %d", state);
+  if (comm.finalized) return fail(invalid_usage, "the communicator was finalized");
+  return success;
+}
+
+uint64_t this_host() {
+  static const uint64_t host = [] {
+    const std::string name = text("NCCL_HOSTID", "");
+    return name.empty() ? this_boot() : hash_of(name.data(), name.size());
+  }();
+  return host;
+}
+
+// ---- groups
+
+struct Init {
+  std::shared_ptr<Comm> comm;
+  std::function<Result()> body;
+  Handle* place;
+};
+
+struct Group {
+  int depth = 0;
+  Result error = success;
+  std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations;
+  std::vector<Init> inits;
+};
+thread_local Group group;
+
+Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations) {
+  std::vector<std::pair<std::shared_ptr<Comm>, std::vector<Operation>>> by_comm;
+  for (auto& [comm, operation] : operations) {
+    auto at = std::find_if(by_comm.begin(), by_comm.end(), [&, &comm = comm](auto& one) { return one.first == comm; });
+    if (at == by_comm.end()) at = by_comm.insert(by_comm.end(), {comm, {}});
+    at->second.push_back(std::move(operation));
+  }
+  for (const auto& [comm, all] : by_comm) {
+    int open = 0;
+    for (const Operation& one : all)
+      if (!one.collective && one.peer == comm->rank) open += one.sends ? 1 : -1;
+    if (open)
+      return fail(invalid_usage, "rank %d has a %s to itself without its partner", comm->rank, open > 0 ? "send" : "receive");
+    bool captures = false, runs = false;
+    for (const Operation& one : all) (one.stream->capturing() ? captures : runs) = true;
+    if (captures && runs) return fail(invalid_usage, "some streams of the group are capturing, others not");
+  }
+  Result result = success;
+  for (auto& [comm, all] : by_comm) {
+    if (comm->blocking()) {
+      Communicator::Inside inside(cuda(), comm.get());
+      comm->launch(std::move(all));
+      continue;
+    }
+    result = in_progress;
+    comm->go_on([raw = comm.get(), all = std::move(all)]() mutable {
+      // The stream has nothing of it yet when the call returns.
+      std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
+      raw->launch(std::move(all));
+      return success;
+    });
+  }
+  return result;
+}
+
+// Together, as they wait for each other.
+Result start(std::vector<Init> inits) {
+  bool blocks = true;
+  for (const Init& init : inits)
+    if (init.comm) blocks = blocks && init.comm->blocking();
+  if (!blocks) {
+    for (Init& init : inits)
+      if (init.comm) init.comm->go_on(std::move(init.body));
+    return in_progress;
+  }
+  std::vector<Result> results(inits.size());
+  if (inits.size() == 1) {
+    results[0] = inits[0].body();
+  } else {
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < inits.size(); ++i) threads.emplace_back([&, i] { results[i] = inits[i].body(); });
+    for (std::thread& thread : threads) thread.join();
+  }
+  Result result = success;
+  for (size_t i = 0; i < inits.size(); ++i) {
+    if (!results[i]) continue;
+    if (inits[i].comm) inits[i].comm->error = results[i];
+    if (!result) result = results[i];
+    if (inits[i].place) {
+      forget(*inits[i].place);
+      *inits[i].place = 0;
+    }
+  }
+  return result;
+}
+
+Result end_group() {
+  if (!group.depth) return fail(invalid_usage, "ncclGroupEnd without ncclGroupStart");
+  if (--group.depth) return success;
+  Group all = std::exchange(group, {});
+  if (all.error) {
+    for (Init& init : all.inits)
+      if (init.place) {
+        forget(*init.place);
+        *init.place = 0;
+      }
+    return all.error;
+  }
+  if (!all.inits.empty() && !all.operations.empty())
+    return fail(invalid_usage, "communicators and operations were begun in one group");
+  if (!all.inits.empty()) return start(std::move(all.inits));
+  return all.operations.empty() ? success : launch(std::move(all.operations));
+}
+
+Result in_group(Result result) {
+  if (group.depth && result && !group.error) group.error = result;
+  return result;
+}
+
+Result begin(Init init) {
+  if (group.depth) {
+    group.inits.push_back(std::move(init));
+    return success;
+  }
+  std::vector<Init> one;
+  one.push_back(std::move(init));
+  return start(std::move(one));
+}
+
+// ---- communicators
+
+Result read_config(const Config* given, Config& config) {
+  config = undefined_config();
+  if (given) {
+    size_t bytes;
+    memcpy(&bytes, given, sizeof bytes);
+    if (bytes < 16) {
+      if (cuda()) cuda()->violation("config", "a configuration that is smaller than its header");
+      return fail(invalid_argument, "the configuration says that it has %zu bytes", bytes);
+    }
+    memcpy(static_cast<void*>(&config), given, std::min(bytes, config_bytes));
+    if (config.magic != magic)
+      return fail(invalid_argument, "the configuration was not initialized: its magic is 0x%x", config.magic);
+    const int of = static_cast<int>(config.version);
+    if (bytes < bytes_of_config(std::min(of, version)))
+      if (cuda()) cuda()->violation("config", "a configuration has fewer bytes than its version says");
+    // What the caller's header did not have yet.
+    if (of < 21700) {
+      config.cga_cluster_size = config.min_ctas = config.max_ctas = undefined;
+      config.net_name = nullptr;
+    }
+    if (of < 21800) config.split_share = undefined;
+    if (of < 22600) config.traffic_class = undefined;
+    if (of < 22700) {
+      config.comm_name = nullptr;
+      config.collnet_enable = config.cta_policy = config.shrink_share = config.nvls_ctas = undefined;
+    }
+    if (of < 22800) config.channels_per_net_peer = config.nvlink_centric_sched = undefined;
+    if (of < 22900) config.graph_usage_mode = config.num_rma_ctx = undefined;
+    if (of < 23003) config.max_p2p_peers = undefined;
+    if (of < 23007) config.graph_stream_ordering = undefined;
+  }
+  const struct {
+    const char* name;
+    int value, least, most;
+  } ranges[] = {
+      {"blocking", config.blocking, 0, 1},
+      {"cgaClusterSize", config.cga_cluster_size, 0, 8},
+      {"minCTAs", config.min_ctas, 1, 64},
+      {"maxCTAs", config.max_ctas, 1, 64},
+      {"splitShare", config.split_share, 0, 1},
+      {"trafficClass", config.traffic_class, 0, INT_MAX},
+      {"collnetEnable", config.collnet_enable, 0, 1},
+      {"CTAPolicy", config.cta_policy, 0, 2},
+      {"shrinkShare", config.shrink_share, 0, 1},
+      {"nvlsCTAs", config.nvls_ctas, 1, INT_MAX},
+      {"nChannelsPerNetPeer", config.channels_per_net_peer, 1, INT_MAX},
+      {"nvlinkCentricSched", config.nvlink_centric_sched, 0, 1},
+      {"graphUsageMode", config.graph_usage_mode, 0, 2},
+      {"graphStreamOrdering", config.graph_stream_ordering, 0, 1},
+  };
+  for (const auto& field : ranges)
+    if (field.value != undefined && (field.value < field.least || field.value > field.most))
+      return fail(invalid_argument, "%s of the configuration is %d", field.name, field.value);
+  if (config.min_ctas != undefined && config.max_ctas != undefined && config.min_ctas > config.max_ctas)
+    return fail(invalid_argument, "minCTAs of the configuration is more than its maxCTAs");
+  const auto forced = number("NCCL_COMM_BLOCKING", -1);
+  if (forced == 0 || forced == 1) config.blocking = static_cast<int>(forced);
+  if (config.blocking == undefined) config.blocking = 1;
+  return success;
+}
+
+// Meets the others and looks whether they fit together.
+Result connect(Comm& comm) {
+  Card card;
+  card.device = cuda()->uuid(comm.device);
+  card.host = this_host();
+  card.version = version;
+  if (!comm.meeting().join(card, comm.watch())) return fail(internal_error, "stopped while waiting for the other ranks");
+  const std::vector<Card> cards = comm.meeting().cards();
+  for (const Card& other : cards) comm.hosts.push_back(other.host);
+  for (int rank = 0; rank < comm.size; ++rank)
+    if (cards[static_cast<size_t>(rank)].version != version)
+      return fail(invalid_usage, "Mismatched NCCL version: rank %d has %d, rank %d has %d", comm.rank, version, rank,
+                  cards[static_cast<size_t>(rank)].version);
+  if (version >= 23003 && number("NCCL_MULTI_RANK_GPU_ENABLE", 0) == 1) return success;
+  for (int a = 0; a < comm.size; ++a)
+    for (int b = 0; b < a; ++b) {
+      const Card &one = cards[static_cast<size_t>(a)], &other = cards[static_cast<size_t>(b)];
+      if (one.host == other.host && one.device == other.device)
+        return fail(invalid_usage, "Duplicate GPU: ranks %d and %d have the same%s", b, a,
+                    version >= 23003 ? " (NCCL_MULTI_RANK_GPU_ENABLE=1 would allow it)" : "");
+    }
+  return success;
+}
+
+Result create(Handle* place, const std::string& id, int size, int rank, int device, const Config& config) {
+  auto comm = std::make_shared<Comm>(*cuda(), id, size, rank, device, config);
+  *place = handle_of(comm);
+  return begin({comm, [raw = comm.get()] { return connect(*raw); }, place});
+}
+
+Result init(Handle* place, int size, const UniqueId* ids, int count, int rank, const Config* given) {
+  if (!place) return fail(invalid_argument, "no place for the communicator");
+  *place = 0;
+  if (size < 1 || rank < 0 || rank >= size) return fail(invalid_argument, "rank %d of %d ranks", rank, size);
+  Config config;
+  if (const Result result = read_config(given, config)) return result;
+  if (!cuda()) return fail(unhandled_cuda_error, "CUDA driver: libcuda.so.1 cannot be opened");
+  if (!cuda()->devices()) return fail(unhandled_cuda_error, "CUDA driver: no CUDA-capable device is detected");
+  Operation nothing;
+  nothing.name = "init";
+  if (const int code = inject(nothing, rank)) return fail(code, "injected: init fails with %d", code);
+  // A thread without a current device is on device 0, as for the CUDA runtime that NCCL uses.
+  const int device = std::max(0, cuda()->current());
+  return create(place, hex_id(ids, sizeof(UniqueId) * static_cast<size_t>(count)), size, rank, device, config);
+}
+
+// Of all ranks: which of them are together, and in which order.
+Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
+  std::vector<Meeting::Words> all;
+  if (!parent.meeting().exchange({color, key, 0, 0}, all, parent.watch())) return fail(internal_error, "stopped in a split");
+  const int nth = ++parent.children;
+  if (color == no_color) return success;
+  std::vector<std::pair<int64_t, int>> members;
+  for (int rank = 0; rank < parent.size; ++rank)
+    if (all[static_cast<size_t>(rank)][0] == color) members.emplace_back(all[static_cast<size_t>(rank)][1], rank);
+  std::sort(members.begin(), members.end());
+  int mine = 0;
+  while (members[static_cast<size_t>(mine)].second != parent.rank) ++mine;
+  const std::string name = parent.id + "/split/" + std::to_string(nth) + "/" + std::to_string(color);
+  auto child = std::make_shared<Comm>(*cuda(), hex_id(name.data(), name.size()), static_cast<int>(members.size()), mine,
+                                      parent.device, config);
+  {
+    std::lock_guard lock(comms_mutex);
+    const auto found = comms().find(handle);
+    if (found == comms().end()) return success;  // aborted meanwhile
+    found->second.comm = child;
+    if (!child->blocking()) {
+      child->polls = static_cast<int>(number("FAKE_IN_PROGRESS_POLLS", 2));
+      ++child->background;
+    }
+  }
+  const Result result = connect(*child);
+  if (result) child->error = result;
+  if (!child->blocking()) --child->background;
+  return result;
+}
+
+// ---- operations
+
+bool type_of(int code, Type& type) {
+  static constexpr Type types[] = {Type::i8,  Type::u8,  Type::i32, Type::u32,  Type::i64,  Type::u64,
+                                   Type::f16, Type::f32, Type::f64, Type::bf16, Type::e4m3, Type::e5m2};
+  if (code < 0 || code >= (version >= 22403 ? 12 : 10)) return false;
+  type = types[code];
+  return true;
+}
+
+struct Arguments {
+  const char* name;
+  const void* send;
+  void* receive;
+  size_t count;
+  int type;
+  int fold;  // -1: none
+  int root;  // -1: none
+  Handle comm, stream;
+};
+
+void check_overlap(const Comm& comm, const Operation& operation) {
+  const Buffer &send = operation.send, &receive = operation.receive;
+  if (!send.bytes || !receive.bytes) return;
+  if (send.address + send.bytes <= receive.address || receive.address + receive.bytes <= send.address) return;
+  const size_t part = operation.signature.count * size_of(operation.signature.type);
+  const Address mine = static_cast<Address>(comm.rank) * part;
+  bool fits = false;
+  switch (operation.signature.kind) {
+    case Kind::all_gather:
+    case Kind::gather:
+      fits = send.address == receive.address + mine;
+      break;
+    case Kind::reduce_scatter:
+    case Kind::scatter:
+      fits = receive.address == send.address + mine;
+      break;
+    case Kind::all_to_all:
+      fits = false;
+      break;
+    default:
+      fits = send.address == receive.address;
+  }
+  if (!fits) cuda()->violation("overlap", operation.name + ": send and receive overlap, and not as in place");
+}
+
+Result enqueue(Kind kind, const Arguments& given) {
+  const auto comm = find(given.comm);
+  if (!comm) return in_group(invalid_argument);
+  Communicator::Inside inside(cuda(), comm.get());
+  if (const Result result = ready(*comm)) return in_group(result);
+  Operation operation;
+  operation.name = given.name;
+  Signature& signature = operation.signature;
+  signature.kind = kind;
+  signature.count = given.count;
+  if (!type_of(given.type, signature.type))
+    return in_group(fail(invalid_argument, "%s: no type has number %d", given.name, given.type));
+  const auto size = static_cast<size_t>(comm->size);
+  if (given.root != -1 || kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter) {
+    if (given.root < 0 || given.root >= comm->size)
+      return in_group(fail(invalid_argument, "%s: root %d of %d ranks", given.name, given.root, comm->size));
+    signature.root = static_cast<uint32_t>(given.root);
+  }
+  const bool root = given.root == -1 || given.root == comm->rank;
+  if (kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter) {
+    if (given.fold < 0) return in_group(fail(invalid_argument, "%s: no operator has number %d", given.name, given.fold));
+    if (given.fold >= first_own_operator) {
+      const auto found = comm->operators.find(given.fold);
+      if (found == comm->operators.end())
+        return in_group(fail(invalid_argument, "%s: no operator has number %d", given.name, given.fold));
+      if (found->second.type != signature.type)
+        return in_group(fail(invalid_argument, "%s: the operator was made for another type", given.name));
+      signature.fold = Fold::scaled_sum;
+      operation.scaled = true;
+      operation.factor = found->second.factor;
+      operation.factor_at = found->second.at;
+    } else {
+      static constexpr Fold folds[] = {Fold::sum, Fold::prod, Fold::max, Fold::min, Fold::average};
+      signature.fold = folds[given.fold];
+      if (signature.fold == Fold::average && !is_integer(signature.type)) {
+        operation.scaled = true;
+        operation.factor = reciprocal(signature.type, comm->size);
+      }
+    }
+  }
+  operation.stream = cuda()->stream(given.stream, comm->device);
+  if (!operation.stream) return in_group(fail(unhandled_cuda_error, "%s: the stream is not valid", given.name));
+  if (operation.stream->device() != comm->device)
+    return in_group(fail(invalid_usage, "%s: the stream is of device %d, the communicator of device %d", given.name,
+                         operation.stream->device(), comm->device));
+  if (const int code = inject(operation, comm->rank)) return in_group(fail(code, "injected: %s fails with %d", given.name, code));
+
+  const size_t part = given.count * size_of(signature.type);
+  const bool sends_all = kind == Kind::reduce_scatter || kind == Kind::all_to_all || kind == Kind::scatter;
+  const bool receives_all = kind == Kind::all_gather || kind == Kind::all_to_all || kind == Kind::gather;
+  const bool sends = root || (kind != Kind::broadcast && kind != Kind::scatter);
+  const bool receives = root || (kind != Kind::reduce && kind != Kind::gather);
+  if (sends) operation.send = cuda()->find(reinterpret_cast<Address>(given.send), sends_all ? size * part : part);
+  if (receives) operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), receives_all ? size * part : part);
+  if (!given.count) return success;  // nothing is sent at all
+  check_overlap(*comm, operation);
+  ++group.depth;
+  group.operations.emplace_back(comm, std::move(operation));
+  return end_group();
+}
+
+Result message(const char* name, bool sends, const void* data, size_t count, int type, int peer, Handle handle, Handle stream) {
+  const auto comm = find(handle);
+  if (!comm) return in_group(invalid_argument);
+  Communicator::Inside inside(cuda(), comm.get());
+  if (const Result result = ready(*comm)) return in_group(result);
+  Operation operation;
+  operation.name = name;
+  operation.collective = false;
+  operation.sends = sends;
+  operation.peer = peer;
+  if (!type_of(type, operation.signature.type)) return in_group(fail(invalid_argument, "%s: no type has number %d", name, type));
+  if (peer < 0 || peer >= comm->size) return in_group(fail(invalid_argument, "%s: peer %d of %d ranks", name, peer, comm->size));
+  operation.stream = cuda()->stream(stream, comm->device);
+  if (!operation.stream) return in_group(fail(unhandled_cuda_error, "%s: the stream is not valid", name));
+  if (operation.stream->device() != comm->device)
+    return in_group(fail(invalid_usage, "%s: the stream is of another device", name));
+  if (const int code = inject(operation, comm->rank)) return in_group(fail(code, "injected: %s fails with %d", name, code));
+  operation.signature.count = count;
+  (sends ? operation.send : operation.receive) =
+      cuda()->find(reinterpret_cast<Address>(data), count * size_of(operation.signature.type));
+  ++group.depth;
+  group.operations.emplace_back(comm, std::move(operation));
+  return end_group();
+}
+
+}  // namespace
+
+FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(cuda() ? cuda()->counters() : "{}", to, bytes); }
+
+FAKE_EXPORT Result ncclGetVersion(int* to) {
+  if (!to) return invalid_argument;
+  *to = version;
+  return success;
+}
+
+FAKE_EXPORT Result ncclGetUniqueId(UniqueId* id) {
+  if (!id) return invalid_argument;
+  memset(id, 0, sizeof *id);
+  // As the real one looks: a number, then the address where the ranks would meet.
+  std::random_device random;
+  for (int i = 0; i < 8; ++i) id->bytes[i] = static_cast<char>(random());
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(1024 + random() % 60000));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  memcpy(id->bytes + 8, &address, sizeof address);
+  for (int i = 64; i < 128; ++i) id->bytes[i] = static_cast<char>(random());
+  return success;
+}
+
+FAKE_EXPORT const char* ncclGetErrorString(Result code) {
+  switch (code) {
+    case success:
+      return "no error";
+    case unhandled_cuda_error:
+      return "unhandled cuda error (of a stand-in)";
+    case system_error:
+      return "unhandled system error (of a stand-in)";
+    case internal_error:
+      return "internal error (of a stand-in)";
+    case invalid_argument:
+      return "invalid argument (of a stand-in)";
+    case invalid_usage:
+      return "invalid usage (of a stand-in)";
+    case remote_error:
+      return "remote process exited or there was a network error";
+    case in_progress:
+      return "NCCL operation in progress";
+    case 8:
+      return version >= 23003 ? "timeout" : "unknown result code";
+    default:
+      return "unknown result code";
+  }
+}
+
+FAKE_EXPORT const char* ncclGetLastError(Handle) { return last_error; }
+
+FAKE_EXPORT Result ncclCommInitRankConfig(Handle* comm, int size, UniqueId id, int rank, const Config* config) {
+  return in_group(init(comm, size, &id, 1, rank, config));
+}
+
+FAKE_EXPORT Result ncclCommInitRank(Handle* comm, int size, UniqueId id, int rank) {
+  return in_group(init(comm, size, &id, 1, rank, nullptr));
+}
+
+#if FAKE_NCCL_VERSION >= 22304
+FAKE_EXPORT Result ncclCommInitRankScalable(Handle* comm, int size, int rank, int count, const UniqueId* ids,
+                                            const Config* config) {
+  if (!ids || count < 1 || count > size) return in_group(fail(invalid_argument, "%d ids of %d ranks", count, size));
+  return in_group(init(comm, size, ids, count, rank, config));
+}
+#endif
+
+namespace {
+// All of the host's ranks together, after all of their operations.
+Result finalize(Comm& comm) {
+  if (!comm.drain()) return success;  // aborted
+  const uint64_t here = this_host();
+  comm.meeting().finish(
+      [&](int rank) { return static_cast<size_t>(rank) < comm.hosts.size() && comm.hosts[static_cast<size_t>(rank)] == here; },
+      comm.watch());
+  return success;
+}
+}  // namespace
+
+FAKE_EXPORT Result ncclCommFinalize(Handle handle) {
+  const auto comm = find(handle);
+  if (!comm) return invalid_argument;
+  Communicator::Inside inside(cuda(), comm.get());
+  if (const Result result = ready(*comm)) return result;
+  comm->finalized = true;
+  if (comm->blocking()) return finalize(*comm);
+  comm->go_on([raw = comm.get()] { return finalize(*raw); });
+  return in_progress;
+}
+
+FAKE_EXPORT Result ncclCommDestroy(Handle handle) {
+  if (!handle) return success;
+  const auto comm = find(handle);
+  if (!comm) return invalid_argument;
+  Communicator::Inside inside(cuda(), comm.get());
+  comm->settle();
+  if (comm->error || comm->revoked) {
+    comm->stop();
+  } else if (!comm->finalized.exchange(true)) {
+    finalize(*comm);
+  }
+  comm->meeting().leave();
+  forget(handle);
+  return success;
+}
+
+namespace {
+// A child that is still being made: whoever makes it finds nothing where to put it.
+bool forget_unmade(Handle handle) {
+  std::lock_guard lock(comms_mutex);
+  const auto found = comms().find(handle);
+  if (found == comms().end() || found->second.comm) return false;
+  comms().erase(found);
+  return true;
+}
+}  // namespace
+
+FAKE_EXPORT Result ncclCommAbort(Handle handle) {
+  if (!handle || forget_unmade(handle)) return success;
+  const auto comm = find(handle);
+  if (!comm) return invalid_argument;
+  Communicator::Inside inside(cuda(), comm.get());
+  comm->stop();
+  comm->settle();
+  comm->meeting().leave();
+  forget(handle);
+  return success;
+}
+
+#if FAKE_NCCL_VERSION >= 22807
+FAKE_EXPORT Result ncclCommRevoke(Handle handle, int flags) {
+  if (!handle) return success;
+  const auto comm = find(handle);
+  if (!comm || flags) return invalid_argument;
+  Communicator::Inside inside(cuda(), comm.get());
+  comm->revoked = true;
+  comm->stop();
+  return success;
+}
+#endif
+
+FAKE_EXPORT Result ncclCommGetAsyncError(Handle handle, Result* error) {
+  if (error) {
+    std::lock_guard lock(comms_mutex);
+    const auto found = comms().find(handle);
+    if (found != comms().end() && !found->second.comm) {
+      *error = found->second.error;
+      return success;
+    }
+  }
+  const auto comm = find(handle);
+  if (!comm || !error) return invalid_argument;
+  *error = comm->poll();
+  return success;
+}
+
+FAKE_EXPORT Result ncclCommCount(Handle handle, int* count) {
+  const auto comm = find(handle);
+  if (!comm || !count) return invalid_argument;
+  if (comm->state() == in_progress) return invalid_argument;
+  *count = comm->size;
+  return success;
+}
+
+FAKE_EXPORT Result ncclCommUserRank(Handle handle, int* rank) {
+  const auto comm = find(handle);
+  if (!comm || !rank) return invalid_argument;
+  if (comm->state() == in_progress) return invalid_argument;
+  *rank = comm->rank;
+  return success;
+}
+
+FAKE_EXPORT Result ncclCommCuDevice(Handle handle, int* device) {
+  const auto comm = find(handle);
+  if (!comm || !device) return invalid_argument;
+  if (comm->state() == in_progress) return invalid_argument;
+  *device = comm->device;
+  return success;
+}
+
+FAKE_EXPORT Result ncclCommSplit(Handle handle, int color, int key, Handle* place, const Config* given) {
+  const auto parent = find(handle);
+  if (!parent || !place) return in_group(invalid_argument);
+  Communicator::Inside inside(cuda(), parent.get());
+  *place = 0;
+  const bool revoked = parent->revoked;
+  if (!revoked)
+    if (const Result result = ready(*parent)) return in_group(result);
+  if (color < 0 && color != no_color) return in_group(fail(invalid_argument, "split: color %d", color));
+  Config config = parent->config;
+  if (given)
+    if (const Result result = read_config(given, config)) return in_group(result);
+  Operation nothing;
+  nothing.name = "split";
+  if (const int code = inject(nothing, parent->rank)) return in_group(fail(code, "injected: split fails with %d", code));
+  // Who is in it is known when all have called, but the caller has a handle to poll at once.
+  if (color != no_color) *place = handle_of(nullptr);
+  const auto body = [raw = parent.get(), color, key, child = *place, config] {
+    const Result result = split(*raw, color, key, child, config);
+    std::lock_guard lock(comms_mutex);
+    const auto found = comms().find(child);
+    if (result && found != comms().end()) found->second.error = result;
+    return result;
+  };
+  // A failed split is no failure of the parent.
+  if (!parent->blocking()) return in_group(begin({parent, [body] { return body(), success; }, nullptr}));
+  return in_group(begin({nullptr, [parent, body] { return body(); }, color != no_color ? place : nullptr}));
+}
+
+#if FAKE_NCCL_VERSION >= 22703
+FAKE_EXPORT Result ncclCommShrink(Handle handle, const int* excluded, int count, Handle* place, const Config* given, int flags) {
+  const auto parent = find(handle);
+  if (!parent || !place || !excluded || count < 1) return in_group(invalid_argument);
+  Communicator::Inside inside(cuda(), parent.get());
+  *place = 0;
+  if (flags & ~1) return in_group(invalid_argument);
+  if (flags & 1) {
+    parent->stop();  // what is in flight
+    parent->revoked = true;
+    parent->error = success;
+  } else if (!parent->revoked) {
+    if (const Result result = ready(*parent)) return in_group(result);
+  }
+  Config config = parent->config;
+  if (given)
+    if (const Result result = read_config(given, config)) return in_group(result);
+  std::vector<int> gone(excluded, excluded + count);
+  std::sort(gone.begin(), gone.end());
+  gone.erase(std::unique(gone.begin(), gone.end()), gone.end());
+  if (gone.front() < 0 || gone.back() >= parent->size) return in_group(fail(invalid_argument, "shrink: a rank that is not"));
+  if (std::binary_search(gone.begin(), gone.end(), parent->rank))
+    return in_group(fail(invalid_usage, "shrink: rank %d is excluded, it must not call", parent->rank));
+  std::string name = parent->id + "/shrink/" + std::to_string(++parent->children);
+  for (const int rank : gone) name += "/" + std::to_string(rank);
+  int rank = parent->rank;
+  for (const int other : gone)
+    if (other < parent->rank) --rank;
+  return in_group(create(place, hex_id(name.data(), name.size()), parent->size - static_cast<int>(gone.size()), rank,
+                         parent->device, config));
+}
+#endif
+
+FAKE_EXPORT Result ncclMemAlloc(void** memory, size_t bytes) {
+  if (!memory || !bytes) return invalid_argument;
+  if (!cuda() || !cuda()->devices()) return unhandled_cuda_error;
+  const Address address = cuda()->allocate(std::max(0, cuda()->current()), bytes);
+  if (!address) return fail(unhandled_cuda_error, "out of memory");
+  *memory = reinterpret_cast<void*>(address);
+  return success;
+}
+
+FAKE_EXPORT Result ncclMemFree(void* memory) {
+  if (!memory) return success;
+  return cuda() && cuda()->release(reinterpret_cast<Address>(memory)) ? success : invalid_argument;
+}
+
+FAKE_EXPORT Result ncclCommRegister(Handle handle, void* memory, size_t bytes, Handle* registered) {
+  const auto comm = find(handle);
+  if (!comm || !registered || !bytes) return invalid_argument;
+  if (cuda()->find(reinterpret_cast<Address>(memory), bytes).where != Where::device) return invalid_argument;
+  cuda()->count("registrations", 1);
+  *registered = reinterpret_cast<Handle>(memory);
+  return success;
+}
+
+FAKE_EXPORT Result ncclCommDeregister(Handle handle, Handle registered) {
+  if (!find(handle) || !registered) return invalid_argument;
+  cuda()->count("registrations", -1);
+  return success;
+}
+
+FAKE_EXPORT Result ncclRedOpCreatePreMulSum(int* made, void* scalar, int type, int residence, Handle handle) {
+  const auto comm = find(handle);
+  if (!comm || !made || !scalar || residence < 0 || residence > 1) return invalid_argument;
+  Communicator::Inside inside(cuda(), comm.get());
+  if (const Result result = ready(*comm)) return result;
+  Premultiplied one;
+  if (!type_of(type, one.type)) return fail(invalid_argument, "no type has number %d", type);
+  if (residence) memcpy(&one.factor, scalar, size_of(one.type));
+  else one.at = cuda()->find(reinterpret_cast<Address>(scalar), size_of(one.type));
+  *made = comm->next_operator++;
+  comm->operators[*made] = one;
+  cuda()->count("operators", 1);
+  return success;
+}
+
+FAKE_EXPORT Result ncclRedOpDestroy(int operation, Handle handle) {
+  const auto comm = find(handle);
+  if (!comm) return invalid_argument;
+  Communicator::Inside inside(cuda(), comm.get());
+  if (!comm->operators.erase(operation)) return fail(invalid_argument, "no operator has number %d", operation);
+  cuda()->count("operators", -1);
+  return success;
+}
+
+FAKE_EXPORT Result ncclAllReduce(const void* send, void* receive, size_t count, int type, int fold, Handle comm, Handle stream) {
+  return enqueue(Kind::all_reduce, {"all_reduce", send, receive, count, type, fold, -1, comm, stream});
+}
+
+FAKE_EXPORT Result ncclReduce(const void* send, void* receive, size_t count, int type, int fold, int root, Handle comm,
+                              Handle stream) {
+  return enqueue(Kind::reduce, {"reduce", send, receive, count, type, fold, root, comm, stream});
+}
+
+FAKE_EXPORT Result ncclBroadcast(const void* send, void* receive, size_t count, int type, int root, Handle comm, Handle stream) {
+  return enqueue(Kind::broadcast, {"broadcast", send, receive, count, type, -1, root, comm, stream});
+}
+
+FAKE_EXPORT Result ncclBcast(void* data, size_t count, int type, int root, Handle comm, Handle stream) {
+  return ncclBroadcast(data, data, count, type, root, comm, stream);
+}
+
+FAKE_EXPORT Result ncclAllGather(const void* send, void* receive, size_t count, int type, Handle comm, Handle stream) {
+  return enqueue(Kind::all_gather, {"all_gather", send, receive, count, type, -1, -1, comm, stream});
+}
+
+FAKE_EXPORT Result ncclReduceScatter(const void* send, void* receive, size_t count, int type, int fold, Handle comm,
+                                     Handle stream) {
+  return enqueue(Kind::reduce_scatter, {"reduce_scatter", send, receive, count, type, fold, -1, comm, stream});
+}
+
+#if FAKE_NCCL_VERSION >= 22803
+FAKE_EXPORT Result ncclAlltoAll(const void* send, void* receive, size_t count, int type, Handle comm, Handle stream) {
+  return enqueue(Kind::all_to_all, {"all_to_all", send, receive, count, type, -1, -1, comm, stream});
+}
+
+FAKE_EXPORT Result ncclGather(const void* send, void* receive, size_t count, int type, int root, Handle comm, Handle stream) {
+  return enqueue(Kind::gather, {"gather", send, receive, count, type, -1, root, comm, stream});
+}
+
+FAKE_EXPORT Result ncclScatter(const void* send, void* receive, size_t count, int type, int root, Handle comm, Handle stream) {
+  return enqueue(Kind::scatter, {"scatter", send, receive, count, type, -1, root, comm, stream});
+}
+#endif
+
+FAKE_EXPORT Result ncclSend(const void* data, size_t count, int type, int peer, Handle comm, Handle stream) {
+  return message("send", true, data, count, type, peer, comm, stream);
+}
+
+FAKE_EXPORT Result ncclRecv(void* data, size_t count, int type, int peer, Handle comm, Handle stream) {
+  return message("recv", false, data, count, type, peer, comm, stream);
+}
+
+FAKE_EXPORT Result ncclGroupStart() {
+  ++group.depth;
+  return success;
+}
+
+FAKE_EXPORT Result ncclGroupEnd() {
+  if (group.depth == 1) {
+    const int nth = called("group_end");
+    if (const Injection* now = injected("FAKE_FAIL", "group_end", nth, -1)) {
+      group = {};
+      return fail(now->code, "injected: group_end fails with %d", now->code);
+    }
+  }
+  return end_group();
+}
+
+#if FAKE_NCCL_VERSION >= 22203
+// How long it would take, says nothing; nothing of the group is run.
+FAKE_EXPORT Result ncclGroupSimulateEnd(void* info) {
+  if (!group.depth) return invalid_usage;
+  group = {};
+  if (info) {
+    const float unknown = -1;
+    memcpy(static_cast<char*>(info) + 16, &unknown, sizeof unknown);
+  }
+  return success;
+}
+#endif
