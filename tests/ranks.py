@@ -132,12 +132,14 @@ def ranks(
     timeout_s: float = 60,
     env: dict[str, str] | Callable[..., dict[str, str]] | None = None,
     expect: dict[int, int] | None = None,
+    init: dict[str, Any] | None = {},  # noqa: B006
 ) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a
     parameter, of which a list of n gives each rank its own, or the rank. Or a function of the parameters and the rank.
-    expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}.
+    expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}. init: arguments of mscomm.init; None: the
+    body calls it.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -155,7 +157,12 @@ def ranks(
                 return {name: value.format(**own) for name, value in (env or {}).items()}
 
             where = json.dumps(
-                {"file": fn.__code__.co_filename, "name": fn.__name__, "parameters": {k: parameters[k] for k in wanted}}
+                {
+                    "file": fn.__code__.co_filename,
+                    "name": fn.__name__,
+                    "parameters": {k: parameters[k] for k in wanted},
+                    "init": init,
+                }
             )
             job = Job(size, [sys.executable, "-u", __file__, where], tmp_path, filled)
             codes = job.wait(timeout_s)
@@ -224,8 +231,9 @@ def _be_a_rank(where: dict[str, Any]) -> None:
     sys.modules["under_test"] = module
     spec.loader.exec_module(module)
     body = getattr(module, where["name"]).body
-    mscomm.init()
-    arguments = {"rank": mscomm.get_rank(), "group": None, **where["parameters"]}
+    if where["init"] is not None:
+        mscomm.init(**where["init"])
+    arguments = {"rank": int(os.environ["MSCOMM_RANK"]), "group": None, **where["parameters"]}
     body(**{name: arguments[name] for name in inspect.signature(body).parameters})
 
 

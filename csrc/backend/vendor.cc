@@ -76,8 +76,8 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   std::deque<Pending> pending_;      // in the order of their numbers
   std::vector<EventHandle> events_;  // free ones
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool over_ = false;   // the library has freed the group, or was made to
-  bool ended_ = false;  // the thread
+  bool over_ = false;   // the library has freed the group
+  bool ended_ = false;  // the thread, and it has freed the rest
   std::unique_ptr<std::thread> thread_;
 
   std::mutex telling_;  // protects observer_, and is held while it is told; no other lock is, which it may take itself
@@ -102,6 +102,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   EventHandle take_event();
   void watch();
   void look_at_pending(std::unique_lock<std::mutex>& lock);
+  void free_group(std::unique_lock<std::mutex>& lock, void (State::*free)());
   void abort_group();
   void finish_group();
 
@@ -282,21 +283,9 @@ void VendorBackend::State::copy(std::span<const Copied> parts, StreamHandle stre
 void VendorBackend::State::watch() {
   const Runtime::Current current(*runtime_, device_);
   std::unique_lock lock(mutex_);
-  while (!stopping_) {
+  while (!stopping_ && !finishing_) {
     if (aborting_ && !over_) {
-      lock.unlock();
-      abort_group();
-      lock.lock();
-      for (const Pending& one : pending_) events_.push_back(one.event);
-      pending_.clear();
-      over_ = true;
-      changed_.notify_all();
-    } else if (finishing_ && !over_) {
-      lock.unlock();
-      finish_group();
-      lock.lock();
-      over_ = true;
-      changed_.notify_all();
+      free_group(lock, &State::abort_group);
     } else if (pending_.empty()) {
       changed_.wait(lock);
     } else {
@@ -306,18 +295,19 @@ void VendorBackend::State::watch() {
       changed_.wait_for(lock, often ? first_look : later_look);
     }
   }
-  if (!over_) {
-    lock.unlock();
-    abort_group();
-    lock.lock();
-    over_ = true;
-  }
-  for (const Pending& one : pending_) events_.push_back(one.event);
-  pending_.clear();
+  if (!over_) free_group(lock, finishing_ && !aborting_ ? &State::finish_group : &State::abort_group);
   for (const EventHandle event : std::exchange(events_, {})) runtime_->destroy_event(event);
   if (beside_) runtime_->destroy_stream(std::exchange(beside_, nullptr));
   ended_ = true;
   changed_.notify_all();
+}
+
+void VendorBackend::State::free_group(std::unique_lock<std::mutex>& lock, void (State::*free)()) {
+  lock.unlock();
+  (this->*free)();
+  lock.lock();
+  for (const Pending& one : std::exchange(pending_, {})) events_.push_back(one.event);
+  over_ = true;
 }
 
 // What has ended, what has failed, what is late.

@@ -1,0 +1,46 @@
+"""The test array as one of mscomm's array libraries: what python/mscomm/arrays has a module for, of real libraries.
+
+register() makes mscomm know it, as a row of that folder would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fakes import device_array
+from fakes.device_array import DeviceArray
+from mscomm import arrays
+from mscomm.arrays.device import OnDevice, on_device
+
+BACKEND = "nccl"
+
+
+def register(backend: str = "nccl") -> None:
+    global BACKEND
+    BACKEND = backend
+    arrays.LIBRARIES["fakes"] = "fakes"
+    sys.modules["mscomm.arrays.fakes"] = sys.modules[__name__]
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, DeviceArray)
+
+
+def memory(x: DeviceArray) -> OnDevice:
+    strides = None if x.is_contiguous() else x.strides
+    return on_device(x, x.ptr, x.shape, x.dtype, strides, x.device, device_array.current_stream, backend=BACKEND)
+
+
+def new(x: DeviceArray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], DeviceArray]]:
+    made = DeviceArray.empty(shape, x.dtype, x.device)
+    return memory(made), lambda: made
+
+
+def packed(x: DeviceArray) -> DeviceArray:
+    return x.contiguous()
+
+
+def assign(out: DeviceArray, made: DeviceArray) -> None:
+    out.copy_(made)

@@ -1,0 +1,292 @@
+"""The nccl backend, over stand-ins for NCCL and the CUDA driver (tests/fakes), through the loader that users have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from devices import devices, handles, on_device, violations
+from fakes import device_array
+from fakes.device_array import DeviceArray, compute
+from functions import DTYPES, FUNCTIONS, Array, How, bits, ops_of
+
+import mscomm
+from mscomm import _core
+from mscomm.groups import resolve
+
+SIZES = [1, 2, 3, 4]
+REFUSED = {"int16", "uint16"}  # NCCL has no such numbers to add
+
+
+def reduces(dtype: np.dtype[Any], op: str) -> bool:
+    return not resolve(None).refuses(DTYPES.index(dtype), list(_core.ops).index(op))
+
+
+def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | None) -> Array:
+    """Any bits; floats that are reduced are whole numbers that no order of a sum, product or mean of four rounds."""
+    count = math.prod(shape)
+    rng = np.random.default_rng(rank)
+    if dtype.kind == "b":
+        return (rng.integers(0, 2, count) == 1).reshape(shape)
+    if dtype.kind in "iu" or op is None:
+        drawn = rng.integers(0, 256, count * dtype.itemsize, np.uint8)
+        return drawn.view(dtype).reshape(shape)
+    return (rng.integers(-3, 4, count) * (12 if op == "avg" else 1)).astype(dtype).reshape(shape)
+
+
+def rows_of(n: int, size: int) -> list[list[list[int]]]:
+    """Even parts, and uneven ones with none among them."""
+    uneven = [[(3 * source + target) % 4 * size for target in range(n)] for source in range(n)]
+    return [[[size] * n] * n, uneven]
+
+
+def cases(name: str, n: int) -> list[tuple[np.dtype[Any], How]]:
+    row, found = FUNCTIONS[name], []
+    for dtype in DTYPES:
+        for op in [op for op in ops_of(dtype) if reduces(dtype, op)] if row.has_op else ["sum"]:
+            for size, root in itertools.product([0, 1, 67], range(n) if row.has_root else [0]):
+                if size == 67 or (op in ("sum", "min") and root == n - 1):
+                    found += [(dtype, How(op, root, rows)) for rows in rows_of(n, size)[: 1 if size == 0 else 2]]
+    return found
+
+
+def check(got: Any, expected: Array | None, case: object) -> None:
+    assert (got is None) == (expected is None), case
+    if expected is not None:
+        assert isinstance(got, DeviceArray) and got.dtype == expected.dtype and got.shape == expected.shape, case
+        assert (bits(got.to_numpy()) == bits(expected)).all(), case
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@devices("n", timeout_s=240)
+def test_every_function_gives_the_right_elements_of_every_dtype(rank: int, group: None, n: int, name: str) -> None:
+    row = FUNCTIONS[name]
+    for turn, (dtype, how) in enumerate(cases(name, n)):
+        if row.counts is None and how.rows[0] != [how.rows[0][0]] * n:
+            how = how._replace(rows=[how.rows[0]] * n)  # the same parts on all ranks
+            if not name.endswith("_v"):
+                continue
+        if name in ("scatter_v", "reduce_scatter_v"):
+            how = how._replace(rows=[how.rows[0]] * n)
+        inputs = [values(dtype, r, (row.given(how, r), 3), how.op if row.has_op else None) for r in range(n)]
+        expected = row.model(how, inputs, rank, None)
+        case = (name, dtype, how)
+        x = on_device(inputs[rank])
+        options: dict[str, Any] = {"async_op": bool(turn % 2)}
+        kind = turn % 3
+        if kind == 1 and expected is not None:
+            options["out"] = on_device(np.zeros(expected.shape, dtype))
+        if kind == 2 and name in ("all_reduce", "broadcast", "all_to_all"):
+            options["out"] = x
+        got = row.call(x, how, rank, **options)
+        if options["async_op"]:
+            got = got.wait()
+        if row.counts is not None and expected is not None:
+            got, counts = got
+            assert counts == row.counts(how, rank), case
+        check(got, expected, case)
+        if "out" in options:
+            assert got is options["out"] or expected is None, case
+    assert violations() == []
+
+
+@devices(2)
+def test_strided_arrays_are_read_and_written_in_c_order(rank: int, group: None) -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6) + rank
+    expected = 2 * (whole - rank) + 1
+    x, out = on_device(whole), on_device(np.zeros((6, 8), np.float32))
+    check(mscomm.all_reduce(x.T), expected.T, "transposed")
+    check(mscomm.all_reduce(x[::2, 1:]), expected[::2, 1:], "steps")
+    target = out[:4, 1:7]
+    assert mscomm.all_reduce(x, out=target) is target
+    check(target, expected, "out")
+    assert mscomm.all_reduce(x, out=target, async_op=True).wait() is target
+    check(out[4:], np.zeros((2, 8), np.float32), "beside out")
+    assert violations() == []
+
+
+@devices(2)
+def test_scalars_and_arrays_without_elements(rank: int, group: None) -> None:
+    check(mscomm.all_gather(on_device(np.int32(rank))), np.arange(2, dtype=np.int32), "a scalar")
+    check(mscomm.all_reduce(on_device(np.float64(rank + 1))), np.array(3.0), "a scalar")
+    nothing = np.zeros((0, 3), np.float32)
+    check(mscomm.all_reduce(on_device(nothing)), nothing, "nothing")
+    check(mscomm.all_gather(on_device(nothing)), nothing, "nothing")
+
+
+@devices(3)
+def test_many_arrays_of_the_device_and_the_cpu_in_one_call(rank: int, group: None) -> None:
+    arrays = [np.full(shape, rank + 1, dtype) for dtype in ("float32", "int32") for shape in (3, (2, 5), 1, 300_000)]
+    mixed = [on_device(x) if i % 2 else x for i, x in enumerate(arrays)]
+    for options in ({}, {"async_op": True}, {"out": mixed}):
+        got = mscomm.all_reduce_many(mixed, **options)
+        got = got.wait() if "async_op" in options else got
+        for i, (y, x) in enumerate(zip(got, arrays, strict=True)):
+            expected = np.full(x.shape, 6, x.dtype)
+            check(y, expected, i) if i % 2 else np.testing.assert_array_equal(y, expected)
+    assert violations() == []
+
+
+# -- streams
+
+
+@devices(2)
+def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int, group: None) -> None:
+    stream = device_array.new_stream(rank)
+    with device_array.stream(stream):
+        x = on_device(np.zeros(1000, np.float32))
+        for turn in range(3):
+            compute.add(x, rank + 1, delay=0.05)  # not done when the call is made
+            y = mscomm.all_reduce(x)
+            assert (y.to_numpy() == 3 * (turn + 1)).all()
+    assert violations() == []
+
+
+@devices(2)
+def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: int, group: None) -> None:
+    here, other = device_array.new_stream(rank), device_array.new_stream(rank)
+    with device_array.stream(here):
+        x = compute.add(on_device(np.ones(1000, np.float32)), 1, delay=0.3)
+        work = mscomm.all_reduce(x, async_op=True)
+        assert not work.done()
+    with device_array.stream(other):
+        began = time.monotonic()
+        y = work.wait()
+        enqueued_s = time.monotonic() - began
+        assert not work.done(), f"wait() took {enqueued_s:.3f} s"
+        assert (y.to_numpy() == 4).all()
+    work = mscomm.all_reduce(x, async_op=True)
+    assert (work.wait(timeout=30).to_numpy() == 4).all() and work.done() and work.exception() is None
+    assert violations() == []
+
+
+@devices(2)
+def test_a_stream_of_the_users_own(rank: int, group: None) -> None:
+    stream = device_array.new_stream(rank)
+    with device_array.stream(stream):
+        x = compute.add(on_device(np.ones(1000, np.float32)), 1, delay=0.1)
+        y = on_device(np.zeros(1000, np.float32))
+    mscomm.all_reduce(x, out=y, stream=stream)
+    with device_array.stream(stream):
+        assert (y.to_numpy() == 4).all()
+    with pytest.raises(ValueError, match="with stream= x must be in C order"):
+        mscomm.all_reduce(x[::2], stream=stream)
+    with pytest.raises(TypeError, match="stream is for arrays on a device, x is the CPU's"):
+        mscomm.all_reduce(np.ones(3), stream=stream)
+
+
+@devices(2)
+def test_calls_of_the_cpu_and_of_the_device_keep_their_order(rank: int, group: None) -> None:
+    for turn in range(20):
+        works = [mscomm.all_reduce(np.full(5, turn), async_op=True), mscomm.all_reduce(on_device([turn]), async_op=True)]
+        assert (mscomm.all_reduce(np.full(3, turn)) == 2 * turn).all()
+        assert (works[0].wait() == 2 * turn).all() and works[1].wait().to_numpy()[0] == 2 * turn
+    assert violations() == []
+
+
+@devices(2)
+def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, group: None) -> None:
+    stream = device_array.new_stream(rank)
+    library = device_array.runtime().library
+    with device_array.stream(stream):
+        x = on_device(np.ones(10, np.float32))
+        y = mscomm.all_reduce(x)
+        library.fake_set_capturing(device_array.c_uint64(stream), 1)
+        mscomm.all_reduce(x, out=y)
+        work = mscomm.all_reduce(x, out=y, async_op=True)
+        assert work.done()
+        library.fake_set_capturing(device_array.c_uint64(stream), 0)
+        assert (mscomm.all_reduce(x).to_numpy() == 2).all()
+    assert violations() == []
+
+
+# -- groups, and the end
+
+
+@devices(4)
+def test_groups_have_communicators_of_their_own(rank: int, group: None) -> None:
+    halves = mscomm.split(rank % 2)
+    trio = mscomm.create_group("trio", [3, 1, 0])
+    x = on_device(np.full(3, rank, np.float32))
+    check(mscomm.all_reduce(x, group=halves), np.full(3, 2 + 2 * (rank % 2), np.float32), "halves")
+    if trio is not None:
+        check(mscomm.all_gather(x[:1], group=trio), np.float32([3, 1, 0]), "trio")
+        mscomm.destroy_group(trio)
+    check(mscomm.all_reduce(x), np.full(3, 6, np.float32), "world")
+    assert violations() == []
+
+
+@devices(2)
+def test_nothing_is_left_of_the_device_after_release(rank: int, group: None) -> None:
+    x = on_device(np.ones(100, np.float32))
+    before = handles()
+    assert before["comms"] == 1
+    mscomm.create_group("other", [0, 1])
+    for _ in range(5):
+        mscomm.all_reduce(x, group="other", out=x)
+        mscomm.all_reduce(x, async_op=True).wait()
+    compute.add(x, 1, delay=0.1)
+    mscomm.all_reduce(x, out=x)  # release() waits for it
+    mscomm.release()
+    left = handles()
+    assert (left["comms"], left["streams"], left["events"]) == (0, 0, 0)
+    assert violations() == []
+
+
+@devices(2)
+def test_a_job_after_a_job(rank: int, group: None) -> None:
+    check(mscomm.all_reduce(on_device(np.ones(3))), np.full(3, 2.0), "first")
+    assert mscomm.get_backend() == "nccl"
+
+
+# -- wrong arguments
+
+
+@devices(2)
+def test_what_nccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None) -> None:
+    for dtype in REFUSED:
+        with pytest.raises(TypeError, match=rf"NCCL cannot reduce {dtype} by sum; it knows int8, int32"):
+            mscomm.all_reduce(on_device(np.ones(3, dtype)))
+        check(mscomm.all_gather(on_device(np.full(1, rank, dtype))), np.arange(2, dtype=dtype), dtype)
+    for op in ("band", "bor", "bxor"):
+        with pytest.raises(TypeError, match=rf"NCCL cannot reduce int32 by {op}; it knows sum, prod, min, max and avg"):
+            mscomm.all_reduce(on_device(np.ones(3, np.int32)), op)
+    with pytest.raises(TypeError, match="NCCL cannot reduce complex64 by prod"):
+        mscomm.all_reduce(on_device(np.ones(3, np.complex64)), "prod")
+    with pytest.raises(TypeError, match="avg is not defined on int32 arrays"):
+        mscomm.all_reduce(on_device(np.ones(3, np.int32)), "avg")
+    assert resolve(None).core.where()[0] == 2  # none of them took a number
+
+
+@devices(2)
+def test_arrays_of_another_place_are_refused(rank: int, group: None) -> None:
+    x = on_device(np.ones(3, np.float32))
+    elsewhere = DeviceArray.from_numpy(np.ones(3, np.float32), device=3)
+    with pytest.raises(TypeError, match=f"x is on device 3 of nccl; this rank has joined with device {rank} of nccl"):
+        mscomm.all_reduce(elsewhere)
+    with pytest.raises(TypeError, match=f"out is the CPU's, x is on device {rank} of nccl; give both of one"):
+        mscomm.all_reduce(x, out=np.ones(3, np.float32))
+    with pytest.raises(TypeError, match=f"out is on device {rank} of nccl, x is the CPU's"):
+        mscomm.all_reduce(np.ones(3, np.float32), out=x)
+    with pytest.raises(ValueError, match="overlap"):
+        mscomm.all_reduce(x[:2], out=x[1:])
+    with pytest.raises(ValueError, match=r"out has shape \(2,\), the result has \(3,\)"):
+        mscomm.all_reduce(x, out=x[:2])
+
+
+@devices(2, init={"backend_name": "gloo"})
+def test_a_device_array_in_a_job_of_the_cpu_says_how_to_join(rank: int, group: None) -> None:
+    with pytest.raises(TypeError, match=r'x is on a device, and the job\'s backend is cpu; join with init\("nccl"\)'):
+        mscomm.all_reduce(on_device(np.ones(3, np.float32)))
+
+
+@devices(2)
+def test_bfloat16_is_known_by_its_name(rank: int, group: None) -> None:
+    x = np.array([1, 2, 3], ml_dtypes.bfloat16)
+    check(mscomm.all_reduce(on_device(x)), 2 * x, "bfloat16")
