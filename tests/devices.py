@@ -1,8 +1,8 @@
 """Ranks with a device each, over the stand-ins of tests/fakes: the environment of such a job, and its arrays.
 
-    @devices(2)
-    def test_sum(rank, group):
-        assert (mscomm.all_reduce(on_device(np.float32([rank]))).to_numpy() == 1).all()
+@devices(2)
+def test_sum(rank, group):
+    assert (mscomm.all_reduce(on_device(np.float32([rank]))).to_numpy() == 1).all()
 """
 
 from __future__ import annotations

@@ -184,7 +184,10 @@ def test_a_stream_of_the_users_own(rank: int, group: None) -> None:
 @devices(2)
 def test_calls_of_the_cpu_and_of_the_device_keep_their_order(rank: int, group: None) -> None:
     for turn in range(20):
-        works = [mscomm.all_reduce(np.full(5, turn), async_op=True), mscomm.all_reduce(on_device([turn]), async_op=True)]
+        works = [
+            mscomm.all_reduce(np.full(5, turn), async_op=True),
+            mscomm.all_reduce(on_device([turn]), async_op=True),
+        ]
         assert (mscomm.all_reduce(np.full(3, turn)) == 2 * turn).all()
         assert (works[0].wait() == 2 * turn).all() and works[1].wait().to_numpy()[0] == 2 * turn
     assert violations() == []

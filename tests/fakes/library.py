@@ -11,6 +11,7 @@ from typing import Any
 
 from fakes import device_array
 from fakes.device_array import DeviceArray
+
 from mscomm import arrays
 from mscomm.arrays.device import OnDevice, on_device
 
