@@ -1,0 +1,225 @@
+"""What the ranks of an nccl job see when one of them fails, by name and in time; over stand-ins, which hang as NCCL does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import devices, handles, on_device, violations
+from fakes.device_array import DeviceArray, compute
+from ranks import everybody_is_here, tell, until_told
+
+import mscomm
+
+BOUND_S = 20  # generous: what a test allows beyond the deadline that it sets
+
+
+def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
+    """The error that ends the group, in calls that go on until it does."""
+    began = time.monotonic()
+    while time.monotonic() - began < within_s:
+        try:
+            call()
+        except mscomm.Error as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError(f"no error within {within_s} s")
+
+
+def goes_on(x: DeviceArray) -> Callable[[], Any]:
+    """A call, and the wait for the device that programs have."""
+
+    def call() -> None:
+        mscomm.all_reduce(x, out=x)
+        x.to_numpy()
+
+    return call
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@devices("n", expect={1: -signal.SIGKILL})
+def test_a_killed_rank_ends_the_calls_of_all_others(rank: int, group: None, n: int) -> None:
+    x = on_device(np.ones(1000, np.float32))
+    goes_on(x)()
+    everybody_is_here()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = ends(goes_on(x))
+    assert type(error) is mscomm.PeerLost and error.ranks == (1,), error
+    with pytest.raises(mscomm.PeerLost, match="rank 1"):
+        mscomm.all_reduce(np.ones(3))
+    assert violations() == []
+
+
+@devices(3, env=lambda rank: {"FAKE_DIE": "all_reduce:3:1"} if rank == 2 else {}, expect={2: -signal.SIGKILL})
+def test_a_rank_that_dies_inside_a_collective_is_named(rank: int, group: None) -> None:
+    error = ends(goes_on(on_device(np.ones(1000, np.float32))))
+    assert type(error) is mscomm.PeerLost and error.ranks == (2,), error
+    assert violations() == []
+
+
+@devices(3, env=lambda rank: {"FAKE_FAIL": "all_reduce:3:1"} if rank == 1 else {})
+def test_an_error_of_a_call_is_everybodys(rank: int, group: None) -> None:
+    error = ends(goes_on(on_device(np.ones(10, np.float32))))
+    assert type(error) is mscomm.Error and "ncclAllReduce: unhandled cuda error" in str(error), error
+    assert "rank 1" in str(error) and "(1, NCCL 2.28.9)" in str(error), error
+    assert violations() == []
+
+
+@devices(3, env=lambda rank: {"FAKE_ASYNC_FAIL": "all_reduce:3:2"} if rank == 1 else {})
+def test_an_error_that_comes_later_is_everybodys(rank: int, group: None) -> None:
+    error = ends(goes_on(on_device(np.ones(10, np.float32))))
+    assert type(error) is mscomm.Error and "unhandled system error" in str(error) and "rank 1" in str(error), error
+    assert violations() == []
+
+
+@devices(3, env={"FAKE_REMOTE_ERROR": "1"}, expect={1: -signal.SIGKILL})
+def test_nccls_word_of_a_remote_error_waits_for_the_reason(rank: int, group: None) -> None:
+    x = on_device(np.ones(1000, np.float32))
+    goes_on(x)()
+    everybody_is_here()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = ends(goes_on(x))
+    assert type(error) is mscomm.PeerLost and error.ranks == (1,), error
+
+
+@devices(3, env=lambda rank: {"FAKE_HANG": "all_reduce:2"} if rank == 1 else {})
+def test_a_device_that_hangs_ends_at_the_deadline(rank: int, group: None) -> None:
+    x = on_device(np.ones(10, np.float32))
+    mscomm.all_reduce(x).to_numpy()
+    began = time.monotonic()
+    mscomm.all_reduce(x, out=x, timeout=1)
+    x.to_numpy()  # the abort lets it go
+    error = ends(lambda: mscomm.all_reduce(x, out=x))
+    assert type(error) is mscomm.CollectiveTimeout, error
+    assert (
+        "all_reduce #2 (float32[10], sum, on the device) was enqueued, but has not ended on the device within 1 s"
+        in str(error)
+    )
+    assert time.monotonic() - began < 1 + BOUND_S
+    assert violations() == []
+
+
+@devices(3)
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: None) -> None:
+    x = on_device(np.ones(10, np.float32))
+    mscomm.all_reduce(x).to_numpy()
+    if rank == 1:
+        until_told("raised 0", "raised 2")
+    else:
+        mscomm.all_reduce(x, out=x, timeout=1)
+        error = ends(lambda: mscomm.barrier(timeout=30))
+        assert type(error) is mscomm.CollectiveTimeout and error.waiting_for == (1,), error
+        tell(f"raised {rank}")
+    with pytest.raises(mscomm.CollectiveTimeout, match="Waiting for: rank 1"):
+        mscomm.all_reduce(x)
+
+
+@devices(2)
+def test_the_error_of_a_work_is_raised_by_wait_and_by_the_next_call(rank: int, group: None) -> None:
+    x = on_device(np.ones(10, np.float32))
+    if rank == 0:
+        work = mscomm.all_reduce(x, async_op=True, timeout=1)
+        with pytest.raises(mscomm.CollectiveTimeout):
+            work.wait(timeout=BOUND_S)
+        assert isinstance(work.exception(), mscomm.CollectiveTimeout)
+        tell("raised")
+    until_told("raised")
+    with pytest.raises(mscomm.CollectiveTimeout):
+        mscomm.all_reduce(x)
+
+
+@devices(2)
+def test_different_calls_under_one_number_are_a_mismatch(rank: int, group: None) -> None:
+    x = on_device(np.ones(10, np.float32))
+    (mscomm.all_reduce if rank == 0 else mscomm.all_gather)(x, timeout=60)
+    error = ends(lambda: mscomm.barrier(timeout=60), BOUND_S)
+    assert type(error) is mscomm.Mismatch, error
+    assert "rank 0 called all_reduce #1" in str(error) and "rank 1 called all_gather #1" in str(error), error
+
+
+@devices(2)
+def test_a_device_call_beside_a_cpu_call_is_a_mismatch(rank: int, group: None) -> None:
+    x = np.ones(10, np.float32)
+    error = ends(lambda: mscomm.all_reduce(on_device(x) if rank == 0 else x, timeout=60))
+    assert type(error) is mscomm.Mismatch, error
+    assert "rank 0 called all_reduce #1 (float32[10], sum, on the device); rank 1 called all_reduce #1" in str(error), (
+        error
+    )
+
+
+@devices(3)
+def test_abort_ends_what_is_on_the_device(rank: int, group: None) -> None:
+    x = on_device(np.ones(10, np.float32))
+    goes_on(x)()
+    everybody_is_here()
+    if rank == 1:
+        mscomm.abort("enough")
+    error = ends(goes_on(x))
+    assert type(error) is mscomm.Aborted and "enough" in str(error), error
+
+
+@devices(2)
+def test_groups_without_the_lost_rank_go_on(rank: int, group: None) -> None:
+    alone = mscomm.split(rank)
+    x = on_device(np.ones(10, np.float32))
+    if rank == 0:
+        mscomm.all_reduce(x, out=x, timeout=1)
+        assert type(ends(lambda: mscomm.all_reduce(x))) is mscomm.CollectiveTimeout
+        tell("raised")
+    until_told("raised")
+    x = on_device(np.ones(10, np.float32))
+    for _ in range(3):
+        assert (mscomm.all_reduce(x, group=alone).to_numpy() == 1).all()
+
+
+@devices(2, env=lambda rank: {"FAKE_HANG": "init:1"} if rank == 1 else {}, init=None)
+def test_init_does_not_hang_where_nccls_does(rank: int) -> None:
+    os.environ["MS_TOPO_TIMEOUT"] = "3"
+    began = time.monotonic()
+    with pytest.raises(mscomm.CollectiveTimeout, match="did not connect their devices within"):
+        mscomm.init("nccl")
+    assert time.monotonic() - began < 3 + BOUND_S
+    assert not mscomm.is_initialized()
+
+
+@devices(2, env=lambda rank: {"FAKE_FAIL": "init:1:2"} if rank == 1 else {}, init=None)
+def test_an_error_of_nccls_init_is_everybodys(rank: int) -> None:
+    with pytest.raises(mscomm.Error, match="ncclCommInitRankConfig: unhandled system error"):
+        mscomm.init("nccl")
+
+
+@devices(2)
+def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: None) -> None:
+    x = on_device(np.ones(10, np.float32))
+    if rank == 0:
+        mscomm.all_reduce(x, out=x, timeout=1)
+        x.to_numpy()
+    error = ends(lambda: mscomm.barrier(timeout=60))
+    assert isinstance(error, mscomm.Error)
+    mscomm.release()
+    del error
+    left = handles()
+    assert (left["comms"], left["streams"], left["events"]) == (0, 0, 0), left
+    assert violations() == []
+
+
+@devices(2)
+def test_a_forked_child_leaves_the_device_to_its_parent(rank: int, group: None) -> None:
+    x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.3)
+    work = mscomm.all_reduce(x, async_op=True)
+    child = os.fork()
+    if child == 0:
+        try:
+            mscomm.barrier()
+        except RuntimeError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (work.wait().to_numpy() == 4).all()
