@@ -24,7 +24,7 @@ from hosts import Hosts
 from ranks import ranks
 from test_launchers import EXAMPLES, clean_environment
 
-from mscomm.bootstrap import rank_table
+from mscomm.bootstrap import rank_table_file
 from mscomm.cli import data as data_command
 from mscomm.dataset.cifar10 import RECORD_BYTES, TEST, TRAIN
 
@@ -229,19 +229,82 @@ def test_run_grad_accu_takes_a_step_for_several_batches(folder: Path, few: Path,
 # -- the rank table, and checkpoints
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_the_rank_tables_have_their_ranks_on_this_machine(size: int) -> None:
-    path = FOLDER / f"rank_table_{size}pcs.json"
-    assert rank_table.read(path.read_bytes(), str(path)) == [rank_table.Seat(r, "127.0.0.1") for r in range(size)]
+@pytest.mark.parametrize(("size", "servers"), [(2, ["127.0.0.1"]), (8, ["127.0.0.1"]), (16, ["10.0.0.1", "10.0.0.2"])])
+def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: list[str]) -> None:
+    found = rank_table_file.load(str(FOLDER / f"rank_table_{size}pcs.json"))
+    assert (found.servers, len(found.seats)) == (servers, size)
+    assert found.remarks == [] and rank_table_file.unfit_for_910(found.seats) == []
+    assert all(seat.device_ip for seat in found.seats)
+
+
+def own_table(size: int, folder: Path, *addresses: str) -> str:
+    """That of the example, but unlike that of another run of this test: jobs of the same table cannot run at once."""
+    content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
+    for server, address in zip(content["server_list"], addresses, strict=bool(addresses)):
+        server["server_id"] = address
+    path = folder / "table.json"
+    path.write_text(json.dumps({**content, "description": str(folder)}))
+    return str(path)
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> str:
-    """rank_table_2pcs.json, but unlike that of another run of this test: jobs of the same table cannot run at once."""
-    content = json.loads((FOLDER / "rank_table_2pcs.json").read_text())
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({**content, "description": str(tmp_path)}))
-    return str(path)
+    return own_table(2, tmp_path)
+
+
+@pytest.mark.long
+def test_run_trains_with_eight_ranks(folder: Path, few: Path, tmp_path: Path) -> None:
+    done = run(folder, "run.sh", few, "8", RANK_TABLE_FILE=own_table(8, tmp_path), BATCH_SIZE="3")
+    logs = [(folder / f"device{r}/train.log{r}").read_text() for r in range(8)]
+    assert done.returncode == 0 and done.stdout.endswith("training success\n"), done.stderr + "".join(logs)
+    assert places(losses(logs[0])) == steps(1, 1) and all(losses(log) == losses(logs[0]) for log in logs)
+
+
+# In the place of the training, which 16 times would be too much for a small machine.
+SUM = """
+import os
+import numpy as np
+import mscomm
+
+mscomm.init()
+
+
+def test_sum():
+    total = mscomm.all_reduce(np.arange(100) + mscomm.get_rank())
+    assert (total == 16 * np.arange(100) + sum(range(16))).all()
+    print(f"rank {mscomm.get_rank()} of {mscomm.get_group_size()}, device {os.environ['DEVICE_ID']}")
+    print(f"{mscomm.get_local_rank_size()} on this host")
+"""
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["by address", "by SERVER_ID"])
+def test_run_starts_sixteen_ranks_on_two_machines(
+    two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, named: bool
+) -> None:
+    """They have one home; each starts the ranks of its line of the table. Names alone say nothing to a machine."""
+    (folder / "resnet50_distributed_training.py").write_text(SUM)
+    (tmp_path / "home").mkdir()
+    names = ["10.77.0.1", "elsewhere"] if named else [host.address for host in two]
+    env = variables(RANK_TABLE_FILE=own_table(16, tmp_path, *names), MSCOMM_JOB_KEY_FILE=os.path.relpath(key))
+    started = [
+        host.start(["bash", folder / "run.sh", few, "16"], {**env, **({"SERVER_ID": name} if named else {})})
+        for host, name in zip(two, names, strict=True)
+    ]
+    ends = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    logs = [(folder / f"device{r}/train.log{r}").read_text() for r in range(16)]
+    assert [process.returncode for process in started] == [0, 0], f"{ends} {logs}"
+    for host in range(2):
+        assert ends[host][0].endswith("training success\n") and ends[host][0].count("start training") == 8
+    for rank, log in enumerate(logs):
+        assert f"rank {rank} of 16, device {rank % 8}\n8 on this host" in log, log
+
+
+def test_run_needs_a_key_for_two_machines_and_a_table_of_its_size(folder: Path, few: Path, tmp_path: Path) -> None:
+    env = {"RANK_TABLE_FILE": own_table(16, tmp_path), "SERVER_ID": "10.0.0.1"}
+    done = run(folder, "run.sh", few, "16", **env)
+    assert done.returncode != 0 and "make a key once" in done.stderr and "start training" not in done.stdout
+    done = run(folder, "run.sh", few, "8", **env)
+    assert done.returncode == 2 and "has 16 devices, not 8; name the table of this job" in done.stderr
 
 
 def accuracy(log: str) -> float:
@@ -308,7 +371,12 @@ def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: st
 def test_a_job_of_no_ranks_is_a_failure(folder: Path, few: Path, table: str) -> None:
     done = run(folder, "run.sh", few, "two", RANK_TABLE_FILE=table)
     assert done.returncode == 2 and "training success" not in done.stdout
-    assert done.stderr == "run.sh: nothing was started; the number of ranks must be a number above 0\n"
+    assert "'two' is not a valid integer" in done.stderr
+    done = run(
+        folder, "run_gpu_cluster_2.sh", few, MS_WORKER_NUM="0", MS_SCHED_HOST="127.0.0.1", MSCOMM_JOB_KEY_FILE="k"
+    )
+    assert done.returncode == 2 and "training success" not in done.stdout
+    assert done.stderr.endswith(": nothing was started; the number of ranks must be a number above 0\n")
 
 
 def test_without_mpirun_the_scripts_say_where_to_get_it(folder: Path, few: Path, key: str, tmp_path: Path) -> None:
@@ -345,6 +413,7 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
 
 # In the place of Python: the first of the processes ends the script that is starting them, and needs a moment to end.
 ENDS_ITS_STARTER = """#!/bin/bash
+if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # ranktable ranks
 [ "$MS_ROLE" = MS_SCHED ] || [ "$RANK_ID" = 0 ] || exec sleep 600
 trap 'sleep 0.5; touch "$ENDED"; exit' TERM
 kill -s "$SIGNAL" $PPID

@@ -357,6 +357,8 @@ TABLE = (
         pytest.param({**TORCH, "MASTER_ADDR": "10.77.0.1"}, id="torch's variables"),
         pytest.param({**TORCH, "MASTER_ADDR": "host-0", "TORCHELASTIC_RUN_ID": "none"}, id="torchrun"),
         pytest.param({"RANK_ID": "%", "RANK_SIZE": "2", "RANK_TABLE_FILE": "TABLE"}, id="rank table"),
+        pytest.param({"RANK_ID": "%", "RANK_TABLE_FILE": "TABLE", "MSCOMM_PORT": "8200"}, id="rank table at a port"),
+        pytest.param({**SLURM, "MSCOMM_PORT": "8200"}, id="slurm at a port"),
     ],
 )
 def test_launchers_of_two_hosts(two: Hosts, key: str, tmp_path: Path, env: dict[str, str]) -> None:
@@ -364,6 +366,42 @@ def test_launchers_of_two_hosts(two: Hosts, key: str, tmp_path: Path, env: dict[
     env = {name: text.replace("TABLE", str(tmp_path / "table.json")) for name, text in env.items()}
     for i, (code, out, err) in enumerate(each(two, env, MSCOMM_JOB_KEY_FILE=key)):
         assert (code, out) == (0, f"{i} host-{i} 10.77.0.{i + 1}\n"), err
+
+
+TWICE = WHERE.replace("mscomm.init()", "mscomm.init(); mscomm.barrier(); mscomm.release(); mscomm.init()")
+
+
+def test_ranks_of_a_table_meet_again_at_the_port_that_was_named(two: Hosts, key: str, tmp_path: Path) -> None:
+    """The second table is the first with other spaces. Rank 0's server_id is a name."""
+    table = json.loads(TABLE.replace('"10.77.0.1"', '"host-0"'))
+    for i in range(2):
+        (tmp_path / f"table{i}.json").write_text(json.dumps(table, indent=4 * i))
+    env = {"MSCOMM_JOB_KEY_FILE": key, "MSCOMM_PORT": "8200"}
+    processes = [
+        host.start(
+            [sys.executable, "-c", TWICE], {**env, "RANK_ID": str(i), "RANK_TABLE_FILE": f"{tmp_path}/table{i}.json"}
+        )
+        for i, host in enumerate(two)
+    ]
+    for i, (code, out, err) in enumerate([finished(process) for process in processes]):
+        assert (code, out) == (0, f"{i} host-{i} 10.77.0.{i + 1}\n"), err
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (
+            "10.77.0.2",
+            "rank 0 cannot listen at 10.77.0.2:8200: this host, where rank 0 runs, does not have that address",
+        ),
+        ("nowhere.invalid", "rank 0 cannot listen at nowhere.invalid:8200: the name cannot be resolved"),
+    ],
+)
+def test_rank_0_elsewhere_than_its_server_is_told(two: Hosts, key: str, tmp_path: Path, first: str, text: str) -> None:
+    (tmp_path / "table.json").write_text(TABLE.replace('"10.77.0.2"', '"other"').replace('"10.77.0.1"', f'"{first}"'))
+    env = {"RANK_ID": "0", "RANK_TABLE_FILE": str(tmp_path / "table.json"), "MSCOMM_PORT": "8200"}
+    done = two[0].run([sys.executable, "-c", WHERE], {**env, "MSCOMM_JOB_KEY_FILE": key})
+    assert done.returncode == 1 and text in done.stderr and "the table must be the same on every server" in done.stderr
 
 
 def test_pods_find_pod_0_by_its_name(tmp_path: Path, key: str) -> None:

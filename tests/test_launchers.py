@@ -18,7 +18,7 @@ import pytest
 
 import mscomm
 from mscomm import bootstrap
-from mscomm.bootstrap import kubernetes, rank_table, slurm
+from mscomm.bootstrap import kubernetes, slurm
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ALLGATHER = EXAMPLES / "nccl_allgather.py"
@@ -31,7 +31,7 @@ ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
 def clean_environment(**more: str) -> dict[str, str]:
     """Without what another launcher may have set for this process, and the folder of the examples' data."""
     theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
-    theirs += "|DATA_PATH$"
+    theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
@@ -517,36 +517,6 @@ def test_slurms_lists_of_nodes(text: str, nodes: list[str]) -> None:
 def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
     with pytest.raises(mscomm.BackendUnavailable):
         slurm.hosts(text)
-
-
-def broken(*path: object, value: object) -> str:
-    """The table with one place changed."""
-    table = json.loads(json.dumps(TABLE))
-    place = table
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
-    return json.dumps(table)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON"),
-        ("[]", "server_list: there is no such list"),
-        (broken("status", value="initializing"), "status: it is 'initializing'"),
-        (broken("server_list", 0, "server_id", value=""), r"server_list\[0\].server_id: it is ''"),
-        (broken("server_list", 0, "device", 1, "rank_id", value="x"), r"device\[1\].rank_id: it is 'x'"),
-        (broken("server_list", 0, "device", 1, "rank_id", value="0"), r"device\[1\].rank_id: rank 0 is there twice"),
-        (
-            broken("server_list", 0, "device", 1, "rank_id", value="5"),
-            r"3 devices must have the ranks 0 to 2; missing: \[1\]",
-        ),
-    ],
-)
-def test_a_wrong_rank_table_is_refused_with_the_place(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rank_table.read(text.encode(), "table.json")
 
 
 def test_pod_0s_name_comes_from_our_own() -> None:

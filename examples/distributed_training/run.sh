@@ -1,6 +1,8 @@
 #!/bin/bash
-# Trains by a rank table: RANK_SIZE processes, each with RANK_ID and DEVICE_ID in a folder ./device<rank> of its own,
-# with its log and its checkpoints. RESUME=1 keeps the folders, and training goes on behind the newest checkpoint.
+# Trains by a rank table: a process for each rank of this server, with RANK_ID and DEVICE_ID in a folder ./device<rank>
+# of its own, with its log and its checkpoints. RESUME=1 keeps the folders, and training goes on behind the newest
+# checkpoint. With several servers start the script on each; the server is the one of the table whose server_id is an
+# address or name of this machine, or SERVER_ID.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "
@@ -9,27 +11,33 @@ echo "For example: bash run.sh /path/dataset 2"
 echo "=============================================================================================================="
 . "$(dirname "$0")/processes.sh"
 data_path "$1"
-export RANK_SIZE=${2:?"the second argument is the number of ranks, 2 or 8"}
+export RANK_SIZE=${2:?"the second argument is the number of ranks, 2, 8 or 16"}
 [ -n "$RANK_TABLE_FILE" ] && RANK_TABLE_FILE=$(realpath "$RANK_TABLE_FILE")
 cd "$(dirname "$0")" || exit 1
 
 EXEC_PATH=$(pwd)
 export RANK_TABLE_FILE=${RANK_TABLE_FILE:-${EXEC_PATH}/rank_table_${RANK_SIZE}pcs.json}
 if [ ! -f "$RANK_TABLE_FILE" ]; then
-    echo "run.sh: there is no $RANK_TABLE_FILE; write one as rank_table_2pcs.json, with $RANK_SIZE devices" >&2
+    echo "run.sh: there is no $RANK_TABLE_FILE; mscomm ranktable make writes one, with $RANK_SIZE devices" >&2
     exit 2
 fi
 
-for((i=0;i<RANK_SIZE;i++))
+# A line a rank of this server: its RANK_ID and its DEVICE_ID.
+here=$("$PYTHON" -m mscomm ranktable ranks --size "$RANK_SIZE" ${SERVER_ID:+--server "$SERVER_ID"} "$RANK_TABLE_FILE") ||
+    exit 2
+mapfile -t ranks <<< "$here"
+[ "${#ranks[@]}" != "$RANK_SIZE" ] && need_key
+
+for line in "${ranks[@]}"
 do
-    [ -n "$RESUME" ] || rm -rf device$i
-    mkdir -p device$i
-    cd device$i || exit 1
-    export DEVICE_ID=$i
-    export RANK_ID=$i
-    echo "start training for device $i"
-    env | grep -E '^(RANK|DEVICE|DATA|MSCOMM|OMP)_' > env$i.log
-    begin train.log$i "$PYTHON" -m pytest -s -v ../resnet50_distributed_training.py
+    read -r RANK_ID DEVICE_ID <<< "$line"
+    export RANK_ID DEVICE_ID
+    [ -n "$RESUME" ] || rm -rf "device$RANK_ID"
+    mkdir -p "device$RANK_ID"
+    cd "device$RANK_ID" || exit 1
+    echo "start training for rank $RANK_ID, device $DEVICE_ID"
+    env | grep -E '^(RANK|DEVICE|DATA|MSCOMM|OMP)_' > "env$RANK_ID.log"
+    begin "train.log$RANK_ID" "$PYTHON" -m pytest -s -v ../resnet50_distributed_training.py
     cd ..
 done
 finish "device*/train.log*" || exit 2

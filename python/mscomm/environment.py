@@ -103,9 +103,9 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER, planned: bool = False) -> Variable:
+def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
     """A row for what a launcher sets; its module checks the number together with the others."""
-    return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by, planned)
+    return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
 _RANK = "the rank"
@@ -205,6 +205,14 @@ VARIABLES = (
         words,
         "Read where neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
         ("cluster.interfaces", "bench.peers"),
+    ),
+    Variable(
+        "MSCOMM_PORT",
+        None,
+        number(1, 65535, "a port from 1 to 65535, the same on every rank"),
+        "With a rank table, or Slurm's variables, over several hosts: the port of rank 0's host at which the ranks"
+        " meet, the same on every rank. Default: one of eight between 61440 and 65535, which follow from the job.",
+        ("bootstrap.rendezvous",),
     ),
     Variable(
         "MSCOMM_HOST_ID",
@@ -396,9 +404,14 @@ VARIABLES = (
     _given("JSM_NAMESPACE_LOCAL_SIZE", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_SIZE}"),
     _given("JOB_COMPLETION_INDEX", "bootstrap.kubernetes", meaning=f"Kubernetes: {_RANK}"),
     _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
+    _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="the same, an older name"),
     _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
-    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}"),
-    _given("DEVICE_ID", meaning="with a rank table: the accelerator's index", planned=True),
+    _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}; may be left out"),
+    _given(
+        "DEVICE_ID",
+        "bootstrap.rank_table",
+        meaning="with a rank table: the rank's device_id there; may be left out",
+    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

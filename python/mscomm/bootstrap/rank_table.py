@@ -1,56 +1,46 @@
-"""Ascend's rank table: RANK_TABLE_FILE, RANK_ID and RANK_SIZE. The server of rank 0 hosts the meeting.
+"""Ascend's rank table: RANK_TABLE_FILE, RANK_ID, and, if they are set, RANK_SIZE and DEVICE_ID.
 
-A server_id is the server's address (or a name that can be resolved). With one server alone it is never looked at.
+With one server the ranks meet at a unix socket, and nobody looks at server_id. With several, rank 0's server hosts the
+meeting at its server_id, which is an address or a name that the others can resolve, at MSCOMM_PORT or at one of eight
+ports that follow from the table. What is wrong with the table or with these variables is a ValueError; that the ranks
+do not meet is BackendUnavailable.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 from mscomm.bootstrap import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, meet, number
+from mscomm.bootstrap.rank_table_file import Table, load
+from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline
 
 NAME = "rank table"
-_FIRST_PORT, _PORTS = 61440, 4088  # above the ephemeral ports, which begin at 32768 and end at 60999
+_FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the name of today, and an older one
 _calls = itertools.count()
 
 
-class Seat(NamedTuple):
-    """One rank's line of the table."""
-
-    rank: int
-    server: str
-
-
 def detect(env: Mapping[str, str]) -> bool:
-    return bool(env.get("RANK_TABLE_FILE")) and "RANK_ID" in env
+    """Whether a table is named, or variables are set that make no sense without one: accept() says what is missing.
+
+    RANK_ID=0 and RANK_SIZE=1 alone are what MindSpore's scripts for one device set: a job of one.
+    """
+    return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    path = env["RANK_TABLE_FILE"]
-    with open(path, "rb") as file:
-        content = file.read()
-    seats = read(content, path)
-    size = len(seats)
-    if env.get("RANK_SIZE") and number(NAME, env, "RANK_SIZE", 1) != size:
-        raise ValueError(f"RANK_SIZE={env['RANK_SIZE']}: {path} has {size} devices; give both the same number")
-    rank = number(NAME, env, "RANK_ID", 0, size - 1)
-    servers = [seat.server for seat in seats]
-    job = hashlib.sha256(content).hexdigest()
-    first = _FIRST_PORT + int(job[:8], 16) % _PORTS
+    table, rank = read(env)
+    servers = [seat.server for seat in table.seats]
+    ports = meeting_ports(table.digest, env)
     advice = (
-        f"Rank 0 must run on {servers[0]}, its server_id in {path}, and the others must reach its ports "
-        f"{first} to {first + 7}"
+        f"Rank 0 must run on {servers[0]}, its server_id in {_path(env)[1]}, the others must reach its "
+        f"{port_range(ports)}, and the table must be the same on every server"
     )
     return meet(
         NAME,
-        Place(rank, size, servers[:rank].count(servers[rank]), one_host=len(set(servers)) == 1),
-        Spot(f"rank table {job} {next(_calls)}", servers[0], range(first, first + 8)),
+        Place(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1),
+        Spot(f"rank table {table.digest} {next(_calls)}", servers[0], ports),
         env,
         deadline,
         permit_plain,
@@ -58,44 +48,49 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     )
 
 
-def read(content: bytes, path: str) -> list[Seat]:
-    """The seats by rank; ValueError with the place in the file if it is no rank table of version 1.0 or later."""
+def read(env: Mapping[str, str]) -> tuple[Table, int]:
+    """The table that the environment names, and this process's rank in it.
 
-    def wrong(where: str, what: str) -> ValueError:
-        return ValueError(f"{path}: {where}: {what}")
-
-    try:
-        table = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(table, dict) or not isinstance(table.get("server_list"), list):
-        raise wrong("server_list", "there is no such list; expected a rank table of version 1.0")
-    if table.get("status", "completed") != "completed":
-        raise wrong("status", f"it is {table['status']!r}, not 'completed': the table is not ready yet")
-    seats: dict[int, Seat] = {}
-    for i, server in enumerate(table["server_list"]):
-        at = f"server_list[{i}]"
-        name = server.get("server_id") if isinstance(server, dict) else None
-        if not isinstance(name, str) or not name:
-            raise wrong(f"{at}.server_id", f"it is {name!r}; expected the server's address")
-        devices = server.get("device")
-        if not isinstance(devices, list):
-            raise wrong(f"{at}.device", "there is no such list")
-        for j, device in enumerate(devices):
-            text = device.get("rank_id") if isinstance(device, dict) else None
-            if not _is_number(text):
-                raise wrong(f"{at}.device[{j}].rank_id", f"it is {text!r}; expected a number as text")
-            rank = int(str(text))
-            if rank in seats:
-                raise wrong(f"{at}.device[{j}].rank_id", f"rank {rank} is there twice")
-            seats[rank] = Seat(rank, name)
-    missing = [rank for rank in range(len(seats)) if rank not in seats]
-    if missing or not seats:
-        raise wrong(
-            "rank_id", f"{len(seats)} devices must have the ranks 0 to {len(seats) - 1}; missing: {missing[:8]}"
+    ValueError if a variable is missing, or does not fit the table, or the table has an error.
+    """
+    name, path = _path(env)
+    if not path:
+        raise ValueError(
+            f"RANK_ID={_text(env, 'RANK_ID')} and RANK_SIZE={_text(env, 'RANK_SIZE')} are set, and RANK_TABLE_FILE is "
+            "not; it names the rank table of the job. `mscomm ranktable make` writes one"
         )
-    return [seats[rank] for rank in range(len(seats))]
+    table = load(path, name)
+    size = len(table.seats)
+    expected_size = _text(env, "RANK_SIZE")
+    if expected_size and expected_size != str(size):
+        raise ValueError(f"RANK_SIZE={expected_size}: {path} has {size} devices; give both the same number")
+    rank = _rank(env, name, path, size)
+    seat = table.seats[rank]
+    device = _text(env, "DEVICE_ID")
+    if device and device != str(seat.device):
+        raise ValueError(
+            f"DEVICE_ID={device}: rank {rank} has device_id {seat.device} of server {seat.server} in {path}; "
+            "give both the same"
+        )
+    return table, rank
 
 
-def _is_number(text: Any) -> bool:
-    return isinstance(text, (str, int)) and str(text).isascii() and str(text).isdecimal()
+def _rank(env: Mapping[str, str], name: str, path: str, size: int) -> int:
+    text = _text(env, "RANK_ID")
+    if not text:
+        raise ValueError(
+            f"{name}={path} is set, and RANK_ID is not; give each process its rank, 0 to {size - 1}, or unset {name} "
+            "for a job of one"
+        )
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < size):
+        raise ValueError(f"RANK_ID={text!r}: expected one of the ranks of {path}, 0 to {size - 1}")
+    return int(text)
+
+
+def _path(env: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that names the table, and its text; ("", "") if there is none."""
+    return next(((name, _text(env, name)) for name in _FILES if _text(env, name)), ("", ""))
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    return env.get(name, "").strip()

@@ -31,6 +31,7 @@ _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the l
 _ATTEMPT_S = 5.0  # for one of several addresses: a firewall that swallows packets must not take all the time
 _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # the hub of the job before may hold the address for a moment
+_FIRST_PORT, _PORTS = 61440, 4088  # above the ephemeral ports, which begin at 32768 and end at 60999
 _SILENCES = 3  # a listener that closes without a word may be the last job's, which just ended
 
 
@@ -99,6 +100,19 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 def ports_after(port: int) -> Sequence[int]:
     """Where the hub may listen when that port is somebody else's."""
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
+
+
+def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
+    """Where the hub may listen if the launcher names no port: MSCOMM_PORT, else eight that follow from the job."""
+    if port := environment.read("MSCOMM_PORT", env):
+        return range(port, port + 1)
+    first = _FIRST_PORT + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % _PORTS
+    return range(first, first + 8)
+
+
+def port_range(ports: Sequence[int]) -> str:
+    """For messages."""
+    return f"ports {ports[0]} to {ports[-1]}" if len(ports) > 1 else f"port {ports[0]}"
 
 
 # -- the others
@@ -333,5 +347,6 @@ def _address(listener: socket.socket) -> links.Address:
 def _where(at: Place, spot: Spot) -> str:
     if at.one_host:
         return f"a unix socket of this host ({spot.job})"
-    ports = f"ports {spot.ports[0]} to {spot.ports[-1]}" if len(spot.ports) > 1 else ""
-    return f"{spot.host}, {ports}" if ports else interfaces.endpoint(spot.host, spot.ports[0])
+    if len(spot.ports) == 1:
+        return interfaces.endpoint(spot.host, spot.ports[0])
+    return f"{spot.host}, {port_range(spot.ports)}"

@@ -6,20 +6,18 @@ MSCOMM_JOB_KEY_FILE, or else in a file that rank 0 writes to ~/.mscomm, which th
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
 from collections.abc import Mapping
 
 from mscomm.bootstrap import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, meet, number
+from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 _SPECIAL_STEPS = 0xFFFFFFF0  # batch script, interactive shell and the like: no steps that srun started with tasks
-_FIRST_PORT, _PORTS = 61440, 4088  # above the ephemeral ports, which begin at 32768 and end at 60999
 _calls = itertools.count()
 
 
@@ -42,17 +40,17 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
     nodes = hosts(listed)
     step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
-    first = _FIRST_PORT + int.from_bytes(hashlib.sha256(step.encode()).digest()[:4], "little") % _PORTS
+    ports = meeting_ports(step, env)
     call = next(_calls)
     spot = Spot(
         f"slurm {step} {call}",
         nodes[0],
-        range(first, first + 8),
+        ports,
         os.path.expanduser(f"~/.mscomm/slurm-{step}-{call}.key"),
     )
     advice = (
-        f"Task 0 must run on {nodes[0]} (the first of the step's nodes, {listed}), and the others must reach its ports "
-        f"{first} to {first + 7}"
+        f"Task 0 must run on {nodes[0]} (the first of the step's nodes, {listed}), and the others must reach its "
+        f"{port_range(ports)}"
     )
     place = Place(rank, size, local_rank, one_host=len(nodes) == 1)
     return meet(NAME, place, spot, env, deadline, permit_plain, advice)

@@ -13,6 +13,7 @@ COMMANDS = {
     "sched": ("mscomm.cli.sched", "Be the scheduler of a job with MS_* variables."),
     "bench": ("mscomm.cli.bench", "Measure a collective, alone or beside gloo and MPI."),
     "data": ("mscomm.cli.data", "Make a small set of real images in CIFAR-10's binary format."),
+    "ranktable": ("mscomm.cli.ranktable", "Write and check rank tables, Ascend's files of who runs where."),
     "trace": ("mscomm.cli.trace", "Tell who waited for whom, from the records of a failed job."),
 }
 
