@@ -263,6 +263,12 @@ PYBIND11_MODULE(_core, module) {
              const Where where = group.communicator->where();
              return py::make_tuple(where.number, where.inside, where.text);
            })
+      .def("called",
+           [](const Group& group, int64_t number) {
+             const auto record = number > 0 ? group.recorder.find(static_cast<uint64_t>(number)) : std::nullopt;
+             return record ? record->signature.text() : std::string();
+           })
+      .def("stuck", [](Group& group) { return group.communicator->stuck(); })
       .def("failure", &failure)
       .def("notices",
            [](Group& group) {

@@ -126,3 +126,41 @@ def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
         (2,),
         "late. Waiting for: rank 2: destroyed the group after call #3",
     )
+
+
+def test_a_loss_without_a_name_waits_for_one_that_has():
+    """NCCL knows that a rank is lost, and not which."""
+    court = judge()
+    court.failed(0, "PeerLost", [], "rank 0: nccl: remote process exited", 4, range(3), now=0)
+    assert court.verdict is None
+    court.gone(2, "ended without release", now=0.01)
+    assert court.verdict == ("PeerLost", (2,), (), "rank 2 ended without release")
+
+
+def test_a_loss_without_a_name_is_believed_after_200_ms():
+    court = judge()
+    court.failed(0, "PeerLost", [], "rank 0: nccl: remote process exited", 4, range(3), now=0)
+    court.look(court.due())
+    assert court.verdict == ("PeerLost", (), (), "rank 0: nccl: remote process exited")
+
+
+def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
+    court = judge()
+    court.compare(0, 5, "all_reduce #5", now=0)
+    assert court.asking and court.asked == 5
+    court.called(1, 5, "", now=0.1)  # it has not come there
+    court.called(2, 5, "all_reduce #5", now=0.1)
+    assert court.verdict is None
+    court.asking = False
+    court.compare(1, 5, "all_gather #5", now=2)
+    assert not court.asking  # the others have told
+    assert court.verdict[:3] == ("Mismatch", (1,), ())
+    assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in court.verdict.text
+
+
+def test_calls_of_different_numbers_are_not_compared():
+    court = judge()
+    for number in range(100):
+        court.compare(0, number, f"all_reduce #{number}", now=0)
+    court.compare(1, 3, "all_gather #3", now=0)
+    assert court.verdict is None  # what was called so long ago is forgotten

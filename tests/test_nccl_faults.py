@@ -1,4 +1,4 @@
-"""What the ranks of an nccl job see when one of them fails, by name and in time; over stand-ins, which hang as NCCL does."""
+"""What the ranks of an nccl job see when one of them fails, by name and in time; over stand-ins that hang as NCCL."""
 
 from __future__ import annotations
 
@@ -98,10 +98,7 @@ def test_a_device_that_hangs_ends_at_the_deadline(rank: int, group: None) -> Non
     x.to_numpy()  # the abort lets it go
     error = ends(lambda: mscomm.all_reduce(x, out=x))
     assert type(error) is mscomm.CollectiveTimeout, error
-    assert (
-        "all_reduce #2 (float32[10], sum, on the device) was enqueued, but has not ended on the device within 1 s"
-        in str(error)
-    )
+    assert "all_reduce #2 (40 B): it was enqueued, but the device has not ended it within 1 s" in str(error)
     assert time.monotonic() - began < 1 + BOUND_S
     assert violations() == []
 
@@ -179,7 +176,7 @@ def test_groups_without_the_lost_rank_go_on(rank: int, group: None) -> None:
         assert (mscomm.all_reduce(x, group=alone).to_numpy() == 1).all()
 
 
-@devices(2, env=lambda rank: {"FAKE_HANG": "init:1"} if rank == 1 else {}, init=None)
+@devices(2, env={"FAKE_IN_PROGRESS_POLLS": "1000000"}, init=None)
 def test_init_does_not_hang_where_nccls_does(rank: int) -> None:
     os.environ["MS_TOPO_TIMEOUT"] = "3"
     began = time.monotonic()
@@ -204,9 +201,10 @@ def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: 
     error = ends(lambda: mscomm.barrier(timeout=60))
     assert isinstance(error, mscomm.Error)
     mscomm.release()
-    del error
-    left = handles()
-    assert (left["comms"], left["streams"], left["events"]) == (0, 0, 0), left
+    until = time.monotonic() + BOUND_S
+    while any((left := handles())[kind] for kind in ("comms", "streams", "events")):  # some go when the stream has
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
     assert violations() == []
 
 

@@ -18,6 +18,8 @@ using namespace std::chrono_literals;
 // The watching thread looks this often at what is on the device, at first and later on.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
+// After that long on the device the ranks compare what they have called.
+constexpr double compares_after_s = 1;
 // How long the library may take to free a group, or to abort it, before nobody waits for it any more.
 constexpr double frees_within_s = 5, aborts_within_s = 10;
 
@@ -71,7 +73,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
     Signature call;
     EventHandle event;
     Deadline deadline;
-    double next_notice_s = first_notice_s;
+    double next_notice_s = compares_after_s;
   };
   std::deque<Pending> pending_;      // in the order of their numbers
   std::vector<EventHandle> events_;  // free ones
@@ -96,7 +98,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
     if (!group_) throw Error("Aborted", "the group was aborted");
     return question(*group_);
   }
-  void settle(const Wait& wait, const Signature& call);
+  void settle(const Wait& wait);
   void enqueue(const Call& call, StreamHandle stream);
   void exchange(const Call& call, StreamHandle stream);
   EventHandle take_event();
@@ -151,7 +153,7 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
   }
   if (call.bytes() || !call.counts.empty()) {
     enqueue(call, stream);
-    settle(wait, call.signature);
+    settle(wait);
   }
   if (captured) {  // it will run as often as the graph does, and this is none of these times
     tell([&](Observer& observer) { observer.ended(call.signature.number); });
@@ -168,13 +170,13 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
 }
 
 // Until the library has set up what was enqueued: by its first call of a kind it may connect to other ranks.
-void VendorBackend::State::settle(const Wait& wait, const Signature& call) {
+void VendorBackend::State::settle(const Wait& wait) {
   const Missing nobody{[] { return std::vector<int>{}; }, false};
   auto pause = 20us;
   while (ask([](VendorGroup& group) { return group.busy(); })) {
     if (wait.deadline.passed())
-      throw Error("CollectiveTimeout", call.text() + " could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) +
-                                           ": " + std::string(vendor_->name()) + " waits for other ranks");
+      throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " +
+                                           std::string(vendor_->name()) + " waits for other ranks");
     wait.look(nobody);
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, 10ms);
@@ -326,11 +328,12 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
         continue;
       }
       if (one->deadline.passed() && !failed)
-        failed = {one->call,
-                  Error("CollectiveTimeout", one->call.text() + " was enqueued, but has not ended on the device within " +
-                                                 seconds_text(one->deadline.timeout_s()))};
+        failed = {one->call, Error("CollectiveTimeout", "it was enqueued, but the device has not ended it within " +
+                                                            seconds_text(one->deadline.timeout_s()))};
       if (waited_s >= one->next_notice_s && one == pending_.begin()) {
-        one->next_notice_s = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
+        one->next_notice_s = waited_s >= second_notice_s  ? waited_s + notice_every_s
+                             : waited_s >= first_notice_s ? second_notice_s
+                                                          : first_notice_s;
         waiting.emplace_back(one->call, waited_s);
       }
       ++one;

@@ -204,12 +204,21 @@ void Communicator::ended(uint64_t number) {
 
 void Communicator::failed(const Signature& call, const Error& error) {
   recorder_.end(call.number, Record::State::failed);
-  abort({Error(error.kind, name_of(rank_) + ": " + error.what(), error.ranks, error.waiting_for), false,
-         static_cast<int64_t>(call.number)});
+  abort({of_device(call, error), false, static_cast<int64_t>(call.number)});
   if (hooks_.failed) hooks_.failed();
 }
 
+// The vendor's library knows neither ranks nor calls.
+Error Communicator::of_device(const Signature& call, const Error& error) const {
+  return {error.kind, name_of(rank_) + ": " + brief(call) + ": " + error.what(), error.ranks, error.waiting_for};
+}
+
 void Communicator::waits(const Signature& call, double waited_s) {
+  if (waited_s < first_notice_s) {
+    stuck_ = call.number;
+    if (hooks_.failed) hooks_.failed();  // wakes who asks
+    return;
+  }
   if (!hooks_.notice) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
   hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + brief(call) +
@@ -266,7 +275,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (const Differs& differs) {
     fail(call, differing(differs));
   } catch (const Error& error) {
-    fail(call, error);
+    fail(call, call.stream ? of_device(call.signature, error) : error);
   } catch (const std::bad_alloc&) {
     fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_))));
   } catch (const Interrupted& interrupted) {
@@ -399,7 +408,7 @@ void Communicator::close() {
   turn.unlock();
   if (worker_) stop_worker();
   if (whole) backend_->close();
-  if (whole && device_) device_->close();
+  if (device_) device_->close();
   mailbox_.close(delivery_s);
 }
 

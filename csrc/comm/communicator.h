@@ -128,6 +128,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // rank of the job ended well: no failure until somebody waits for it.
   void left(int rank);
   Where where() const;
+  // The number of a call that the device has not ended within a second: do all ranks make it? Once for each; 0: there is none.
+  uint64_t stuck() { return stuck_.exchange(0); }
   std::optional<Failure> failure() const;
   // Compares what the peers said last with this rank's own calls; throws as run() does when they differ.
   void last_look();
@@ -223,6 +225,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool expects(int peer) const;
   Stream link(int peer, int fd) const;
   Error differing(const Differs& differs) const;
+  Error of_device(const Signature& call, const Error& error) const;
   std::string current() const;
   const std::string& name_of(int rank) const { return peers_->names[static_cast<size_t>(in_job(rank))]; }
   int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
@@ -263,6 +266,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // with state_mutex_
 
+  std::atomic<uint64_t> stuck_{0};
   std::atomic<double> next_notice_s_{0};  // of the running call
   std::atomic<bool> forked_{false};
   Mailbox mailbox_;  // last: its thread uses all the rest

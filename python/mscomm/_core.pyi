@@ -260,6 +260,12 @@ class Group:
     def where(self) -> tuple[int, bool, str]:
         """(number of the last call, whether it is still inside, words)."""
 
+    def called(self, number: int, /) -> str:
+        """The call of that number, as Mismatch names it; "" for one that was not made, or long ago."""
+
+    def stuck(self) -> int:
+        """The number of a call that has been on the device for more than a second, once; 0: none."""
+
     def failure(self) -> tuple[str, str, list[int], list[int], bool, int] | None:
         """(kind, text, ranks, waiting_for, whether it is the job's verdict, number of the call) of a broken group.
 

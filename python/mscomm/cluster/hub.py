@@ -247,7 +247,7 @@ class Hub:
             judge.look(now)
             if judge.asking:
                 judge.asking = False
-                self._broadcast({"t": "where", "group": name}, group.ranks)
+                self._broadcast({"t": "where", "group": name, "number": judge.asked}, group.ranks)
             if judge.verdict and not group.announced:
                 group.announced = True
                 if group is self._world:
@@ -426,14 +426,23 @@ class Hub:
         name = _field(message, "group", str)
         groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
         for group in groups:
+            group.judge.called(link.number, number, _field(message, "call", str), time.monotonic())
             group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
         if not name and self._aborted is None:
             self._aborted = Verdict(kind, tuple(ranks), (), text)
             self._answer(self._meetings.clear(kind, text, ranks))  # now: what is read next may be the end of its link
 
+    def _handle_compare(self, link: Link, message: Message) -> None:
+        group = self._groups.get(_field(message, "group", str))
+        if group:
+            number, call = _field(message, "number", int), _field(message, "call", str)
+            group.judge.compare(link.number, number, call, time.monotonic())
+
     def _handle_here(self, link: Link, message: Message) -> None:
         group = self._groups.get(_field(message, "group", str))
         if group:
+            asked, call = _field(message, "asked", int), _field(message, "call", str)
+            group.judge.called(link.number, asked, call, time.monotonic())
             place = Place(_field(message, "number", int), _field(message, "inside", bool), _field(message, "text", str))
             group.judge.here(link.number, place, time.monotonic())
 
@@ -745,6 +754,7 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
     "ready": Hub._handle_ready,
     "failed": Hub._handle_failed,
     "here": Hub._handle_here,
+    "compare": Hub._handle_compare,
     "meet": Hub._handle_meet,
     "unmeet": Hub._handle_unmeet,
     "refuse": Hub._handle_refuse,

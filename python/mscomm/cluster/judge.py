@@ -5,7 +5,7 @@ The hub tells the judge what each rank said and how it ended, with the time; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from mscomm.errors import KINDS
@@ -13,6 +13,7 @@ from mscomm.errors import KINDS
 BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it names stays silent
 ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
+_CALLS_KEPT = 16
 RESTARTED_WITHIN_S = 0.1  # the same of a launcher that starts ranks again, and waits for the verdict itself
 
 
@@ -47,7 +48,8 @@ class Judge:
 
     def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
         self.verdict: Verdict | None = None
-        self.asking = False  # the hub owes all ranks the question "where are you"
+        self.asking = False  # the hub owes all ranks the question "where are you, and what was your call `asked`"
+        self.asked = -1
         self._name = name
         self._watched = watched
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
@@ -61,6 +63,7 @@ class Judge:
             None  # of whom, at which number, until, still to answer
         )
         self._places: dict[int, Place] = {}
+        self._calls: dict[int, dict[int, str]] = {}  # by number: what ranks say that they called; the last ones
 
     # -- events
 
@@ -77,8 +80,8 @@ class Judge:
         elif kind == "CollectiveTimeout" and number >= 0:
             self._question = (Verdict(kind, ranks, (), text), number, now + ANSWERS_WITHIN_S, set(others) - {rank})
             self._places[rank] = Place(number, True, text)
-            self.asking = True
-        elif kind == "PeerLost" and ranks and not self._left.keys() & set(ranks):
+            self._ask(number)
+        elif kind == "PeerLost" and not self._left.keys() & set(ranks):
             self._symptoms.append(_Symptom(rank, ranks, text, now + BELIEVED_AFTER_S))
         else:
             if kind == "PeerLost":
@@ -93,6 +96,43 @@ class Judge:
                 waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
+
+    def compare(self, rank: int, number: int, call: str, now: float) -> None:
+        """A rank is stuck in a call that others may not have made: what did they call under that number?"""
+        if not self.verdict and number not in self._calls:
+            self._ask(number)
+        self.called(rank, number, call, now)
+
+    def called(self, rank: int, number: int, call: str, now: float) -> None:
+        """A rank says what its call of that number was; "": it has not made it, or does not know it any more."""
+        if not call or self.verdict:
+            return
+        calls = self._calls.setdefault(number, {})
+        calls[rank] = call
+        if len(self._calls) > _CALLS_KEPT:
+            del self._calls[next(iter(self._calls))]
+        if len(set(calls.values())) > 1:
+            self.verdict = self._mismatch(calls)
+        self.look(now)
+
+    def _ask(self, number: int) -> None:
+        self.asking, self.asked = True, number
+
+    def _mismatch(self, calls: Mapping[int, str]) -> Verdict:
+        """As csrc/comm/communicator.cc says it where the ranks see it themselves."""
+        by_call: dict[str, list[int]] = {}
+        for rank in sorted(calls):
+            by_call.setdefault(calls[rank], []).append(rank)
+        words = [
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} called {call}"
+            for call, ranks in by_call.items()
+        ]
+        _, *others = by_call.values()
+        text = (
+            f"the ranks made different calls: {'; '.join(words)}. Every rank must make the same calls in the same "
+            "order, with the same shapes, types and options"
+        )
+        return Verdict("Mismatch", tuple(rank for ranks in others for rank in ranks), (), text)
 
     def here(self, rank: int, place: Place, now: float) -> None:
         """A rank answers where it is; the first answer counts, and the asker's own place is known."""
@@ -216,4 +256,6 @@ class Judge:
 
     def _circular(self) -> bool:
         """Each rank that a symptom names has spoken: nobody is left who could say more."""
-        return all(rank in self._spoke for symptom in self._symptoms for rank in symptom.lost)
+        return all(
+            symptom.lost and all(rank in self._spoke for rank in symptom.lost) for symptom in self._symptoms
+        )  # NCCL knows that a rank is lost, and not which

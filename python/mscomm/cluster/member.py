@@ -28,6 +28,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
 SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
 LEAVE_S = 2.0
+_CALL_CHARACTERS = 1000
 _NUMBERS = 500  # of groups in one bye; without a number the hub takes a rank for behind
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # of a host, or of the way to it
 
@@ -43,6 +44,8 @@ class Communicator(Protocol):
     def left(self, rank: int) -> None: ...
 
     def where(self) -> tuple[int, bool, str]: ...
+    def called(self, number: int, /) -> str: ...
+    def stuck(self) -> int: ...
 
     def failure(self) -> Failure | None: ...
 
@@ -298,7 +301,10 @@ class Member:
         if self._forked or self._ended is not None:
             return
         self._told.add(group)
-        words = {"kind": kind, "ranks": list(ranks), "text": text[:16000], "number": number}
+        with self._news:
+            communicator = self._communicators.get(group)
+        call = communicator.called(number)[:_CALL_CHARACTERS] if communicator else ""
+        words = {"kind": kind, "ranks": list(ranks), "text": text[:16000], "number": number, "call": call}
         try:
             self._frames.send({"t": "failed", "group": group, **words}, deadline)
         except OSError as error:  # the reading thread sees the end of the link too, and says so to the communicators
@@ -376,6 +382,12 @@ class Member:
             for notice in communicator.notices():
                 log.notice(notice)
         with self._news:
+            stuck = [(group, one.stuck()) for group, one in self._communicators.items()]
+        for group, number in stuck:
+            if number:
+                call = self._communicators[group].called(number)[:_CALL_CHARACTERS]
+                self._frames.send({"t": "compare", "group": group, "number": number, "call": call}, Deadline(SETTLE_S))
+        with self._news:
             groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
         for group, communicator in groups:
             failure = communicator.failure()
@@ -423,10 +435,10 @@ class Member:
             with self._news:
                 communicator = self._communicators.get(message["group"])
             number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
-            self._frames.send(
-                {"t": "here", "group": message["group"], "number": number, "inside": inside, "text": text[:1000]},
-                Deadline(SETTLE_S),
-            )
+            place = {"number": number, "inside": inside, "text": text[:_CALL_CHARACTERS]}
+            asked = message["number"]
+            called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
+            self._frames.send({"t": "here", "group": message["group"], **place, **called}, Deadline(SETTLE_S))
         elif kind == "left":
             group, rank = message["group"], message["rank"]  # "": it has left the job
             with self._news:
