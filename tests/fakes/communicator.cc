@@ -66,6 +66,8 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
+  // Two threads that issue at once are in the wrong, but are to be told, not to wait for each other's numbers.
+  std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
   // Over when the stream forgets it, whether it ran or was cancelled.
   const std::shared_ptr<void> ticket(nullptr, [self, number](void*) { self->finish(number); });

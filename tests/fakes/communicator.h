@@ -74,6 +74,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false}, paused_{false};
+  std::mutex issuing_;  // makes a number and its place in the stream one
   // Protects all below.
   std::mutex mutex_;
   std::condition_variable changed_;
