@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from fakes.build import build, compiler
+from fakes.build import CUDA, build, compiler
+from fakes.launch import launch
 from fakes.nccl_calls import Nccl
-
-TESTS = Path(__file__).resolve().parent
-LEAKS = ("streams", "events", "graphs", "allocations", "pinned", "comms", "operators", "registrations")
 
 
 @pytest.fixture(scope="module")
@@ -24,63 +20,34 @@ def paths():
         compiler()
     except RuntimeError as error:
         pytest.skip(str(error))
-    return build()
+    return build(names=CUDA)
 
 
 @pytest.fixture
 def ranks(paths, tmp_path):
-    """ranks(n, scenario, ...) runs n processes; their values by rank, and no handle, violation or file is left."""
+    """ranks(n, scenario, ...) runs n processes; their values by rank."""
 
     def run(
-        size,
-        scenario,
-        *,
-        env=None,
-        nccl=("nccl",),
-        only=None,
-        codes=None,
-        clean=True,
-        per_rank=lambda rank: {},
-        **arguments,
+        size, scenario, *, nccl=("nccl",), env=None, per_rank=lambda rank: {}, only=None, codes=None, clean=True, **more
     ):
         library = Nccl(paths["nccl"])
-        arguments |= {
+        more |= {
             "cuda": str(paths["cuda"]),
             "nccl": [str(paths[one]) for one in nccl],
             "ids": [library.unique_id().hex() for _ in range(10)],
         }
-        started = {}
-        for rank in only if only is not None else range(size):
-            environ = {name: value for name, value in os.environ.items() if not name.startswith(("FAKE_", "NCCL_"))}
-            environ |= {"FAKE_DIR": str(tmp_path), "PYTHONPATH": str(TESTS), "OPENBLAS_NUM_THREADS": "1"}
-            environ |= (env or {}) | per_rank(rank)
-            command = [sys.executable, "-m", "fakes.scenarios", scenario, str(rank), str(size), json.dumps(arguments)]
-            started[rank] = subprocess.Popen(
-                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        values = {}
-        try:
-            for rank, process in started.items():
-                out, err = process.communicate(timeout=100)
-                expected = (codes or {}).get(rank, 0)
-                assert process.returncode == expected, f"rank {rank} ended with {process.returncode}\n{err[-3000:]}"
-                if expected:
-                    values[rank] = None
-                    continue
-                result = json.loads(out.splitlines()[-1])
-                values[rank] = result["value"]
-                left = {name: n for name, n in result["counters"].items() if name in LEAKS and n}
-                if clean:
-                    assert not left and not result["counters"]["violations"], result["counters"]
-                else:
-                    values[rank] = (result["value"], result["counters"])
-        finally:
-            for process in started.values():
-                process.kill()
-                process.communicate()
-        if clean:
-            assert not list(tmp_path.glob("mscomm-fake-*"))
-        return values
+        return launch(
+            "fakes.scenarios",
+            scenario,
+            size,
+            more,
+            tmp_path,
+            env=env,
+            per_rank=per_rank,
+            only=only,
+            codes=codes,
+            clean=clean,
+        )
 
     return run
 
