@@ -102,7 +102,7 @@ __attribute__((format(printf, 2, 3))) Result fail(Result code, const char* forma
 }
 
 Engine* cuda() {
-  static Engine* engine = find_engine("libcuda.so.1", reinterpret_cast<const void*>(&fail));
+  static Engine* engine = find_engine({"libcuda.so.1"}, reinterpret_cast<const void*>(&fail));
   return engine;
 }
 
