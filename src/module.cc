@@ -10,7 +10,9 @@
 #include <utility>
 
 #include "algo/algorithm.h"
+#include "backend/hccl.h"
 #include "backend/nccl.h"
+#include "device/acl.h"
 #include "device/cuda.h"
 #include "src/group.h"
 #include "src/plain_calls.h"
@@ -199,8 +201,15 @@ PYBIND11_MODULE(_core, module) {
       .def("origin", &Vendor::origin)
       .def("refuses",
            [](const Vendor& vendor, int dtype, int op) { return vendor.refuses(static_cast<Dtype>(dtype), static_cast<Op>(op)); })
-      .def("make_id", [](Vendor& vendor) { return py::bytes(vendor.make_id()); });
+      .def("make_id", [](Vendor& vendor, Runtime& runtime, int device) {
+        const Runtime::Current current(runtime, device);
+        return py::bytes(vendor.make_id());
+      });
   module.def("open_cuda", [](const Places& places) { return std::shared_ptr(open_cuda(candidates_of(places))); });
+  module.def("open_acl", [](const Places& places) { return std::shared_ptr(open_acl(candidates_of(places))); });
+  module.def("open_hccl", [](const Places& collectives, const Places& communicators, const std::string& soc) {
+    return std::shared_ptr(open_hccl(candidates_of(collectives), candidates_of(communicators), soc));
+  });
   module.def("open_nccl", [](const Places& places) { return std::shared_ptr(open_nccl(candidates_of(places))); });
 
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")

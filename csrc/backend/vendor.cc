@@ -72,6 +72,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   struct Pending {
     Signature call;
     EventHandle event;
+    EventHandle before;  // of a call beside the caller's stream: what it waits for
     Deadline deadline;
     double next_notice_s = compares_after_s;
   };
@@ -102,6 +103,10 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   void enqueue(const Call& call, StreamHandle stream);
   void exchange(const Call& call, StreamHandle stream);
   EventHandle take_event();
+  void give_back(const Pending& call) {  // with mutex_
+    events_.push_back(call.event);
+    if (call.before) events_.push_back(call.before);
+  }
   void watch();
   void look_at_pending(std::unique_lock<std::mutex>& lock);
   void free_group(std::unique_lock<std::mutex>& lock, void (State::*free)());
@@ -120,7 +125,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
 
 void VendorBackend::State::join(const std::string& id, const Deadline& deadline, const std::function<void()>& check) {
   const Runtime::Current current(*runtime_, device_);
-  group_ = vendor_->join(id, static_cast<int>(size_), static_cast<int>(rank_));
+  group_ = vendor_->join(id, static_cast<int>(size_), static_cast<int>(rank_), runtime_, device_);
   auto pause = 100us;
   while (group_->busy()) {
     check();
@@ -142,13 +147,12 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
 
   StreamHandle stream = *call.stream;
   const bool captured = runtime_->captures(stream);
+  EventHandle before = nullptr;
   if (call.beside && !captured) {
     if (!beside_) beside_ = runtime_->make_stream();
-    const EventHandle before = take_event();
+    before = take_event();
     runtime_->record(before, stream);
     runtime_->wait(beside_, before);
-    const std::lock_guard lock(mutex_);
-    events_.push_back(before);
     stream = beside_;
   }
   if (call.bytes() || !call.counts.empty()) {
@@ -163,7 +167,7 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
   runtime_->record(event, stream);
   {
     const std::lock_guard lock(mutex_);
-    pending_.push_back({call.signature, event, wait.deadline});
+    pending_.push_back({call.signature, event, before, wait.deadline});
     if (pending_.size() > 1) return;  // the thread is awake
   }
   changed_.notify_all();
@@ -308,7 +312,7 @@ void VendorBackend::State::free_group(std::unique_lock<std::mutex>& lock, void (
   lock.unlock();
   (this->*free)();
   lock.lock();
-  for (const Pending& one : std::exchange(pending_, {})) events_.push_back(one.event);
+  for (const Pending& one : std::exchange(pending_, {})) give_back(one);
   over_ = true;
 }
 
@@ -323,7 +327,7 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
       const double waited_s = seconds_since(one->deadline.start());
       if (runtime_->passed(one->event)) {
         ended.push_back(one->call.number);
-        events_.push_back(one->event);
+        give_back(*one);
         one = pending_.erase(one);
         continue;
       }

@@ -42,6 +42,8 @@ struct Driver {
     library.need(event_record, "cuEventRecord");
     library.need(event_query, "cuEventQuery");
     library.need(copy, "cuMemcpyDtoDAsync_v2");
+    library.need(allocate, "cuMemAlloc_v2");
+    library.need(free, "cuMemFree_v2");
     library.need(error_name, "cuGetErrorName");
     library.need(error_string, "cuGetErrorString");
   }
@@ -65,6 +67,8 @@ struct Driver {
   Result (*event_record)(EventHandle event, StreamHandle stream);
   Result (*event_query)(EventHandle event);
   Result (*copy)(unsigned long long to, unsigned long long from, size_t bytes, StreamHandle stream);
+  Result (*allocate)(unsigned long long* memory, size_t bytes);
+  Result (*free)(unsigned long long memory);
   Result (*error_name)(Result error, const char** name);
   Result (*error_string)(Result error, const char** text);
 };
@@ -135,6 +139,12 @@ class Cuda final : public Runtime {
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     check(driver_.copy(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), bytes, stream), "cuMemcpyDtoDAsync");
   }
+  void* allocate(size_t bytes) override {
+    unsigned long long memory = 0;
+    check(driver_.allocate(&memory, bytes), "cuMemAlloc");
+    return reinterpret_cast<void*>(memory);
+  }
+  void free(void* memory) noexcept override { (void)driver_.free(reinterpret_cast<uintptr_t>(memory)); }
   bool captures(StreamHandle stream) override {
     int status = 0;
     check(driver_.stream_captures(stream, &status), "cuStreamIsCapturing");

@@ -46,6 +46,8 @@ class Runtime {
   virtual bool passed(EventHandle event) = 0;
   // From device memory to device memory.
   virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
+  virtual void* allocate(size_t bytes) = 0;
+  virtual void free(void* memory) noexcept = 0;
   // Whether what is enqueued goes into a graph instead of to the device.
   virtual bool captures(StreamHandle stream) = 0;
 

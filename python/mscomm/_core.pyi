@@ -105,14 +105,22 @@ class Vendor:
     def refuses(self, dtype: int, op: int, /) -> str:
         """Why it cannot reduce such elements so; "": it can."""
 
-    def make_id(self) -> bytes:
-        """For the ranks of a group that is to be."""
+    def make_id(self, runtime: Runtime, device: int, /) -> bytes:
+        """For the ranks of a group that is to be; of the device of one of them."""
 
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
     """The library at the first place (what it is called, path, "usual", "loaded" or "must") that has one.
 
     BackendUnavailable with what was tried.
     """
+
+def open_hccl(
+    collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
+) -> Vendor:
+    """The same of HCCL. communicators: of the library that newer releases have for them. soc: the device's name."""
+
+def open_acl(places: Sequence[tuple[str, str, str]], /) -> Runtime:
+    """AscendCL; BackendUnavailable, too, if it finds no NPU."""
 
 def open_cuda(places: Sequence[tuple[str, str, str]], /) -> Runtime:
     """The same of the driver; BackendUnavailable, too, if it finds no GPU."""

@@ -145,6 +145,20 @@ VARIABLES = (
         ("accelerators.nccl",),
     ),
     Variable(
+        "MSCOMM_HCCL_LIBRARY",
+        None,
+        words,
+        "The file of HCCL, `libhccl.so`, where neither the loader nor CANN's own variables lead to it.",
+        ("accelerators.hccl",),
+    ),
+    Variable(
+        "MSCOMM_ACL_LIBRARY",
+        None,
+        words,
+        "The file of AscendCL, `libascendcl.so`, in the same way.",
+        ("accelerators.hccl",),
+    ),
+    Variable(
         "MSCOMM_HUGE_PAGES",
         1,
         _switch,

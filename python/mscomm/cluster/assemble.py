@@ -212,7 +212,8 @@ class Job:
                 ]
                 offered: dict[str, Any] = {"control": control, "data": [_address(listener) for listener in listening]}
                 if self.accelerator and me == 0:
-                    offered["device"] = self.accelerator.opened.vendor.make_id()
+                    (vendor, runtime), device = self.accelerator.opened, self.accelerator.device
+                    offered["device"] = vendor.make_id(runtime, device)
                 told: dict[int, dict[str, Any]] = {self.rank: offered}
                 if self.member and len(ranks) > 1:
                     came = True
