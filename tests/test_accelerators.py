@@ -244,7 +244,7 @@ def test_each_rank_can_name_its_device(rank: int) -> None:
     assert (mscomm.all_reduce(x).to_numpy() == 2).all()
 
 
-@devices(2, env=lambda rank: {"NCCL": ["nccl-22809", "nccl-21803"][rank]}, init=None)
+@devices(2, env=lambda rank: {"LIBRARY": ["nccl-22809", "nccl-21803"][rank]}, init=None)
 def test_different_versions_are_an_error_on_all_ranks(rank: int) -> None:
     with pytest.raises(
         mscomm.Mismatch, match=r"different versions of nccl, on rank 0 .*: 2.28.9 .*; on rank 1 .*: 2.18.3"
@@ -261,7 +261,7 @@ def test_a_rank_without_a_driver_is_an_error_on_all_ranks_at_once(rank: int) -> 
 
 
 @pytest.mark.parametrize(("code", "version"), [("21803", "2.18.3"), ("22809", "2.28.9"), ("23203", "2.32.3")])
-@devices(2, env={"NCCL": "nccl-{code}"})
+@devices(2, env={"LIBRARY": "nccl-{code}"})
 def test_every_version_of_nccl_works(rank: int, group: None, code: str, version: str) -> None:
     assert accelerators.opened("nccl").vendor.version() == version
     assert (mscomm.all_reduce(on_device(np.ones(2))).to_numpy() == 2).all()
