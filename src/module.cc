@@ -206,7 +206,9 @@ PYBIND11_MODULE(_core, module) {
         return py::bytes(vendor.make_id());
       });
   module.def("open_cuda", [](const Places& places) { return std::shared_ptr(open_cuda(candidates_of(places))); });
-  module.def("open_acl", [](const Places& places) { return std::shared_ptr(open_acl(candidates_of(places))); });
+  module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
+    return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
+  });
   module.def("open_hccl", [](const Places& collectives, const Places& communicators, const std::string& soc) {
     return std::shared_ptr(open_hccl(candidates_of(collectives), candidates_of(communicators), soc));
   });

@@ -26,10 +26,39 @@ constexpr double frees_within_s = 5, aborts_within_s = 10;
 // What of a group the library is asked by one thread at a time; abort() waits for that at most so long.
 constexpr auto call_takes_at_most = 1s;
 
+// A mutex for which one can wait a while. Not std::timed_mutex, which ThreadSanitizer does not understand.
+class Turn {
+ public:
+  void lock() {
+    std::unique_lock lock(mutex_);
+    free_.wait(lock, [this] { return !taken_; });
+    taken_ = true;
+  }
+  bool try_lock() { return try_lock_for(0s); }
+  template <typename Time>
+  bool try_lock_for(Time time) {
+    std::unique_lock lock(mutex_);
+    if (!free_.wait_for(lock, time, [this] { return !taken_; })) return false;
+    return taken_ = true;
+  }
+  void unlock() {
+    {
+      const std::lock_guard lock(mutex_);
+      taken_ = false;
+    }
+    free_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;  // protects taken_
+  std::condition_variable free_;
+  bool taken_ = false;
+};
+
 // One for each device of the process: what several groups enqueue there has one order. Nobody who aborts takes it.
-std::timed_mutex& issuing_on(const Runtime* runtime, int device) {
+Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;  // protects all
-  static std::map<std::pair<const Runtime*, int>, std::timed_mutex> all;
+  static std::map<std::pair<const Runtime*, int>, Turn> all;
   const std::lock_guard lock(mutex);
   return all[{runtime, device}];
 }
@@ -117,8 +146,8 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   const std::shared_ptr<Runtime> runtime_;
   const int device_;
   const size_t size_, rank_;
-  std::timed_mutex& issuing_;
-  std::timed_mutex calling_;  // protects group_: one thread at a time asks the library about it
+  Turn& issuing_;
+  Turn calling_;  // protects group_: one thread at a time asks the library about it
   std::unique_ptr<VendorGroup> group_;
   StreamHandle beside_ = nullptr;  // for calls beside the caller's stream; made by the first
 };

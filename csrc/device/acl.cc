@@ -1,7 +1,6 @@
 #include "device/acl.h"
 
 #include <cstdint>
-#include <cstdlib>
 #include <mutex>
 #include <sstream>
 
@@ -66,7 +65,8 @@ thread_local std::vector<Context> before;
 
 class Acl final : public Runtime {
  public:
-  explicit Acl(Dynlib library) : library_(std::move(library)), functions_(library_) {
+  Acl(Dynlib library, std::vector<std::string> visible)
+      : library_(std::move(library)), functions_(library_), visible_(std::move(visible)) {
     // Another library of the process may have done it; then the end is its, too.
     if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
       throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
@@ -91,14 +91,10 @@ class Acl final : public Runtime {
     return name ? name : "Ascend";
   }
 
-  // The number that the device has on its host: a process may see some of them alone.
+  // AscendCL has none: the number that the device has on its host, as far as is known here.
   std::string uuid(int device) const override {
-    const char* visible = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-    std::istringstream list(visible ? visible : "");
-    std::string number;
-    for (int i = 0; std::getline(list, number, ','); i++)
-      if (i == device) return "NPU-" + number;
-    return "NPU-" + std::to_string(device);
+    return "NPU-" +
+           (static_cast<size_t>(device) < visible_.size() ? visible_[static_cast<size_t>(device)] : std::to_string(device));
   }
 
   void use(int device) override { check(functions_.set_context(context_of(device)), "aclrtSetCurrentContext"); }
@@ -178,14 +174,16 @@ class Acl final : public Runtime {
 
   const Dynlib library_;
   const Functions functions_;
+  const std::vector<std::string> visible_;
   std::mutex mutex_;  // protects contexts_
   std::vector<Context> contexts_;
 };
 
 }  // namespace
 
-std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates) {
-  return std::make_unique<Acl>(Dynlib("libascendcl.so, CANN's AscendCL", candidates, Dynlib::Names::everybodys));
+std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates, std::vector<std::string> visible) {
+  return std::make_unique<Acl>(Dynlib("libascendcl.so, CANN's AscendCL", candidates, Dynlib::Names::everybodys),
+                               std::move(visible));
 }
 
 }  // namespace mscomm

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/dynlib.h"
@@ -9,7 +10,8 @@
 
 namespace mscomm {
 
-// Throws BackendUnavailable if there is no AscendCL, or no NPU.
-std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates);
+// visible: the host's numbers of the devices that this process sees, if it sees some of them alone. Throws BackendUnavailable if
+// there is no AscendCL, or no NPU.
+std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates, std::vector<std::string> visible);
 
 }  // namespace mscomm

@@ -119,8 +119,8 @@ def open_hccl(
 ) -> Vendor:
     """The same of HCCL. communicators: of the library that newer releases have for them. soc: the device's name."""
 
-def open_acl(places: Sequence[tuple[str, str, str]], /) -> Runtime:
-    """AscendCL; BackendUnavailable, too, if it finds no NPU."""
+def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
+    """AscendCL; BackendUnavailable, too, if it finds no NPU. visible: the host's numbers of those that it shows."""
 
 def open_cuda(places: Sequence[tuple[str, str, str]], /) -> Runtime:
     """The same of the driver; BackendUnavailable, too, if it finds no GPU."""

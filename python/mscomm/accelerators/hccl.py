@@ -41,10 +41,16 @@ def hcomm_places(env: Mapping[str, str]) -> list[Place]:
     )
 
 
+def visible(env: Mapping[str, str]) -> list[str]:
+    """The host's numbers of the devices that the process sees, where it sees some of them alone."""
+    said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
+    return [number.strip() for number in said.split(",") if number.strip()]
+
+
 def load(env: Mapping[str, str]) -> Opened:
     missing, soc, runtime = [], "", None
     try:
-        runtime = _core.open_acl(acl_places(env))
+        runtime = _core.open_acl(acl_places(env), visible(env))
         soc = runtime.device_name(0)
     except BackendUnavailable as error:
         missing.append(str(error))
@@ -55,6 +61,11 @@ def load(env: Mapping[str, str]) -> Opened:
     if missing or runtime is None:
         raise BackendUnavailable(f"{'. '.join(missing)}. {ADVICE}")
     return Opened(vendor, runtime)
+
+
+def settings(interface: str | None) -> dict[str, str]:
+    """As nccl.settings."""
+    return {} if interface is None else {"HCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def shares_devices(env: Mapping[str, str]) -> str:

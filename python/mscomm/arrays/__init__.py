@@ -56,7 +56,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             return _found.setdefault(type(x), module)
-    known = ", ".join(dict.fromkeys(LIBRARIES.values())) + ", the CUDA array interface"
+    known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(
         f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"
         f" (known libraries: {known})"
