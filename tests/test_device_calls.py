@@ -11,12 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from devices import devices, each_backend, handles, on_device, violations
-from fakes import device_array
+from fakes import device_array, library
 from fakes.device_array import DeviceArray, compute
 from functions import DTYPES, FUNCTIONS, Array, How, bits, ops_of
 
 import mscomm
-from mscomm import _core
+from mscomm import _core, train
 from mscomm.groups import resolve
 
 SIZES = [1, 2, 3, 4]
@@ -328,3 +328,36 @@ def test_hccl_is_found_in_two_libraries(rank: int, group: None, backend: str) ->
 def test_bfloat16_is_known_by_its_name(rank: int, group: None, backend: str) -> None:
     x = np.array([1, 2, 3], ml_dtypes.bfloat16)
     check(mscomm.all_reduce(on_device(x)), 2 * x, "bfloat16")
+
+
+@devices(2)
+def test_what_works_on_the_cpu_alone_refuses_a_devices_array(rank: int, group: None) -> None:
+    """Whose memory the CPU cannot touch: to try would end the process."""
+    x = on_device(np.ones(3, np.float32))
+    for name, call in {
+        "send": lambda: mscomm.send(x, 1 - rank),
+        "recv": lambda: mscomm.recv(x, 1 - rank),
+        "GradientReducer": lambda: train.GradientReducer([x]),
+        "save_checkpoint": lambda: train.save_checkpoint({"x": x}, "x.safetensors"),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name}: .* is on a device, and {name} works on arrays of the CPU alone"):
+            call()
+    with pytest.raises(TypeError):
+        mscomm.all_gather_object({"x": x})
+    mscomm.barrier()
+
+
+@devices(1)
+def test_the_memory_of_a_device_is_no_array_to_read_or_write(rank: int, group: None) -> None:
+    there = library.memory(on_device(np.ones((2, 3), np.float32)))
+    assert str(there) == repr(there) == "<float32[2, 3] on device 0>" and there[1:].shape == (1, 3)
+    for wrong in (
+        lambda: there + 1,
+        lambda: there[0],
+        lambda: there[()],
+        lambda: there.__setitem__(0, 1),
+        lambda: np.concatenate([there, there]),
+        lambda: np.add(there, 1),
+    ):
+        with pytest.raises(TypeError, match="this memory is a device's"):
+            wrong()
