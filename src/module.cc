@@ -14,6 +14,7 @@
 #include "backend/nccl.h"
 #include "device/acl.h"
 #include "device/cuda.h"
+#include "src/dlpack.h"
 #include "src/group.h"
 #include "src/plain_calls.h"
 #include "transport/arena.h"
@@ -206,6 +207,7 @@ PYBIND11_MODULE(_core, module) {
         return py::bytes(vendor.make_id());
       });
   module.def("open_cuda", [](const Places& places) { return std::shared_ptr(open_cuda(candidates_of(places))); });
+  module.def("describe_dlpack", &describe_dlpack);
   module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
     return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
   });

@@ -361,3 +361,47 @@ def test_the_memory_of_a_device_is_no_array_to_read_or_write(rank: int, group: N
     ):
         with pytest.raises(TypeError, match="this memory is a device's"):
             wrong()
+
+
+class ByDlpack:
+    """An array of a library that mscomm does not know, with DLPack alone."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+class ByInterface:
+    """One with the CUDA array interface alone."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.array = array
+        self.device = array  # Numba's is an object with an id
+        array.id = array.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.array.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("kind", ["ByDlpack", "ByInterface"])
+@devices(2)
+def test_arrays_of_other_libraries_are_reached_by_what_they_have(rank: int, group: None, kind: str) -> None:
+    made = globals()[kind]
+    x, y = on_device(np.full((2, 3), rank + 1, np.float32)), on_device(np.zeros((2, 3), np.float32))
+    out = made(y)
+    device_array.synchronize(rank)
+    assert mscomm.all_reduce(made(x), out=out) is out
+    check(y, np.full((2, 3), 3, np.float32), kind)
+    with pytest.raises(TypeError, match=r"all_reduce: .* makes no arrays: give out=, an array of shape \(2, 3\)"):
+        mscomm.all_reduce(made(x))
+    with pytest.raises(TypeError, match=r"all_reduce: x: .* give it in C order"):
+        mscomm.all_reduce(made(x.T), out=made(on_device(np.zeros((3, 2), np.float32))))
+    with pytest.raises(TypeError, match="mscomm does not move"):
+        mscomm.all_reduce(made(on_device(np.zeros(3, ml_dtypes.float8_e4m3fn))), out=out)
+    assert violations() == []

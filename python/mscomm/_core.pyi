@@ -114,6 +114,12 @@ def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
     BackendUnavailable with what was tried.
     """
 
+def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, int, int, bool]:
+    """(address, shape, strides in bytes or None, dtype, device type, device number, read-only) of a DLPack capsule.
+
+    The capsule stays as it is and owns the memory. ValueError for what no array of mscomm's is.
+    """
+
 def open_hccl(
     collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
 ) -> Vendor:

@@ -54,7 +54,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "cuda"):
+    for name in (*names(x), "cuda", "dlpack"):
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             return _found.setdefault(type(x), module)
