@@ -95,7 +95,14 @@ def build(
             )
             _run_all(
                 [
-                    *(*command, "-shared", "-Wl,-z,defs", f"-Wl,-soname,{paths[name].name}", "-o", f"{work}/{name}"),
+                    *(
+                        *command,
+                        "-shared",
+                        *(() if flags else ("-Wl,-z,defs",)),
+                        f"-Wl,-soname,{paths[name].name}",
+                        "-o",
+                        f"{work}/{name}",
+                    ),
                     *(objects[source] for source in LIBRARIES[name][1]),
                     "-ldl",
                 ]

@@ -65,9 +65,10 @@ std::atomic<pid_t> initialized{0};
 
 // Primary contexts by device, how often each was retained.
 std::mutex retained_mutex;
-std::map<Device, int> retained;
-std::map<Handle, bool> without_timing;      // events
-thread_local std::vector<Device> contexts;  // -1: none
+// Never destroyed: threads of the library that is tested may still call when the process ends.
+auto& retained = *new std::map<Device, int>;
+auto& without_timing = *new std::map<Handle, bool>;  // events
+thread_local std::vector<Device> contexts;           // -1: none
 
 int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
 

@@ -227,8 +227,19 @@ struct Group {
   Result error = success;
   std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations;
   std::vector<Init> inits;
+  // Who has begun a group with a communicator is inside it until the group ends.
+  std::vector<std::unique_ptr<Communicator::Inside>> inside;
 };
 thread_local Group group;
+
+Result end_group();
+
+Result add(std::shared_ptr<Comm> comm, Operation operation) {
+  if (group.depth) group.inside.push_back(std::make_unique<Communicator::Inside>(cuda(), comm.get()));
+  ++group.depth;
+  group.operations.emplace_back(std::move(comm), std::move(operation));
+  return end_group();
+}
 
 Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations) {
   std::vector<std::pair<std::shared_ptr<Comm>, std::vector<Operation>>> by_comm;
@@ -571,9 +582,7 @@ Result enqueue(Kind kind, const Arguments& given) {
   if (receives) operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), receives_all ? size * part : part);
   if (!given.count) return success;  // nothing is sent at all
   check_overlap(*comm, operation);
-  ++group.depth;
-  group.operations.emplace_back(comm, std::move(operation));
-  return end_group();
+  return add(comm, std::move(operation));
 }
 
 Result message(const char* name, bool sends, const void* data, size_t count, int type, int peer, Handle handle, Handle stream) {
@@ -596,9 +605,7 @@ Result message(const char* name, bool sends, const void* data, size_t count, int
   operation.signature.count = count;
   (sends ? operation.send : operation.receive) =
       cuda()->find(reinterpret_cast<Address>(data), count * size_of(operation.signature.type));
-  ++group.depth;
-  group.operations.emplace_back(comm, std::move(operation));
-  return end_group();
+  return add(comm, std::move(operation));
 }
 
 }  // namespace
