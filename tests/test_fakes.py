@@ -72,6 +72,7 @@ def test_other_versions(ranks, paths, version):
 
 
 def test_older_versions_lack_newer_functions(paths):
+    assert b"ncclCommSplit\0" not in paths["nccl-incomplete"].read_bytes()
     names = {version: paths[f"nccl-{version}"].read_bytes() for version in (21803, 22809, 23203)}
     for function, since in {
         "ncclCommSplit": 21803,
@@ -354,6 +355,7 @@ def test_the_driver(ranks):
         "no name": [0, 1, None],
         "too old": [0, 2, None],
         "too new": 1,
+        "forked": 3,
     }
 
 

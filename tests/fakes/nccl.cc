@@ -450,7 +450,7 @@ Result init(Handle* place, int size, const UniqueId* ids, int count, int rank, c
 }
 
 // Of all ranks: which of them are together, and in which order.
-Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
+[[maybe_unused]] Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
   std::vector<Meeting::Words> all;
   if (!parent.meeting().exchange({color, key, 0, 0}, all, parent.watch())) return fail(internal_error, "stopped in a split");
   const int nth = ++parent.children;
@@ -789,6 +789,7 @@ FAKE_EXPORT Result ncclCommCuDevice(Handle handle, int* device) {
   return success;
 }
 
+#ifndef FAKE_NCCL_INCOMPLETE
 FAKE_EXPORT Result ncclCommSplit(Handle handle, int color, int key, Handle* place, const Config* given) {
   const auto parent = find(handle);
   if (!parent || !place) return in_group(invalid_argument);
@@ -817,6 +818,7 @@ FAKE_EXPORT Result ncclCommSplit(Handle handle, int color, int key, Handle* plac
   if (!parent->blocking()) return in_group(begin({parent, [body] { return body(), success; }, nullptr}));
   return in_group(begin({nullptr, [parent, body] { return body(); }, color != no_color ? place : nullptr}));
 }
+#endif
 
 #if FAKE_NCCL_VERSION >= 22703
 FAKE_EXPORT Result ncclCommShrink(Handle handle, const int* excluded, int count, Handle* place, const Config* given, int flags) {

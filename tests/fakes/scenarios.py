@@ -677,6 +677,10 @@ def driver(r: Rank):
     found["no name"] = entry("cuNothing", 12000)
     found["too old"] = entry("cuLibraryLoadData", 11000)
     found["too new"] = entry("cuMemAlloc", 99999)[0]
+    child = os.fork()
+    if not child:
+        os._exit(library.cuDeviceGetCount(ctypes.byref(i32())))
+    found["forked"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return found
 
 
