@@ -86,6 +86,23 @@ def test_older_versions_lack_newer_functions(paths):
         }
 
 
+def test_several_processes_build_at_once(tmp_path):
+    code = f"from fakes.build import build; print(build({str(tmp_path)!r}, ['hccl-split'])['hccl-split'])"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", code]
+    started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert len({process.communicate(timeout=100)[0] for process in started}) == 1
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert [path.name for path in tmp_path.glob("*/**/*") if path.is_file()] == ["libhccl.so"]
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(RuntimeError, match="need a C\\+\\+20 compiler"):
+        compiler()
+
+
 def test_names_are_the_real_ones(paths):
     for path, soname in ((paths["cuda"], "libcuda.so.1"), (paths["nccl"], "libnccl.so.2")):
         assert path.name == soname and soname.encode() + b"\0" in path.read_bytes()
@@ -255,6 +272,10 @@ def test_split_shrink_revoke(ranks, non_blocking, revoke):
             assert value["hung"] and value["free"]
             assert value["small"] == [2, rank // 2, 4.0]
             assert (value.get("after"), value.get("finalize")) == ((5, 5) if revoke else (None, None))
+
+
+def test_two_communicators_in_different_orders(ranks):
+    assert set(ranks(2, "two_communicators", env={"FAKE_ONE_AT_A_TIME": "1"}).values()) == {False}
 
 
 def test_premultiplied_sums(ranks):

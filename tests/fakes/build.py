@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"mscomm-fakes-{os.getuid()}"
 
 
+def _sweep(top: Path) -> None:
+    """What other sources made a week ago or longer."""
+    for old in top.iterdir():
+        if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def _run_all(commands: Iterable[list[str]]) -> None:
     """As many at a time as there are processors."""
     waiting, running, failed = list(commands), [], []
@@ -80,12 +88,17 @@ def build(
     command += flags
     sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cc")) + sorted(HERE.glob("*.h")))
     key = hashlib.sha256(sources + repr((command, LIBRARIES)).encode()).hexdigest()[:16]
-    root = Path(folder or default_folder()).resolve() / key
+    top = Path(folder or default_folder()).resolve()
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if top.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{top} belongs to somebody else: what lies there is not loaded")
+    root = top / key
     wanted = tuple(names or LIBRARIES)
     paths = {name: root / LIBRARIES[name][0] for name in wanted}
     missing = [name for name in wanted if not paths[name].exists()]
     if missing:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
+        _sweep(top)
         with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as work:
             objects = {
                 source: f"{work}/{i}.o"

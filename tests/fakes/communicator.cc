@@ -76,6 +76,44 @@ void Communicator::launch(std::vector<Operation> operations) {
   for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*streams[i], {first, place, nullptr, false});
 }
 
+namespace {
+
+// Which devices have an operation that runs, if they take one at a time.
+std::mutex occupied_mutex;
+std::set<int>& occupied() {
+  static auto& devices = *new std::set<int>;
+  return devices;
+}
+
+// With FAKE_ONE_AT_A_TIME=1 a device has room for one operation, as a real one may: then ranks that issue those of two
+// communicators in different orders are stuck, and not only if they are unlucky.
+class Room {
+ public:
+  Room(int device, const std::function<bool()>& stopped) : device_(device) {
+    static const bool one = number("FAKE_ONE_AT_A_TIME", 0) != 0;
+    while (one && !taken_ && !stopped()) {
+      {
+        std::lock_guard lock(occupied_mutex);
+        taken_ = occupied().insert(device_).second;
+      }
+      if (!taken_) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+  ~Room() {
+    if (!taken_) return;
+    std::lock_guard lock(occupied_mutex);
+    occupied().erase(device_);
+  }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+ private:
+  const int device_;
+  bool taken_ = false;
+};
+
+}  // namespace
+
 void Communicator::run(const std::vector<Operation>& operations, uint64_t number, const Stream& stream) {
   {
     std::unique_lock lock(mutex_);
@@ -88,7 +126,10 @@ void Communicator::run(const std::vector<Operation>& operations, uint64_t number
   }
   Meeting::Watch watch = this->watch();
   watch.stopped = [this, &stream] { return stopped_.load() || stream.cancelled(); };
-  execute(operations, watch);
+  {
+    const Room room(device, watch.stopped);
+    execute(operations, watch);
+  }
   std::lock_guard lock(mutex_);
   --running_;
   changed_.notify_all();

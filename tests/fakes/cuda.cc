@@ -738,6 +738,7 @@ FAKE_EXPORT Result cuModuleUnload(Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuLibraryGetKernel(Handle*, Handle, const char*) { return invalid_handle; }
 FAKE_EXPORT Result cuKernelGetFunction(Handle*, Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuModuleGetFunction(Handle*, Handle, const char*) { return invalid_handle; }
+FAKE_EXPORT Result cuFuncLoad(Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
                                   void**) {
   return invalid_handle;
@@ -840,6 +841,7 @@ const Entry entries[] = {
     AT(cuModuleLoadData, 2000),
     AT(cuModuleUnload, 2000),
     AT(cuModuleGetFunction, 2000),
+    AT(cuFuncLoad, 12040),
     AT(cuLaunchKernel, 4000),
     AT(cuGetProcAddress, 11030),
     AT_2(cuGetProcAddress, 12000),

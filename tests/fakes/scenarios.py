@@ -506,6 +506,25 @@ def families(r: Rank):
 
 
 @scenario
+def two_communicators(r: Rank):
+    """On two streams, and rank 1 has them in the other order."""
+    comms, streams = [r.init(0), r.init(1)], [r.stream, da.new_stream(r.device)]
+    x = r.array(np.ones(8, np.float32))
+    da.synchronize(r.device)
+    for i in (0, 1) if r.rank == 0 else (1, 0):
+        r.nccl.AllReduce(x.ptr, x.ptr, 8, TYPES["float32"], 2, comms[i], streams[i])
+        time.sleep(0.1)  # it runs
+    end = time.monotonic() + 0.5
+    while not (done := all(r.done(one) for one in streams)) and time.monotonic() < end:
+        time.sleep(0.002)
+    for comm in comms:
+        r.nccl.CommAbort(comm)
+    da.synchronize(r.device, streams[1])
+    da.destroy_stream(streams[1], r.device)
+    return done
+
+
+@scenario
 def premultiplied(r: Rank):
     comm = r.init()
     found = []
