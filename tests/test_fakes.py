@@ -278,6 +278,15 @@ def test_two_communicators_in_different_orders(ranks):
     assert set(ranks(2, "two_communicators", env={"FAKE_ONE_AT_A_TIME": "1"}).values()) == {False}
 
 
+def test_several_communicators_in_one_group(ranks):
+    assert all(value == [7, 3.0, 3.0, 3.0] for value in ranks(3, "grouped_communicators").values())
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_revoked_communicator_is_split(ranks, non_blocking):
+    assert set(ranks(3, "revoked", non_blocking=non_blocking).values()) == {6.0}
+
+
 def test_premultiplied_sums(ranks):
     for value in ranks(2, "premultiplied").values():
         assert value == [2.5, 4, 4, 15.0, 4, 4]

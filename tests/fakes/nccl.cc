@@ -124,14 +124,17 @@ class Comm : public Communicator {
 
   // A call that goes on in the background, which the caller polls.
   void go_on(std::function<Result()> body) {
+    start_polls();
+    spawn([this, self = shared_from_this(), body = std::move(body)] { end_polls(body()); });
+  }
+  void start_polls() {
     ++background;
     polls = static_cast<int>(number("FAKE_IN_PROGRESS_POLLS", 2));
-    spawn([this, self = shared_from_this(), body = std::move(body)] {
-      const Result result = body();
-      int none = 0;
-      if (result) error.compare_exchange_strong(none, result);
-      --background;
-    });
+  }
+  void end_polls(Result result) {
+    int none = 0;
+    if (result) error.compare_exchange_strong(none, result);
+    --background;
   }
   // Later calls are refused until the caller has seen success.
   Result state() {
@@ -149,7 +152,7 @@ class Comm : public Communicator {
 
   const Config config;
   std::atomic<int> background{0}, polls{0};
-  std::atomic<bool> revoked{false}, finalized{false};
+  std::atomic<bool> revoked{false}, finalized{false}, aborted{false};
   std::vector<uint64_t> hosts;  // by rank
   int children = 0;
   std::map<int, Premultiplied> operators;
@@ -258,22 +261,22 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     for (const Operation& one : all) (one.stream->capturing() ? captures : runs) = true;
     if (captures && runs) return fail(invalid_usage, "some streams of the group are capturing, others not");
   }
-  Result result = success;
-  for (auto& [comm, all] : by_comm) {
-    if (comm->blocking()) {
-      Communicator::Inside inside(cuda(), comm.get());
-      comm->launch(std::move(all));
-      continue;
-    }
-    result = in_progress;
-    comm->go_on([raw = comm.get(), all = std::move(all)]() mutable {
-      // The stream has nothing of it yet when the call returns.
-      std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
-      raw->launch(std::move(all));
-      return success;
-    });
+  const bool blocks = std::all_of(by_comm.begin(), by_comm.end(), [](const auto& one) { return one.first->blocking(); });
+  if (blocks) {
+    for (auto& [comm, all] : by_comm) comm->launch(std::move(all));
+    return success;
   }
-  return result;
+  for (auto& [comm, all] : by_comm) comm->start_polls();
+  // All in one thread: in the order in which the group has its communicators.
+  spawn([by_comm = std::move(by_comm)]() mutable {
+    // The stream has nothing of it yet when the call returns.
+    std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
+    for (auto& [comm, all] : by_comm) {
+      comm->launch(std::move(all));
+      comm->end_polls(success);
+    }
+  });
+  return in_progress;
 }
 
 // Together, as they wait for each other.
@@ -452,7 +455,9 @@ Result init(Handle* place, int size, const UniqueId* ids, int count, int rank, c
 // Of all ranks: which of them are together, and in which order.
 [[maybe_unused]] Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
   std::vector<Meeting::Words> all;
-  if (!parent.meeting().exchange({color, key, 0, 0}, all, parent.watch())) return fail(internal_error, "stopped in a split");
+  Meeting::Watch watch = parent.watch();
+  watch.stopped = [&] { return parent.aborted.load(); };  // a revoked one can still be split
+  if (!parent.meeting().exchange({color, key, 0, 0}, all, watch)) return fail(internal_error, "stopped in a split");
   const int nth = ++parent.children;
   if (color == no_color) return success;
   std::vector<std::pair<int64_t, int>> members;
@@ -731,6 +736,7 @@ FAKE_EXPORT Result ncclCommAbort(Handle handle) {
   const auto comm = find(handle);
   if (!comm) return invalid_argument;
   Communicator::Inside inside(cuda(), comm.get());
+  comm->aborted = true;
   comm->stop();
   comm->settle();
   comm->meeting().leave();

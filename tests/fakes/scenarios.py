@@ -513,7 +513,6 @@ def two_communicators(r: Rank):
     da.synchronize(r.device)
     for i in (0, 1) if r.rank == 0 else (1, 0):
         r.nccl.AllReduce(x.ptr, x.ptr, 8, TYPES["float32"], 2, comms[i], streams[i])
-        time.sleep(0.1)  # it runs
     end = time.monotonic() + 0.5
     while not (done := all(r.done(one) for one in streams)) and time.monotonic() < end:
         time.sleep(0.002)
@@ -522,6 +521,49 @@ def two_communicators(r: Rank):
     da.synchronize(r.device, streams[1])
     da.destroy_stream(streams[1], r.device)
     return done
+
+
+@scenario
+def grouped_communicators(r: Rank):
+    """Several in one group, on one stream: in the order of the group, on all ranks."""
+    comms = [r.init(i, config(blocking=0)) for i in range(3)]
+    for comm in comms:
+        r.nccl.wait(comm)
+    xs = [r.array(np.full(8, r.rank + 1, np.float32)) for _ in comms]
+    for _ in range(30):
+        r.nccl.GroupStart()
+        for comm, x in zip(comms, xs, strict=True):
+            r.all_reduce(x, comm, "max")
+        code = r.nccl.GroupEnd()
+        for comm in comms:
+            r.nccl.wait(comm)
+    values = [float(x.to_numpy()[0]) for x in xs]
+    for comm in comms:
+        r.nccl.CommDestroy(comm)
+    return [code, *values]
+
+
+@scenario
+def revoked(r: Rank):
+    """By all, in the middle of what never ends; then it is split."""
+    comm = r.init(given=config(blocking=0) if r.arguments.get("non_blocking") else None)
+    r.nccl.wait(comm)
+    x = r.array(np.full(5, r.rank + 1, np.float32))
+    da.synchronize(r.device)
+    if r.rank:
+        r.all_reduce(x, comm)
+        r.nccl.wait(comm)
+    r.nccl.CommRevoke(comm, 0)
+    da.synchronize(r.device)
+    child = r.nccl.split(comm, 0, 0)
+    r.nccl.wait(child)
+    y = r.array(np.full(5, r.rank + 1, np.float32))
+    r.all_reduce(y, child)
+    r.nccl.wait(child)
+    value = float(y.to_numpy()[0])
+    r.nccl.CommDestroy(child)
+    r.nccl.CommDestroy(comm)
+    return value
 
 
 @scenario
@@ -547,21 +589,17 @@ def misuse(r: Rank):
     nccl, comm = r.nccl, r.init()
     what = r.arguments["what"]
     if what == "threads":
-        barrier = threading.Barrier(2)
-        arrays = [r.array(np.ones(8, np.float32)) for _ in range(2)]
+        # One thread waits in a call for the stream, another calls meanwhile.
+        x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
-
-        def issue(which):
-            barrier.wait()
-            for _ in range(3000):
-                nccl.AllReduce(arrays[which].ptr, arrays[which].ptr, 1, 7, 2, comm, r.stream)
-
-        threads = [threading.Thread(target=issue, args=(i,)) for i in range(2)]
-        for thread in threads:
+        with compute.hold(r.device):
+            r.all_reduce(x, comm)
+            thread = threading.Thread(target=nccl.CommFinalize, args=(comm,))
             thread.start()
-        for thread in threads:
-            thread.join()
-        da.synchronize(r.device)
+            end = time.monotonic() + 30
+            while not da.counters()["violations"] and time.monotonic() < end:
+                nccl.code("AllReduce", x.ptr, x.ptr, 8, 7, 2, comm, r.stream)
+        thread.join()
     elif what == "grouped":
         # One thread has begun a group, another calls meanwhile.
         x = r.array(np.ones(8, np.float32))
