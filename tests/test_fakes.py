@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fakes.build import CUDA, build, compiler
 from fakes.launch import launch
-from fakes.nccl_calls import Nccl
+from fakes.nccl_calls import IN_PROGRESS, INVALID_USAGE, TYPES, Config, Nccl, UniqueId
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,7 @@ def test_other_versions(ranks, paths, version):
 
 
 def test_older_versions_lack_newer_functions(paths):
+    assert b"ncclCommSplit\0" not in paths["nccl-incomplete"].read_bytes()
     names = {version: paths[f"nccl-{version}"].read_bytes() for version in (21803, 22809, 23203)}
     for function, since in {
         "ncclCommSplit": 21803,
@@ -83,6 +86,23 @@ def test_older_versions_lack_newer_functions(paths):
         }
 
 
+def test_several_processes_build_at_once(tmp_path):
+    code = f"from fakes.build import build; print(build({str(tmp_path)!r}, ['hccl-split'])['hccl-split'])"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", code]
+    started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert len({process.communicate(timeout=100)[0] for process in started}) == 1
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert [path.name for path in tmp_path.glob("*/**/*") if path.is_file()] == ["libhccl.so"]
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(RuntimeError, match="need a C\\+\\+20 compiler"):
+        compiler()
+
+
 def test_names_are_the_real_ones(paths):
     for path, soname in ((paths["cuda"], "libcuda.so.1"), (paths["nccl"], "libnccl.so.2")):
         assert path.name == soname and soname.encode() + b"\0" in path.read_bytes()
@@ -93,10 +113,10 @@ def test_every_type_is_reduced_and_rounded(ranks, size):
     assert all(bad == [] for bad in ranks(size, "dtypes", env={"FAKE_DELAY_US": "0"}).values())
 
 
-@pytest.mark.parametrize(("sleep", "delay"), [(0, 200_000), (0.3, 300)])
-def test_nothing_is_there_before_the_stream(ranks, sleep, delay):
-    for value in ranks(2, "is_late", env={"FAKE_DELAY_US": str(delay)}, sleep=sleep).values():
-        assert value == {"early": False, "seen": 1.0 if sleep else None, "later": 2.0}
+@pytest.mark.parametrize(("held", "delay"), [(True, 300), (False, 400_000)])
+def test_nothing_is_there_before_the_stream(ranks, held, delay):
+    for value in ranks(2, "is_late", env={"FAKE_DELAY_US": str(delay)}, held=held).values():
+        assert value == {"early": False, "seen": 1.0 if held else None, "later": 2.0}
 
 
 def test_another_stream_must_be_waited_for(ranks):
@@ -130,12 +150,19 @@ def test_a_rank_that_dies_while_the_device_works(ranks):
     assert values[0] == {"hung": True, "state": 0, "free": True}
 
 
-@pytest.mark.parametrize("polls", [0, 5])
+@pytest.mark.parametrize("polls", [2, 5])
 def test_non_blocking_calls_are_polled(ranks, polls):
     for value in ranks(2, "non_blocking", env={"FAKE_IN_PROGRESS_POLLS": str(polls)}).values():
-        assert value.pop("finalized") in ([7, 0], [0, 0])
-        assert value.pop("first") in ((7,) if polls else (7, 0))
-        assert value == {"too_soon": 4, "made": 0, "called": 7, "twice": 4, "enqueued": 0, "value": 2.0}
+        assert value == {
+            "first": 7,
+            "too_soon": 4,
+            "made": 0,
+            "called": 7,
+            "twice": 4,
+            "enqueued": 0,
+            "value": 2.0,
+            "finalized": [7, 0],
+        }
 
 
 def test_a_missing_rank_hangs_init_until_abort(ranks):
@@ -247,6 +274,19 @@ def test_split_shrink_revoke(ranks, non_blocking, revoke):
             assert (value.get("after"), value.get("finalize")) == ((5, 5) if revoke else (None, None))
 
 
+def test_two_communicators_in_different_orders(ranks):
+    assert set(ranks(2, "two_communicators", env={"FAKE_ONE_AT_A_TIME": "1"}).values()) == {False}
+
+
+def test_several_communicators_in_one_group(ranks):
+    assert all(value == [7, 3.0, 3.0, 3.0] for value in ranks(3, "grouped_communicators").values())
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_revoked_communicator_is_split(ranks, non_blocking):
+    assert set(ranks(3, "revoked", non_blocking=non_blocking).values()) == {6.0}
+
+
 def test_premultiplied_sums(ranks):
     for value in ranks(2, "premultiplied").values():
         assert value == [2.5, 4, 4, 15.0, 4, 4]
@@ -262,12 +302,56 @@ def test_premultiplied_sums(ranks):
         ("overlap", "overlap", [0, 0]),
         ("old symbol", "old_symbol", [1]),
         ("threads", "threads", [0, 0]),
+        ("grouped", "threads", [0, 0]),
     ],
 )
 def test_misuse_is_told(ranks, what, kind, codes):
     value, counters = ranks(1, "misuse", what=what, clean=False, settle=False)[0]
     assert value == codes
     assert set(counters["violations"]) == {kind}
+
+
+def test_arrays_by_dlpack(ranks):
+    assert ranks(1, "dlpack")[0] == {
+        "device": [2, 0],
+        "told": [True, 2, 2, 4, 16, 1],
+        "layout": [3, 2, 4, 2],
+        "held": [1, 0],
+        "major": 1,
+        "ordered": 1.0,
+    }
+
+
+def real_header() -> Path | None:
+    """Of NCCL, where a wheel of it is installed or MSCOMM_TEST_NCCL_HEADER says."""
+    named = os.environ.get("MSCOMM_TEST_NCCL_HEADER")
+    places = [Path(named)] if named else [Path(one) / "nvidia/nccl/include/nccl.h" for one in sys.path]
+    return next((place for place in places if place.exists()), None)
+
+
+@pytest.mark.skipif(real_header() is None, reason="no nccl.h: install nvidia-nccl-cu12 or set MSCOMM_TEST_NCCL_HEADER")
+def test_numbers_and_layouts_are_those_of_the_real_header(tmp_path):
+    header = real_header()
+    text = header.read_text()
+    (tmp_path / "cuda_runtime.h").write_text(
+        "#include <stddef.h>\n#include <stdint.h>\ntypedef struct S* cudaStream_t; typedef struct E* cudaEvent_t;\n"
+    )
+    for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "nccl.h").write_text(text)
+    size = int(re.search(r"NCCL_VERSION_CODE (\d+)", text)[1]) if re.search(r"NCCL_VERSION_CODE (\d+)", text) else 0
+    fields = [name for name, *_ in Config._fields_ if name not in ("later",) and re.search(rf"\b{name};", text)]
+    checks = [f"offsetof(ncclConfig_t, {name}) == {getattr(Config, name).offset}" for name in fields]
+    checks += [f"sizeof(ncclUniqueId) == {ctypes.sizeof(UniqueId)}", f"NCCL_VERSION_CODE == {size}"]
+    checks += [f"ncclInProgress == {IN_PROGRESS}", f"ncclInvalidUsage == {INVALID_USAGE}", "ncclAvg == 4"]
+    checks += [f"ncclBfloat16 == {TYPES['bfloat16']}", f"ncclFloat64 == {TYPES['float64']}", "ncclRemoteError == 6"]
+    source = tmp_path / "check.cc"
+    asserts = "\n".join(f"static_assert({check});" for check in checks)
+    source.write_text(f"#include <climits>\n#include <cstddef>\n#include <nccl.h>\n{asserts}\n")
+    command = [*compiler(), "-std=c++20", "-fsyntax-only", f"-I{tmp_path}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(fields) > 8
 
 
 def test_a_graph_is_launched_again(ranks):
@@ -301,6 +385,7 @@ def test_the_driver(ranks):
         "no name": [0, 1, None],
         "too old": [0, 2, None],
         "too new": 1,
+        "forked": 3,
     }
 
 

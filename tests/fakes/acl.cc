@@ -34,7 +34,7 @@ enum : Error {
 
 std::atomic<pid_t> initialized{0};
 std::mutex devices_mutex;
-std::map<int, int> devices_set;  // how often each was set and not reset
+auto& devices_set = *new std::map<int, int>;  // how often each was set and not reset
 
 Context context_of(int device) { return device < 0 ? 0 : 0xACE00000 + 256 * (static_cast<Context>(device) + 1); }
 

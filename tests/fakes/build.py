@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for version in NCCL_VERSIONS
     },
+    # Without ncclCommSplit, which every version that is supported has: what a loader says of a broken copy.
+    "nccl-incomplete": ("nccl-incomplete/libnccl.so.2", ("nccl.cc -DFAKE_NCCL_INCOMPLETE", *COMMUNICATION)),
     # The runtime under its old name and its new one.
     "acl": ("libascendcl.so", ("acl.cc", *MACHINE)),
     "acl-rt": ("acl-rt/libacl_rt.so", ("acl.cc", *MACHINE)),
@@ -35,7 +38,7 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
     "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
 }
-CUDA = ("cuda", *(f"nccl-{version}" for version in NCCL_VERSIONS))
+CUDA = ("cuda", *(f"nccl-{version}" for version in NCCL_VERSIONS), "nccl-incomplete")
 ASCEND = ("acl", "acl-rt", "hccl", "hccl-split", "hcomm")
 
 
@@ -51,6 +54,13 @@ def compiler() -> list[str]:
 def default_folder() -> Path:
     """Of this user, kept between runs."""
     return Path(tempfile.gettempdir()) / f"mscomm-fakes-{os.getuid()}"
+
+
+def _sweep(top: Path) -> None:
+    """What other sources made a week ago or longer."""
+    for old in top.iterdir():
+        if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
@@ -78,12 +88,17 @@ def build(
     command += flags
     sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cc")) + sorted(HERE.glob("*.h")))
     key = hashlib.sha256(sources + repr((command, LIBRARIES)).encode()).hexdigest()[:16]
-    root = Path(folder or default_folder()).resolve() / key
+    top = Path(folder or default_folder()).resolve()
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if top.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{top} belongs to somebody else: what lies there is not loaded")
+    root = top / key
     wanted = tuple(names or LIBRARIES)
     paths = {name: root / LIBRARIES[name][0] for name in wanted}
     missing = [name for name in wanted if not paths[name].exists()]
     if missing:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
+        _sweep(top)
         with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as work:
             objects = {
                 source: f"{work}/{i}.o"
@@ -95,7 +110,14 @@ def build(
             )
             _run_all(
                 [
-                    *(*command, "-shared", "-Wl,-z,defs", f"-Wl,-soname,{paths[name].name}", "-o", f"{work}/{name}"),
+                    *(
+                        *command,
+                        "-shared",
+                        *(() if flags else ("-Wl,-z,defs",)),
+                        f"-Wl,-soname,{paths[name].name}",
+                        "-o",
+                        f"{work}/{name}",
+                    ),
                     *(objects[source] for source in LIBRARIES[name][1]),
                     "-ldl",
                 ]

@@ -15,6 +15,46 @@ namespace {
 
 constexpr std::chrono::milliseconds look_again{3};
 
+// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued them: ranks that issue
+// those of two communicators in different orders are stuck for certain, and not only if they are unlucky.
+class Turns {
+ public:
+  explicit Turns(int device) : device_(device) {
+    std::lock_guard lock(mutex());
+    mine_ = next()++;
+    waiting()[device].insert(mine_);
+  }
+  ~Turns() {
+    std::lock_guard lock(mutex());
+    waiting()[device_].erase(mine_);
+  }
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+
+  bool has_come() const {
+    static const bool counts = number("FAKE_ONE_AT_A_TIME", 0) != 0;
+    std::lock_guard lock(mutex());
+    return !counts || *waiting()[device_].begin() == mine_;
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static auto& one = *new std::mutex;
+    return one;
+  }
+  static std::map<int, std::set<uint64_t>>& waiting() {
+    static auto& all = *new std::map<int, std::set<uint64_t>>;
+    return all;
+  }
+  static uint64_t& next() {
+    static uint64_t number = 0;
+    return number;
+  }
+
+  const int device_;
+  uint64_t mine_;
+};
+
 // Which thread is inside a call on which communicator.
 std::mutex inside_mutex;
 std::map<const Communicator*, std::pair<std::thread::id, int>>& inside() {
@@ -70,9 +110,14 @@ void Communicator::launch(std::vector<Operation> operations) {
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
   // Over when the stream forgets it, whether it ran or was cancelled.
-  const std::shared_ptr<void> ticket(nullptr, [self, number](void*) { self->finish(number); });
-  const uint64_t place =
-      first->enqueue([self, work, number, ticket, stream = first.get()] { self->run(*work, number, *stream); });
+  const std::shared_ptr<Turns> turn(new Turns(device), [self, number](Turns* own) {
+    delete own;
+    self->finish(number);
+  });
+  const uint64_t place = first->enqueue([self, work, number, turn, stream = first.get()] {
+    while (!turn->has_come() && !self->stopped_ && !stream->cancelled()) std::this_thread::sleep_for(look_again / 3);
+    self->run(*work, number, *stream);
+  });
   for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*streams[i], {first, place, nullptr, false});
 }
 

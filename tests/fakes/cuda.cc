@@ -65,9 +65,10 @@ std::atomic<pid_t> initialized{0};
 
 // Primary contexts by device, how often each was retained.
 std::mutex retained_mutex;
-std::map<Device, int> retained;
-std::map<Handle, bool> without_timing;      // events
-thread_local std::vector<Device> contexts;  // -1: none
+// Never destroyed: threads of the library that is tested may still call when the process ends.
+auto& retained = *new std::map<Device, int>;
+auto& without_timing = *new std::map<Handle, bool>;  // events
+thread_local std::vector<Device> contexts;           // -1: none
 
 int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
 
@@ -737,6 +738,7 @@ FAKE_EXPORT Result cuModuleUnload(Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuLibraryGetKernel(Handle*, Handle, const char*) { return invalid_handle; }
 FAKE_EXPORT Result cuKernelGetFunction(Handle*, Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuModuleGetFunction(Handle*, Handle, const char*) { return invalid_handle; }
+FAKE_EXPORT Result cuFuncLoad(Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
                                   void**) {
   return invalid_handle;
@@ -839,6 +841,7 @@ const Entry entries[] = {
     AT(cuModuleLoadData, 2000),
     AT(cuModuleUnload, 2000),
     AT(cuModuleGetFunction, 2000),
+    AT(cuFuncLoad, 12040),
     AT(cuLaunchKernel, 4000),
     AT(cuGetProcAddress, 11030),
     AT_2(cuGetProcAddress, 12000),

@@ -492,34 +492,37 @@ class _ManagedVersioned(ctypes.Structure):
     )
 
 
+# Prototypes of our own: those of ctypes.pythonapi are shared by all who set them.
+_capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+_capsule_is = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+# The capsule keeps the address of its name.
+_NAME, _NAME_VERSIONED = b"dltensor", b"dltensor_versioned"
+
+
 @_Deleter
 def _delete(address):
     _managed.pop(address, None)
 
 
-@ctypes.CFUNCTYPE(None, c_void_p)
+@ctypes.PYFUNCTYPE(None, c_void_p)
 def _drop_capsule(capsule):
     # Only if nobody took it: then it would have been renamed.
-    for name in (b"dltensor", b"dltensor_versioned"):
-        if ctypes.pythonapi.PyCapsule_IsValid(c_void_p(capsule), name):
-            get = ctypes.pythonapi.PyCapsule_GetPointer
-            get.restype, get.argtypes = c_void_p, [c_void_p, c_char_p]
-            _managed.pop(get(capsule, name), None)
+    for name in (_NAME, _NAME_VERSIONED):
+        if _capsule_is(capsule, name):
+            _managed.pop(_capsule_pointer(capsule, name), None)
 
 
 def _capsule(array: DeviceArray, versioned: bool):
-    kind = array.dtype.name
-    code = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}.get(array.dtype.kind, 4 if kind == "bfloat16" else 3)
+    code = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}.get(array.dtype.kind, 4 if array.dtype.name == "bfloat16" else 3)
     dimensions = c_int64 * max(array.ndim, 1)
     shape, strides = dimensions(*array.shape), dimensions(*(s // array.itemsize for s in array.strides))
     tensor = _Tensor(array.ptr, 2, array.device, array.ndim, code, 8 * array.itemsize, 1, shape, strides, 0)
     managed = _ManagedVersioned(1, 0, None, _delete, 0, tensor) if versioned else _Managed(tensor, None, _delete)
     address = ctypes.addressof(managed)
     _managed[address] = (managed, array, shape, strides)
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [c_void_p, c_char_p, c_void_p]
-    name = b"dltensor_versioned" if versioned else b"dltensor"
-    return new(address, name, ctypes.cast(_drop_capsule, c_void_p))
+    name = _NAME_VERSIONED if versioned else _NAME
+    return _capsule_new(address, name, ctypes.cast(_drop_capsule, c_void_p))
 
 
 class compute:
@@ -531,7 +534,20 @@ class compute:
             runtime().call("fake_sleep", c_int(int(seconds * 1e6)), c_uint64(current_stream()))
 
     @staticmethod
-    def add(array: DeviceArray, value: float, delay: float = 0.02) -> DeviceArray:
+    @contextlib.contextmanager
+    def hold(device: int = 0):
+        """The current stream gets no further than here before the block ends: for tests that need no luck with time."""
+        library = runtime().library
+        library.fake_hold.restype = c_int64
+        with runtime().on(device):
+            gate = library.fake_hold(c_uint64(current_stream()))
+        try:
+            yield
+        finally:
+            library.fake_release(c_int64(gate))
+
+    @staticmethod
+    def add(array: DeviceArray, value: float, delay: float = 0) -> DeviceArray:
         """Of contiguous float32."""
         if array.dtype != np.float32 or not array.is_contiguous():
             raise TypeError("compute.add: contiguous float32 alone")
@@ -547,6 +563,7 @@ class compute:
         return array
 
     @staticmethod
-    def fill(array: DeviceArray, value, delay: float = 0.02) -> DeviceArray:
-        compute.sleep(delay, array.device)
+    def fill(array: DeviceArray, value, delay: float = 0) -> DeviceArray:
+        if delay:
+            compute.sleep(delay, array.device)
         return array.copy_(DeviceArray.from_numpy(np.full(array.shape, value, array.dtype), array.device))

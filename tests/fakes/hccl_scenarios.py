@@ -197,15 +197,16 @@ def runtime(r: Rank):
     found["device"] = library.aclrtSetDevice(i32(99))
     x = r.array(np.zeros(8, np.float32))
     da.synchronize(r.device)
-    compute.add(x, 1.0, delay=0.3)
     status, event = i32(-1), handle()
-    r.acl.call("aclrtStreamQuery", handle(r.stream), ctypes.byref(status))
-    found["stream"] = [status.value]
-    r.acl.call("aclrtCreateEventWithFlag", ctypes.byref(event), ctypes.c_uint(1))
-    r.acl.call("aclrtRecordEvent", event, handle(r.stream))
-    r.acl.call("aclrtQueryEventStatus", event, ctypes.byref(status))
-    found["event"] = [status.value]
-    found["timeouts"] = [r.wait(1), library.aclrtSynchronizeEventWithTimeout(event, i32(1))]
+    with compute.hold(r.device):
+        compute.add(x, 1.0)
+        r.acl.call("aclrtStreamQuery", handle(r.stream), ctypes.byref(status))
+        found["stream"] = [status.value]
+        r.acl.call("aclrtCreateEventWithFlag", ctypes.byref(event), ctypes.c_uint(1))
+        r.acl.call("aclrtRecordEvent", event, handle(r.stream))
+        r.acl.call("aclrtQueryEventStatus", event, ctypes.byref(status))
+        found["event"] = [status.value]
+        found["timeouts"] = [r.wait(1), library.aclrtSynchronizeEventWithTimeout(event, i32(1))]
     r.acl.call("aclrtSynchronizeEvent", event)
     r.acl.call("aclrtQueryEventStatus", event, ctypes.byref(status))
     found["event"].append(status.value)

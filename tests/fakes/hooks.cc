@@ -1,7 +1,10 @@
 // What tests ask of a vendor's runtime beside the vendor's own functions.
 #include <unistd.h>
 
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <vector>
 
 #include "engine.h"
@@ -47,6 +50,37 @@ FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
   if (!stream) return no_stream;
   stream->enqueue([=] { usleep(static_cast<useconds_t>(microseconds)); }, false);
   return 0;
+}
+
+namespace {
+std::mutex gates_mutex;
+std::condition_variable gates_changed;
+auto& closed_gates = *new std::set<int64_t>;
+int64_t last_gate = 0;
+}  // namespace
+
+// The stream waits there until fake_release() of the number that this gives; -1 without such a stream.
+FAKE_EXPORT int64_t fake_hold(Handle handle) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return -1;
+  int64_t gate;
+  {
+    std::lock_guard lock(gates_mutex);
+    closed_gates.insert(gate = ++last_gate);
+  }
+  stream->enqueue(
+      [gate] {
+        std::unique_lock lock(gates_mutex);
+        gates_changed.wait(lock, [&] { return !closed_gates.count(gate); });
+      },
+      false);
+  return gate;
+}
+
+FAKE_EXPORT int fake_release(int64_t gate) {
+  std::lock_guard lock(gates_mutex);
+  gates_changed.notify_all();
+  return closed_gates.erase(gate) ? 0 : no_stream;
 }
 
 // A strided copy, as a framework's kernel does it: shape and strides in elements of `size` bytes, at most 8 dimensions.

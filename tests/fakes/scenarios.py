@@ -198,14 +198,17 @@ def is_late(r: Rank):
     comm = r.init()
     x = r.array(np.ones(10, np.float32))
     da.synchronize(r.device)
-    compute.sleep(r.arguments["sleep"])
-    r.all_reduce(x, comm)
-    early = r.done()
     side = da.new_stream(r.device)
     seen = None
-    if r.arguments["sleep"]:
-        with da.stream(side):
-            seen = float(x.to_numpy()[0])
+    if r.arguments["held"]:
+        with compute.hold(r.device):
+            r.all_reduce(x, comm)
+            early = r.done()
+            with da.stream(side):
+                seen = float(x.to_numpy()[0])
+    else:
+        r.all_reduce(x, comm)
+        early = r.done()
     later = float(x.to_numpy()[0])
     da.destroy_stream(side, r.device)
     r.nccl.CommDestroy(comm)
@@ -219,11 +222,12 @@ def late_producer(r: Rank):
     x = r.array(np.zeros(4, np.float32))
     da.synchronize(r.device)
     other = da.new_stream(r.device)
-    compute.add(x, 1.0, delay=0.3)
     out = r.empty(4)
-    with da.stream(other):
-        r.all_reduce(x, comm, out=out)
-        unordered = float(out.to_numpy()[0])
+    with compute.hold(r.device):
+        compute.add(x, 1.0)
+        with da.stream(other):
+            r.all_reduce(x, comm, out=out)
+            unordered = float(out.to_numpy()[0])
     r.all_reduce(x, comm, out=out)
     ordered = float(out.to_numpy()[0])
     da.destroy_stream(other, r.device)
@@ -502,6 +506,67 @@ def families(r: Rank):
 
 
 @scenario
+def two_communicators(r: Rank):
+    """On two streams, and rank 1 has them in the other order."""
+    comms, streams = [r.init(0), r.init(1)], [r.stream, da.new_stream(r.device)]
+    x = r.array(np.ones(8, np.float32))
+    da.synchronize(r.device)
+    for i in (0, 1) if r.rank == 0 else (1, 0):
+        r.nccl.AllReduce(x.ptr, x.ptr, 8, TYPES["float32"], 2, comms[i], streams[i])
+    end = time.monotonic() + 0.5
+    while not (done := all(r.done(one) for one in streams)) and time.monotonic() < end:
+        time.sleep(0.002)
+    for comm in comms:
+        r.nccl.CommAbort(comm)
+    da.synchronize(r.device, streams[1])
+    da.destroy_stream(streams[1], r.device)
+    return done
+
+
+@scenario
+def grouped_communicators(r: Rank):
+    """Several in one group, on one stream: in the order of the group, on all ranks."""
+    comms = [r.init(i, config(blocking=0)) for i in range(3)]
+    for comm in comms:
+        r.nccl.wait(comm)
+    xs = [r.array(np.full(8, r.rank + 1, np.float32)) for _ in comms]
+    for _ in range(30):
+        r.nccl.GroupStart()
+        for comm, x in zip(comms, xs, strict=True):
+            r.all_reduce(x, comm, "max")
+        code = r.nccl.GroupEnd()
+        for comm in comms:
+            r.nccl.wait(comm)
+    values = [float(x.to_numpy()[0]) for x in xs]
+    for comm in comms:
+        r.nccl.CommDestroy(comm)
+    return [code, *values]
+
+
+@scenario
+def revoked(r: Rank):
+    """By all, in the middle of what never ends; then it is split."""
+    comm = r.init(given=config(blocking=0) if r.arguments.get("non_blocking") else None)
+    r.nccl.wait(comm)
+    x = r.array(np.full(5, r.rank + 1, np.float32))
+    da.synchronize(r.device)
+    if r.rank:
+        r.all_reduce(x, comm)
+        r.nccl.wait(comm)
+    r.nccl.CommRevoke(comm, 0)
+    da.synchronize(r.device)
+    child = r.nccl.split(comm, 0, 0)
+    r.nccl.wait(child)
+    y = r.array(np.full(5, r.rank + 1, np.float32))
+    r.all_reduce(y, child)
+    r.nccl.wait(child)
+    value = float(y.to_numpy()[0])
+    r.nccl.CommDestroy(child)
+    r.nccl.CommDestroy(comm)
+    return value
+
+
+@scenario
 def premultiplied(r: Rank):
     comm = r.init()
     found = []
@@ -524,28 +589,34 @@ def misuse(r: Rank):
     nccl, comm = r.nccl, r.init()
     what = r.arguments["what"]
     if what == "threads":
-        barrier = threading.Barrier(2)
-        arrays = [r.array(np.ones(8, np.float32)) for _ in range(2)]
+        # One thread waits in a call for the stream, another calls meanwhile.
+        x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
-
-        def issue(which):
-            barrier.wait()
-            for _ in range(3000):
-                nccl.AllReduce(arrays[which].ptr, arrays[which].ptr, 1, 7, 2, comm, r.stream)
-
-        threads = [threading.Thread(target=issue, args=(i,)) for i in range(2)]
-        for thread in threads:
+        with compute.hold(r.device):
+            r.all_reduce(x, comm)
+            thread = threading.Thread(target=nccl.CommFinalize, args=(comm,))
             thread.start()
-        for thread in threads:
-            thread.join()
+            end = time.monotonic() + 30
+            while not da.counters()["violations"] and time.monotonic() < end:
+                nccl.code("AllReduce", x.ptr, x.ptr, 8, 7, 2, comm, r.stream)
+        thread.join()
+    elif what == "grouped":
+        # One thread has begun a group, another calls meanwhile.
+        x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
+        nccl.GroupStart()
+        r.all_reduce(x, comm)
+        thread = threading.Thread(target=nccl.AllReduce, args=(x.ptr, x.ptr, 8, 7, 2, comm, r.stream))
+        thread.start()
+        thread.join()
+        nccl.GroupEnd()
     elif what == "freed":
         x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
-        compute.sleep(0.2)
-        r.all_reduce(x, comm)
-        r.cuda.call("cuMemFree_v2", ctypes.c_uint64(x.ptr))
-        x._memory.pointer = 0
+        with compute.hold(r.device):
+            r.all_reduce(x, comm)
+            r.cuda.call("cuMemFree_v2", ctypes.c_uint64(x.ptr))
+            x._memory.pointer = 0
     elif what == "host":
         x = np.ones(8, np.float32)
         nccl.AllReduce(x.ctypes.data, x.ctypes.data, 8, 7, 0, comm, r.stream)
@@ -622,12 +693,12 @@ def driver(r: Rank):
     event = u64()
     r.cuda.call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(2))
     found["unrecorded"] = code("cuEventQuery", event)
-    compute.sleep(0.2)
-    r.cuda.call("cuEventRecord", event, u64(r.stream))
-    found["recorded"] = code("cuEventQuery", event)
     side = da.new_stream(r.device)
-    r.cuda.call("cuStreamWaitEvent", u64(side), event, ctypes.c_uint(0))
-    found["side"] = code("cuStreamQuery", u64(side))
+    with compute.hold(r.device):
+        r.cuda.call("cuEventRecord", event, u64(r.stream))
+        found["recorded"] = code("cuEventQuery", event)
+        r.cuda.call("cuStreamWaitEvent", u64(side), event, ctypes.c_uint(0))
+        found["side"] = code("cuStreamQuery", u64(side))
     r.cuda.call("cuStreamSynchronize", u64(side))
     found["then"] = code("cuEventQuery", event)
     r.cuda.call("cuEventDestroy_v2", event)
@@ -635,10 +706,10 @@ def driver(r: Rank):
     polite = da.new_stream(r.device, blocking=True)
     y = r.array(np.zeros(4, np.float32))
     da.synchronize(r.device)
-    with da.stream(polite):
-        compute.add(y, 1.0, delay=0.2)
-    with da.stream(side):
-        found["beside"] = float(y.to_numpy()[0])
+    with da.stream(polite), compute.hold(r.device):
+        compute.add(y, 1.0, delay=0.1)
+        with da.stream(side):
+            found["beside"] = float(y.to_numpy()[0])
     with da.stream(da.LEGACY):
         found["legacy"] = float(y.to_numpy()[0])
     with da.stream(da.PER_THREAD):
@@ -663,6 +734,10 @@ def driver(r: Rank):
     found["no name"] = entry("cuNothing", 12000)
     found["too old"] = entry("cuLibraryLoadData", 11000)
     found["too new"] = entry("cuMemAlloc", 99999)[0]
+    child = os.fork()
+    if not child:
+        os._exit(library.cuDeviceGetCount(ctypes.byref(i32())))
+    found["forked"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return found
 
 
@@ -696,10 +771,12 @@ def arrays(r: Rank):
     described = x[::2].__cuda_array_interface__
     with da.stream(da.LEGACY):
         plain = x.__cuda_array_interface__
-    filled = compute.fill(r.array(np.ones(3)), 7.0, delay=0.1)
-    side = da.new_stream(r.device)
-    with da.stream(side):
-        early = float(filled.to_numpy()[0])
+    side, filled = da.new_stream(r.device), r.array(np.ones(3))
+    da.synchronize(r.device)
+    with compute.hold(r.device):
+        compute.fill(filled, 7.0)
+        with da.stream(side):
+            early = float(filled.to_numpy()[0])
     da.destroy_stream(side, r.device)
     return {
         "bad": bad,
@@ -710,6 +787,33 @@ def arrays(r: Rank):
         else None,
         "fill": [early, float(filled.to_numpy()[0])],
     }
+
+
+@scenario
+def dlpack(r: Rank):
+    """A capsule has what the array is, the consumer's stream waits, and it is given back with the capsule."""
+    x = r.array(np.arange(12, dtype=EXTRA.get("bfloat16", np.float16)).reshape(3, 4))[:, ::2]
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    get = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+    found = {"device": x.__dlpack_device__()}
+    capsule = x.__dlpack__(stream=-1)
+    tensor = da._Managed.from_address(get(capsule, b"dltensor")).tensor
+    found["told"] = [tensor.data == x.ptr, tensor.device_type, tensor.ndim, tensor.code, tensor.bits, tensor.lanes]
+    found["layout"] = [*tensor.shape[:2], *tensor.strides[:2]]
+    held = len(da._managed)
+    del capsule, tensor
+    found["held"] = [held, len(da._managed)]
+    capsule = x.__dlpack__(stream=-1, max_version=(1, 0))
+    found["major"] = da._ManagedVersioned.from_address(get(capsule, b"dltensor_versioned")).major
+    del capsule
+    y = r.array(np.zeros(4, np.float32))
+    compute.add(y, 1.0, delay=0.2)
+    side = da.new_stream(r.device)
+    y.__dlpack__(stream=side)
+    with da.stream(side):
+        found["ordered"] = float(y.to_numpy()[0])
+    da.destroy_stream(side, r.device)
+    return found
 
 
 @scenario
