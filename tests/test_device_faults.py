@@ -125,8 +125,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
         error = ends(lambda: mscomm.barrier(timeout=30))
         assert type(error) is mscomm.CollectiveTimeout and error.waiting_for == (1,), error
         tell(f"raised {rank}")
-    with pytest.raises(mscomm.CollectiveTimeout, match="Waiting for: rank 1"):
-        mscomm.all_reduce(x)
+    error = ends(lambda: mscomm.all_reduce(x))  # a call that comes before the news is enqueued, and ends with them
+    assert type(error) is mscomm.CollectiveTimeout and "Waiting for: rank 1" in str(error), error
 
 
 @each_backend
@@ -140,8 +140,7 @@ def test_the_error_of_a_work_is_raised_by_wait_and_by_the_next_call(rank: int, g
         assert isinstance(work.exception(), mscomm.CollectiveTimeout)
         tell("raised")
     until_told("raised")
-    with pytest.raises(mscomm.CollectiveTimeout):
-        mscomm.all_reduce(x)
+    assert type(ends(lambda: mscomm.all_reduce(x))) is mscomm.CollectiveTimeout
 
 
 @each_backend
