@@ -194,6 +194,8 @@ PYBIND11_MODULE(_core, module) {
       .def("devices", &Runtime::devices)
       .def("device_name", &Runtime::device_name)
       .def("uuid", &Runtime::uuid)
+      .def("device_of",
+           [](Runtime& runtime, uintptr_t memory) { return runtime.device_of(reinterpret_cast<const void*>(memory)); })
       .def("use", &Runtime::use);
   py::class_<Vendor, std::shared_ptr<Vendor>>(module, "Vendor")
       .def("name", &Vendor::name)
@@ -206,7 +208,8 @@ PYBIND11_MODULE(_core, module) {
         const Runtime::Current current(runtime, device);
         return py::bytes(vendor.make_id());
       });
-  module.def("open_cuda", [](const Places& places) { return std::shared_ptr(open_cuda(candidates_of(places))); });
+  module.def("open_cuda",
+             [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_cuda(candidates_of(places))); }); });
   module.def("describe_dlpack", &describe_dlpack);
   module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
     return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
@@ -214,7 +217,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("open_hccl", [](const Places& collectives, const Places& communicators, const std::string& soc) {
     return std::shared_ptr(open_hccl(candidates_of(collectives), candidates_of(communicators), soc));
   });
-  module.def("open_nccl", [](const Places& places) { return std::shared_ptr(open_nccl(candidates_of(places))); });
+  module.def("open_nccl",
+             [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_nccl(candidates_of(places))); }); });
 
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def_readonly("number", &Work::number)
@@ -290,6 +294,7 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
+      .def("drain", [](Group& group) { group.called([&] { group.communicator->drain(); }); })
       .def("close", [](Group& group) { unlocked([&] { group.close(); }); })
       .def(
           "chosen",

@@ -41,6 +41,12 @@ def told(uuids: str = "AB", version: str = "2.28.9", shares: str = "", device: i
     return {"device": device, "local_rank": None, "accelerators": {"nccl": found}, **more}
 
 
+def test_where_nobody_asked_for_it_a_line_says_why_it_is_missing() -> None:
+    for name, told in accelerators.facts("auto", None, None, {})["accelerators"].items():
+        assert len(told["missing"]) < 100 and "cannot open" in told["missing"], name
+        assert told["missing"] in accelerators.facts(name, None, None, {})["accelerators"][name]["missing"]
+
+
 def without(why: str) -> Any:
     return {
         "device": None,
@@ -280,22 +286,19 @@ def test_two_ranks_share_a_device_if_nccl_takes_them_for_two_hosts(rank: int, gr
 
 def test_the_libraries_are_told_the_interface_that_the_job_has_found() -> None:
     env: dict[str, str] = {"PATH": "/bin"}
-    assert accelerators.set_up("nccl", "eth7", env) == {
-        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-        "NCCL_SOCKET_IFNAME": "=eth7",
-    }
+    told = accelerators.set_up("nccl", "eth7", env)
+    assert told == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_RUNTIME_CONNECT": "0", "NCCL_SOCKET_IFNAME": "=eth7"}
     assert env["NCCL_SOCKET_IFNAME"] == "=eth7" and env["PATH"] == "/bin"
     assert accelerators.set_up("hccl", "eth7", env) == {"HCCL_SOCKET_IFNAME": "=eth7"}
 
 
 def test_what_the_user_has_set_stays() -> None:
-    env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
-    assert accelerators.set_up("nccl", "eth7", env) == {}
-    assert env == {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_LAUNCH_ORDER_IMPLICIT": "0", "NCCL_RUNTIME_CONNECT": "1"}
+    assert accelerators.set_up("nccl", "eth7", env) == {} and env["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_on_one_host_no_interface_is_told() -> None:
-    assert "NCCL_SOCKET_IFNAME" not in accelerators.set_up("nccl", None, {})
+def test_on_one_host_nothing_listens_for_others() -> None:
+    assert accelerators.set_up("nccl", None, {})["NCCL_SOCKET_IFNAME"] == "lo"
     assert accelerators.set_up("hccl", None, {}) == {}
 
 

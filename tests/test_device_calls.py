@@ -184,9 +184,28 @@ def test_a_stream_of_the_users_own(rank: int, group: None, backend: str) -> None
     with device_array.stream(stream):
         assert (y.to_numpy() == 4).all()
     with pytest.raises(ValueError, match="with stream= x must be in C order"):
-        mscomm.all_reduce(x[::2], stream=stream)
+        mscomm.all_reduce(x[::2], out=y[:500], stream=stream)
+    for wrong in (
+        lambda: mscomm.all_reduce(x, stream=stream),
+        lambda: mscomm.all_reduce(x[:500], out=y[::2], stream=stream),
+        lambda: mscomm.all_to_all(x, out=x, stream=stream),
+    ):
+        with pytest.raises(TypeError, match="with stream= give out=, in C order and apart from x"):
+            wrong()
     with pytest.raises(TypeError, match="stream is for arrays on a device, x is the CPU's"):
         mscomm.all_reduce(np.ones(3), stream=stream)
+
+
+@each_backend
+@devices(2)
+def test_scatter_uses_the_users_stream_on_all_ranks(rank: int, group: None, backend: str) -> None:
+    stream = device_array.new_stream(rank)
+    with device_array.stream(stream):
+        x = compute.add(on_device(np.arange(4, dtype=np.float32)), 1, delay=0.1)
+        out = on_device(np.zeros(2, np.float32))
+    mscomm.scatter(x if rank == 0 else None, out=out, stream=stream)
+    with device_array.stream(stream):
+        check(out, np.float32([[1, 2], [3, 4]][rank]), "scatter")
 
 
 @each_backend
@@ -215,6 +234,21 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
         assert work.done()
         library.fake_set_capturing(device_array.c_uint64(stream), 0)
         assert (mscomm.all_reduce(x).to_numpy() == 2).all()
+    assert violations() == []
+
+
+@devices(2)
+def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
+    """Which the driver counts as unsafe: torch.cuda.graph captures so that no thread may ask for an event."""
+    library = device_array.runtime().library
+    stream, graph = device_array.new_stream(rank), device_array.c_uint64()
+    x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)
+    with device_array.runtime().on(rank):
+        assert library.cuStreamBeginCapture_v2(device_array.c_uint64(stream), 0) == 0
+        y = mscomm.all_reduce(x)  # on the other stream, and watched while the capture goes on
+        time.sleep(0.2)
+        assert library.cuStreamEndCapture(device_array.c_uint64(stream), device_array.byref(graph)) == 0
+    assert (y.to_numpy() == 4).all()
     assert violations() == []
 
 

@@ -238,3 +238,41 @@ def test_a_forked_child_leaves_the_device_to_its_parent(rank: int, group: None, 
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert (work.wait().to_numpy() == 4).all()
+
+
+@each_backend
+@devices(2, expect={1: -signal.SIGKILL})
+def test_release_waits_for_the_device_and_hears_of_a_lost_rank(rank: int, group: None, backend: str) -> None:
+    x = on_device(np.ones(10, np.float32))
+    mscomm.all_reduce(x).to_numpy()
+    everybody_is_here()
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    mscomm.all_reduce(x, out=x)  # nobody waits for it but release()
+    began = time.monotonic()
+    with pytest.raises(mscomm.PeerLost, match="rank 1"):
+        mscomm.release()
+    assert time.monotonic() - began < BOUND_S
+
+
+@devices(2, timeout_s=120)
+def test_a_program_far_ahead_of_its_device_is_not_stuck(rank: int, group: None) -> None:
+    """What counts is how long nothing has ended, not when a call was enqueued."""
+    x = on_device(np.zeros(10, np.float32))
+    for _ in range(30):
+        compute.add(x, 1, delay=0.1)
+        mscomm.all_reduce(x, out=x, timeout=2)
+    assert np.isfinite(x.to_numpy()).all()
+    mscomm.all_reduce(x).to_numpy()
+
+
+@devices(2)
+def test_a_rank_that_comes_later_with_another_call_is_found_too(rank: int, group: None) -> None:
+    if rank == 0:
+        mscomm.all_reduce(on_device(np.ones(10, np.float32)), timeout=300)
+        error = ends(lambda: mscomm.barrier(timeout=300), 40)
+    else:
+        time.sleep(4)
+        error = ends(lambda: mscomm.barrier(timeout=300), 40)
+    assert type(error) is mscomm.Mismatch and "rank 1 called barrier #1" in str(error), error

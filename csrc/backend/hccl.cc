@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -218,12 +219,37 @@ class Hccl final : public Vendor {
 };
 
 // The library's own joining waits for the other ranks: a thread does it, which is left behind if it does not end.
-struct Joining {
-  std::atomic<bool> done{false};
-  std::atomic<bool> given_up{false};
-  int result = success;
-  Comm comm = nullptr;
-  std::exception_ptr thrown;
+class Joining {
+ public:
+  // By the thread, when it is through.
+  void end(int result, Comm comm, std::exception_ptr thrown, const Functions& functions) {
+    const std::lock_guard lock(mutex_);
+    done_ = true, result_ = result, thrown_ = std::move(thrown);
+    if (given_up_ && comm) (void)functions.destroy(comm);
+    else comm_ = comm;
+  }
+  bool done() const {
+    const std::lock_guard lock(mutex_);
+    return done_;
+  }
+  int result() const {
+    const std::lock_guard lock(mutex_);
+    if (thrown_) std::rethrow_exception(thrown_);
+    return result_;
+  }
+  // What was joined, once; nullptr if there is nothing, or nothing yet, which the thread destroys then.
+  Comm take(bool gives_up) {
+    const std::lock_guard lock(mutex_);
+    given_up_ = given_up_ || gives_up;
+    return std::exchange(comm_, nullptr);
+  }
+
+ private:
+  mutable std::mutex mutex_;  // protects what follows
+  bool done_ = false, given_up_ = false;
+  int result_ = success;
+  Comm comm_ = nullptr;
+  std::exception_ptr thrown_;
 };
 
 class HcclGroup final : public VendorGroup {
@@ -240,7 +266,7 @@ class HcclGroup final : public VendorGroup {
   void begin_batch() override {}
   void end_batch() override {}
   bool busy() override;
-  void abort() noexcept override;
+  void abort(bool beside) noexcept override;
   void finish() override {}
 
  private:
@@ -252,6 +278,7 @@ class HcclGroup final : public VendorGroup {
   const int rank_, device_;
   const std::shared_ptr<Joining> joining_ = std::make_shared<Joining>();
   Comm comm_ = nullptr;
+  std::atomic<bool> aborted_{false};
   std::vector<void*> scratch_;  // the last is the largest; the device may be using the others still
   size_t scratch_bytes_ = 0;
 };
@@ -267,29 +294,31 @@ HcclGroup::HcclGroup(const Hccl& library, const std::string& id, int size, int r
                 "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " + std::to_string(root_info_bytes));
   // The libraries are never closed, so their functions outlive whoever left the thread behind.
   std::thread([joining = joining_, functions = functions_, runtime = runtime_, id, size, rank, device] {
+    int result = success;
+    Comm comm = nullptr;
+    std::exception_ptr thrown;
     try {
       const Runtime::Current current(*runtime, device);
-      joining->result = functions.init(static_cast<uint32_t>(size), id.data(), static_cast<uint32_t>(rank), &joining->comm);
+      result = functions.init(static_cast<uint32_t>(size), id.data(), static_cast<uint32_t>(rank), &comm);
     } catch (...) {
-      joining->thrown = std::current_exception();
+      thrown = std::current_exception();
     }
-    joining->done = true;
-    if (joining->given_up && joining->comm) (void)functions.destroy(std::exchange(joining->comm, nullptr));
+    joining->end(result, comm, std::move(thrown), functions);
   }).detach();
 }
 
 HcclGroup::~HcclGroup() {
-  joining_->given_up = true;
-  if (comm_) (void)functions_.destroy(comm_);
+  Comm const joined = joining_->take(true);
+  if (joined) (void)functions_.destroy(joined);
+  if (comm_ && !aborted_) (void)functions_.destroy(comm_);
   for (void* const memory : scratch_) runtime_->free(memory);
 }
 
 bool HcclGroup::busy() {
-  if (!joining_->done) return true;
   if (!comm_) {
-    if (joining_->thrown) std::rethrow_exception(joining_->thrown);
-    library_.check(joining_->result, "HcclCommInitRootInfo");
-    comm_ = joining_->comm;
+    if (!joining_->done()) return true;
+    library_.check(joining_->result(), "HcclCommInitRootInfo");
+    comm_ = joining_->take(false);
   }
   int result = success;
   library_.check(functions_.async_error(comm_, &result), "HcclGetCommAsyncError");
@@ -333,12 +362,12 @@ void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
                  "HcclBatchSendRecv");
 }
 
-void HcclGroup::abort() noexcept {
-  joining_->given_up = true;
-  if (!comm_) return;
-  // There is no abort. Where there is no suspend either, what the device is doing ends by HCCL_EXEC_TIMEOUT.
+void HcclGroup::abort(bool beside) noexcept {
+  if (!comm_ || aborted_.exchange(true)) return;
+  // There is no abort. Where there is no suspend either, what the device is doing ends by HCCL_EXEC_TIMEOUT. A communicator that
+  // a caller is in cannot be destroyed: it stays.
   if (functions_.suspend) (void)functions_.suspend(comm_);
-  (void)functions_.destroy(std::exchange(comm_, nullptr));
+  if (!beside) (void)functions_.destroy(comm_);
 }
 
 void* HcclGroup::scratch(size_t bytes) {

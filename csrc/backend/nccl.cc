@@ -1,5 +1,6 @@
 #include "backend/nccl.h"
 
+#include <atomic>
 #include <cstring>
 #include <optional>
 
@@ -157,7 +158,7 @@ class NcclGroup final : public VendorGroup {
   void begin_batch() override;
   void end_batch() override;
   bool busy() override;
-  void abort() noexcept override;
+  void abort(bool beside) noexcept override;
   void finish() override;
 
  private:
@@ -165,6 +166,7 @@ class NcclGroup final : public VendorGroup {
   const Functions& functions_;
   Comm comm_ = nullptr;
   bool finished_ = false;
+  std::atomic<bool> aborted_{false};
 };
 
 class Nccl final : public Vendor {
@@ -221,7 +223,7 @@ NcclGroup::NcclGroup(const Nccl& library, const std::string& id, int size, int r
 }
 
 NcclGroup::~NcclGroup() {
-  if (comm_) (void)(finished_ ? functions_.destroy(comm_) : functions_.abort(comm_));
+  if (comm_ && !aborted_) (void)(finished_ ? functions_.destroy(comm_) : functions_.abort(comm_));
 }
 
 void NcclGroup::all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
@@ -268,9 +270,9 @@ bool NcclGroup::busy() {
   return false;
 }
 
-void NcclGroup::abort() noexcept {
-  // A failure of the end of a failure tells nothing new.
-  if (comm_) (void)functions_.abort(std::exchange(comm_, nullptr));
+void NcclGroup::abort(bool) noexcept {
+  // A failure of the end of a failure tells nothing new. The library frees the communicator in a thread of its own.
+  if (comm_ && !aborted_.exchange(true)) (void)functions_.abort(comm_);
 }
 
 void NcclGroup::finish() {

@@ -1,6 +1,7 @@
 #include "backend/vendor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -57,10 +58,18 @@ class Turn {
 
 // One for each device of the process: what several groups enqueue there has one order. Nobody who aborts takes it.
 Turn& issuing_on(const Runtime* runtime, int device) {
-  static std::mutex mutex;  // protects all
-  static std::map<std::pair<const Runtime*, int>, Turn> all;
+  static std::mutex mutex;                                                 // protects all
+  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // a thread may be left behind with one
   const std::lock_guard lock(mutex);
   return all[{runtime, device}];
+}
+
+// What cannot be freed stays until the process ends.
+void leave_behind(std::unique_ptr<VendorGroup> group) {
+  static std::mutex mutex;  // protects left
+  static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;
+  const std::lock_guard lock(mutex);
+  left.push_back(std::move(group));
 }
 
 }  // namespace
@@ -108,8 +117,10 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   std::deque<Pending> pending_;      // in the order of their numbers
   std::vector<EventHandle> events_;  // free ones
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool over_ = false;   // the library has freed the group
-  bool ended_ = false;  // the thread, and it has freed the rest
+  bool captured_ = false;    // a graph may have calls of the group in it
+  Clock::time_point moved_;  // when a call ended last, or one was enqueued where there was none
+  bool over_ = false;        // the library has freed the group
+  bool ended_ = false;       // the thread, and it has freed the rest
   std::unique_ptr<std::thread> thread_;
 
   std::mutex telling_;  // protects observer_, and is held while it is told; no other lock is, which it may take itself
@@ -125,18 +136,26 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   template <typename Question>
   auto ask(const Question& question) {
     const std::lock_guard lock(calling_);
-    if (!group_) throw Error("Aborted", "the group was aborted");
+    if (!group_ || aborted_) throw Error("Aborted", "the group was aborted");
     return question(*group_);
   }
-  void settle(const Wait& wait);
+  static Missing nobody() {
+    return {[] { return std::vector<int>{}; }, false};
+  }
+  void take(std::unique_lock<Turn>& issuing, const Wait& wait);
+  void settle(std::unique_lock<Turn>& issuing, const Wait& wait);
   void enqueue(const Call& call, StreamHandle stream);
   void exchange(const Call& call, StreamHandle stream);
   EventHandle take_event();
   void give_back(const Pending& call) {  // with mutex_
-    events_.push_back(call.event);
-    if (call.before) events_.push_back(call.before);
+    for (const EventHandle event : {call.event, call.before}) {
+      if (!event) continue;
+      if (runtime_->events_can_be_used_again()) events_.push_back(event);
+      else runtime_->destroy_event(event);
+    }
   }
   void watch();
+  void watch_pending();
   void look_at_pending(std::unique_lock<std::mutex>& lock);
   void free_group(std::unique_lock<std::mutex>& lock, void (State::*free)());
   void abort_group();
@@ -149,7 +168,8 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   Turn& issuing_;
   Turn calling_;  // protects group_: one thread at a time asks the library about it
   std::unique_ptr<VendorGroup> group_;
-  StreamHandle beside_ = nullptr;  // for calls beside the caller's stream; made by the first
+  std::atomic<bool> aborted_{false};  // group_, which a caller was in
+  StreamHandle beside_ = nullptr;     // for calls beside the caller's stream; made by the first
 };
 
 void VendorBackend::State::join(const std::string& id, const Deadline& deadline, const std::function<void()>& check) {
@@ -170,9 +190,8 @@ void VendorBackend::State::join(const std::string& id, const Deadline& deadline,
 
 void VendorBackend::State::run(const Call& call, const Wait& wait) {
   const Runtime::Current current(*runtime_, device_);
-  const Missing nobody{[] { return std::vector<int>{}; }, false};
   std::unique_lock issuing(issuing_, std::defer_lock);
-  while (!issuing.try_lock_for(std::chrono::milliseconds(longest_sleep_ms))) wait.look(nobody);
+  take(issuing, wait);
 
   StreamHandle stream = *call.stream;
   const bool captured = runtime_->captures(stream);
@@ -186,9 +205,13 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
   }
   if (call.bytes() || !call.counts.empty()) {
     enqueue(call, stream);
-    settle(wait);
+    settle(issuing, wait);
   }
   if (captured) {  // it will run as often as the graph does, and this is none of these times
+    {
+      const std::lock_guard lock(mutex_);
+      captured_ = true;
+    }
     tell([&](Observer& observer) { observer.ended(call.signature.number); });
     return;
   }
@@ -196,24 +219,36 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
   runtime_->record(event, stream);
   {
     const std::lock_guard lock(mutex_);
+    if (pending_.empty()) moved_ = Clock::now();
     pending_.push_back({call.signature, event, before, wait.deadline});
     if (pending_.size() > 1) return;  // the thread is awake
   }
   changed_.notify_all();
 }
 
-// Until the library has set up what was enqueued: by its first call of a kind it may connect to other ranks.
-void VendorBackend::State::settle(const Wait& wait) {
-  const Missing nobody{[] { return std::vector<int>{}; }, false};
+void VendorBackend::State::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
+  while (!issuing.try_lock_for(std::chrono::milliseconds(longest_sleep_ms))) {
+    if (wait.deadline.passed())
+      throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) +
+                                           ": another call on this device is being enqueued");
+    wait.look(nobody());
+  }
+}
+
+// Until the library has set up what was enqueued: by its first call of a kind it may connect to other ranks, which may be in a
+// call of another group first. So the device's turn is not held meanwhile.
+void VendorBackend::State::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   while (ask([](VendorGroup& group) { return group.busy(); })) {
     if (wait.deadline.passed())
       throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " +
                                            std::string(vendor_->name()) + " waits for other ranks");
-    wait.look(nobody);
+    if (issuing) issuing.unlock();
+    wait.look(nobody());
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, 10ms);
   }
+  if (!issuing) take(issuing, wait);
 }
 
 void VendorBackend::State::enqueue(const Call& call, StreamHandle stream) {
@@ -315,8 +350,22 @@ void VendorBackend::State::copy(std::span<const Copied> parts, StreamHandle stre
     if (part.bytes) runtime_->copy(part.to, part.from, part.bytes, stream);
 }
 
+// The thread. What ends it early ends the group: without it nobody would see a failure.
 void VendorBackend::State::watch() {
-  const Runtime::Current current(*runtime_, device_);
+  try {
+    const Runtime::Current current(*runtime_, device_);
+    runtime_->leave_captures_alone();
+    watch_pending();
+  } catch (const std::exception& error) {
+    const Error cause("Error", std::string("the thread that watches the device has failed: ") + error.what());
+    tell([&](Observer& observer) { observer.failed({}, cause); });
+  }
+  const std::lock_guard lock(mutex_);
+  over_ = ended_ = true;
+  changed_.notify_all();
+}
+
+void VendorBackend::State::watch_pending() {
   std::unique_lock lock(mutex_);
   while (!stopping_ && !finishing_) {
     if (aborting_ && !over_) {
@@ -325,16 +374,14 @@ void VendorBackend::State::watch() {
       changed_.wait(lock);
     } else {
       look_at_pending(lock);
-      if (pending_.empty() || aborting_ || finishing_ || stopping_) continue;
-      const bool often = seconds_since(pending_.front().deadline.start()) < looks_often_s;
-      changed_.wait_for(lock, often ? first_look : later_look);
+      if (pending_.empty() || (aborting_ && !over_) || finishing_ || stopping_) continue;
+      changed_.wait_for(lock, seconds_since(moved_) < looks_often_s ? first_look : later_look);
     }
   }
   if (!over_) free_group(lock, finishing_ && !aborting_ ? &State::finish_group : &State::abort_group);
+  for (const Pending& one : std::exchange(pending_, {})) give_back(one);
   for (const EventHandle event : std::exchange(events_, {})) runtime_->destroy_event(event);
   if (beside_) runtime_->destroy_stream(std::exchange(beside_, nullptr));
-  ended_ = true;
-  changed_.notify_all();
 }
 
 void VendorBackend::State::free_group(std::unique_lock<std::mutex>& lock, void (State::*free)()) {
@@ -353,23 +400,25 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
   try {
     // Streams may be several: the calls of one can pass those of another.
     for (auto one = pending_.begin(); one != pending_.end();) {
-      const double waited_s = seconds_since(one->deadline.start());
       if (runtime_->passed(one->event)) {
         ended.push_back(one->call.number);
         give_back(*one);
         one = pending_.erase(one);
-        continue;
+        moved_ = Clock::now();
+      } else {
+        ++one;
       }
-      if (one->deadline.passed() && !failed)
-        failed = {one->call, Error("CollectiveTimeout", "it was enqueued, but the device has not ended it within " +
-                                                            seconds_text(one->deadline.timeout_s()))};
-      if (waited_s >= one->next_notice_s && one == pending_.begin()) {
-        one->next_notice_s = waited_s >= second_notice_s  ? waited_s + notice_every_s
-                             : waited_s >= first_notice_s ? second_notice_s
-                                                          : first_notice_s;
-        waiting.emplace_back(one->call, waited_s);
-      }
-      ++one;
+    }
+    // A program may be far ahead of its device: what counts is how long nothing has ended.
+    const double still_s = seconds_since(moved_);
+    for (const Pending& one : pending_)
+      if (!failed && still_s >= one.deadline.timeout_s())
+        failed = {one.call, Error("CollectiveTimeout", "it was enqueued, but the device has not ended it within " +
+                                                           seconds_text(one.deadline.timeout_s()))};
+    if (!pending_.empty() && still_s >= pending_.front().next_notice_s) {
+      double& next = pending_.front().next_notice_s;
+      next = still_s >= second_notice_s ? still_s + notice_every_s : still_s >= first_notice_s ? second_notice_s : first_notice_s;
+      waiting.emplace_back(pending_.front().call, still_s);
     }
   } catch (const Error& error) {
     failed = {pending_.front().call, error};
@@ -399,24 +448,30 @@ void VendorBackend::State::abort_group() {
     // Who is in the library is there for microseconds, unless it hangs: then this is what ends it.
     std::unique_lock calling(calling_, call_takes_at_most);
     if (!calling) {
-      if (group_) group_->abort();
+      aborted_ = true;
+      if (group_) group_->abort(true);
       return;
     }
     group = std::move(group_);
   }
-  if (group) group->abort();
+  if (group) group->abort(false);
 }
 
 void VendorBackend::State::finish_group() {
   const std::lock_guard calling(calling_);
   if (!group_) return;
+  if (captured_) {
+    // The library would wait for the graph to be destroyed.
+    leave_behind(std::move(group_));
+    return;
+  }
   try {
     group_->finish();
     const Deadline deadline(frees_within_s);
     while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
-    if (deadline.passed()) group_->abort();
+    if (deadline.passed()) group_->abort(false);
   } catch (const Error&) {
-    group_->abort();  // another rank did not end well, which its own calls and the hub tell
+    group_->abort(false);  // another rank did not end well, which its own calls and the hub tell
   }
   group_.reset();
 }

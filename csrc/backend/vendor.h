@@ -46,8 +46,9 @@ class VendorGroup {
 
   // Whether the library is still setting up what was called last. Throws the error that the group has met, at any time.
   virtual bool busy() = 0;
-  // Ends what the device is doing for this group; from any thread, but not beside another call. It may take long.
-  virtual void abort() noexcept = 0;
+  // Ends what the device is doing for this group, from any thread, once; nothing is asked of the group after that. It may take
+  // long. beside: another thread is inside a call, which this shall make return.
+  virtual void abort(bool beside) noexcept = 0;
   // The group has come to its end well: begins to free it. When busy() says false, the destructor frees the rest.
   virtual void finish() = 0;
 };

@@ -214,12 +214,9 @@ Error Communicator::of_device(const Signature& call, const Error& error) const {
 }
 
 void Communicator::waits(const Signature& call, double waited_s) {
-  if (waited_s < first_notice_s) {
-    stuck_ = call.number;
-    if (hooks_.failed) hooks_.failed();  // wakes who asks
-    return;
-  }
-  if (!hooks_.notice) return;
+  stuck_ = call.number;
+  if (hooks_.failed) hooks_.failed();  // wakes who asks
+  if (waited_s < first_notice_s || !hooks_.notice) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
   hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + brief(call) +
                 " has not ended on the device since " + seconds_text(waited_s));
@@ -379,6 +376,13 @@ void Communicator::last_look() {
   }
 }
 
+void Communicator::drain() const {
+  while (!forked_ && device_ && device_->pending() > 0 && !broken()) {
+    if (hooks_.interrupt) hooks_.interrupt();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void Communicator::close() {
   if (forked_) return;
   std::unique_lock turn(turn_mutex_);
@@ -392,12 +396,6 @@ void Communicator::close() {
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
-  turn.unlock();
-  while (device_ && device_->pending() > 0 && !broken()) {
-    if (hooks_.interrupt) hooks_.interrupt();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  turn.lock();
   const bool whole = !broken();
   {
     const std::lock_guard lock(state_mutex_);

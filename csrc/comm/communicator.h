@@ -133,6 +133,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::optional<Failure> failure() const;
   // Compares what the peers said last with this rank's own calls; throws as run() does when they differ.
   void last_look();
+  // Until the device has ended what was enqueued, or the group is broken; its peers must still be heard of meanwhile.
+  void drain() const;
   // Ends this rank's part. A call that another thread is in fails first.
   void close();
 

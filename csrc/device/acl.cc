@@ -30,6 +30,7 @@ struct Functions {
     library.need(destroy_stream, "aclrtDestroyStream");
     library.need(stream_wait, "aclrtStreamWaitEvent");
     library.need(create_event, "aclrtCreateEventWithFlag");
+    library.find(create_event_ex, "aclrtCreateEventExWithFlag");
     library.need(destroy_event, "aclrtDestroyEvent");
     library.need(record_event, "aclrtRecordEvent");
     library.need(query_event, "aclrtQueryEventStatus");
@@ -50,6 +51,7 @@ struct Functions {
   Result (*destroy_stream)(StreamHandle stream);
   Result (*stream_wait)(StreamHandle stream, EventHandle event);
   Result (*create_event)(EventHandle* event, uint32_t flag);
+  Result (*create_event_ex)(EventHandle* event, uint32_t flag);
   Result (*destroy_event)(EventHandle event);
   Result (*record_event)(EventHandle event, StreamHandle stream);
   Result (*query_event)(EventHandle event, int* status);
@@ -108,10 +110,15 @@ class Acl final : public Runtime {
 
   EventHandle make_event() override {
     EventHandle event = nullptr;
-    check(functions_.create_event(&event, event_sync), "aclrtCreateEventWithFlag");
+    const auto create = functions_.create_event_ex ? functions_.create_event_ex : functions_.create_event;
+    check(create(&event, event_sync), "aclrtCreateEventWithFlag");
     return event;
   }
   void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
+  // The older kind must be reset before, which it cannot be while something waits for it.
+  bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
+  void leave_captures_alone() override {}
+  int device_of(const void*) override { return -1; }
   void record(EventHandle event, StreamHandle stream) override {
     check(functions_.record_event(event, stream), "aclrtRecordEvent");
   }

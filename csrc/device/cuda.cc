@@ -19,6 +19,7 @@ struct Uuid {
 };
 constexpr Result success = 0, not_ready = 600;
 constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2;
+constexpr int capture_mode_relaxed = 2, attribute_device_ordinal = 9;
 
 struct Driver {
   explicit Driver(const Dynlib& library) {
@@ -42,6 +43,8 @@ struct Driver {
     library.need(event_record, "cuEventRecord");
     library.need(event_query, "cuEventQuery");
     library.need(copy, "cuMemcpyDtoDAsync_v2");
+    library.need(pointer_attribute, "cuPointerGetAttribute");
+    library.need(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     library.need(allocate, "cuMemAlloc_v2");
     library.need(free, "cuMemFree_v2");
     library.need(error_name, "cuGetErrorName");
@@ -67,6 +70,8 @@ struct Driver {
   Result (*event_record)(EventHandle event, StreamHandle stream);
   Result (*event_query)(EventHandle event);
   Result (*copy)(unsigned long long to, unsigned long long from, size_t bytes, StreamHandle stream);
+  Result (*pointer_attribute)(void* value, int attribute, unsigned long long memory);
+  Result (*exchange_capture_mode)(int* mode);
   Result (*allocate)(unsigned long long* memory, size_t bytes);
   Result (*free)(unsigned long long memory);
   Result (*error_name)(Result error, const char** name);
@@ -138,6 +143,17 @@ class Cuda final : public Runtime {
   }
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     check(driver_.copy(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), bytes, stream), "cuMemcpyDtoDAsync");
+  }
+  bool events_can_be_used_again() const override { return true; }
+  void leave_captures_alone() override {
+    int mode = capture_mode_relaxed;
+    check(driver_.exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+  }
+  int device_of(const void* memory) override {
+    int device = -1;
+    check(driver_.pointer_attribute(&device, attribute_device_ordinal, reinterpret_cast<uintptr_t>(memory)),
+          "cuPointerGetAttribute");
+    return device;
   }
   void* allocate(size_t bytes) override {
     unsigned long long memory = 0;

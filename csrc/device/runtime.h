@@ -34,11 +34,16 @@ class Runtime {
     Runtime& runtime_;
   };
 
+  // For a thread that only watches: what it asks must not end a capture that another one has begun.
+  virtual void leave_captures_alone() = 0;
+
   // All below on the current device.
   virtual StreamHandle make_stream() = 0;  // of high priority; waits for no other stream
   virtual void destroy_stream(StreamHandle stream) noexcept = 0;
   virtual EventHandle make_event() = 0;
   virtual void destroy_event(EventHandle event) noexcept = 0;
+  // Whether an event can be recorded again, whatever still waits for what it was.
+  virtual bool events_can_be_used_again() const = 0;
   virtual void record(EventHandle event, StreamHandle stream) = 0;
   // What comes on the stream from now on waits for the event.
   virtual void wait(StreamHandle stream, EventHandle event) = 0;
@@ -46,6 +51,8 @@ class Runtime {
   virtual bool passed(EventHandle event) = 0;
   // From device memory to device memory.
   virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
+  // To which device the memory belongs.
+  virtual int device_of(const void* memory) = 0;
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
   // Whether what is enqueued goes into a graph instead of to the device.

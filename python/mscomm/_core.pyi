@@ -87,6 +87,9 @@ class Runtime:
     def uuid(self, device: int, /) -> str:
         """Which device it is, whatever number it has in this process."""
 
+    def device_of(self, memory: int, /) -> int:
+        """To which device that address belongs; -1 where the library cannot tell."""
+
     def use(self, device: int, /) -> None:
         """Make it the thread's current one."""
 
@@ -295,6 +298,9 @@ class Group:
 
     def last_look(self) -> None:
         """Compare what the peers said last with this rank's own calls; raises Mismatch."""
+
+    def drain(self) -> None:
+        """Wait until the device has ended what was enqueued, or the group is broken."""
 
     def close(self) -> None: ...
     def chosen(self, bytes: int = 0) -> dict[str, str]:

@@ -296,7 +296,7 @@ def scatter(
         raise TypeError("scatter: x is None at the root, whose array is divided; other ranks may pass None")
     if given is not None:
         _share("scatter", given.shape, group.size)
-    return _scatter("scatter", given, None, root, out, group, timeout, async_op)
+    return _scatter("scatter", given, None, root, out, group, timeout, async_op, stream)
 
 
 def all_to_all(
@@ -404,7 +404,7 @@ def scatter_v(
     counts = _checked_counts("scatter_v", "counts", counts, group, given)
     if group.rank == root and given is None:
         raise TypeError("scatter_v: x is None at the root, whose array is divided; other ranks may pass None")
-    return _scatter("scatter_v", given, counts, root, out, group, timeout, async_op)
+    return _scatter("scatter_v", given, counts, root, out, group, timeout, async_op, stream)
 
 
 def reduce_scatter_v(
@@ -558,6 +558,7 @@ def _scatter(
     group: Group,
     timeout: Timeout,
     async_op: bool,
+    stream: int | None,
 ) -> Any:
     """scatter, and with counts scatter_v: the root tells dtype and shape, then it sends the parts."""
     at_root = group.rank == root
@@ -591,7 +592,7 @@ def _scatter(
                 "on its device; give x or out on the device" if on_device else "the CPU's; give None, or the CPU's"
             )
             raise Mismatch(f"{function}: {here} on rank {rank}, and at the root x is {root_has}", [rank])
-        model = given or _model(function, out, shape, code)
+        model = given or _model(function, out, shape, code, stream)
         if (model.code, model.shape) != (code, shape):
             mine, theirs = (f"{_core.dtypes()[c]}{list(s)}" for c, s in ((model.code, model.shape), (code, shape)))
             raise Mismatch(f"{function}: x is {mine} on rank {group.ranks[group.rank]}, and {theirs} at the root")
@@ -613,10 +614,13 @@ def _scatter(
     return group.call_after(head, data, timeout, async_op, isinstance(there, OnDevice))
 
 
-def _model(function: str, out: Any, shape: tuple[int, ...], code: int) -> _Given:
+def _model(function: str, out: Any, shape: tuple[int, ...], code: int, stream: int | None) -> _Given:
     """What stands for x, where the root alone has one: an array of that dtype without elements."""
     if out is not None and isinstance(there := memory_anywhere(out, "out", function), OnDevice):
-        return _Given(library(out, "out", function), out, there[:0], there[:0], shape, code)
+        nothing = there[:0]
+        if stream is not None:
+            nothing.stream, nothing.chosen = operator.index(stream), True
+        return _Given(library(out, "out", function), out, nothing, nothing, shape, code)
     nothing = np.empty(0, host.dtype_of(code))
     return _Given(host, nothing, nothing, nothing, shape, code)
 
@@ -647,7 +651,6 @@ def all_reduce_many(
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
-    stream: int | None = None,
 ) -> Any:
     """all_reduce of a list of arrays, fused: small arrays of one dtype share an exchange.
 
@@ -659,7 +662,7 @@ def all_reduce_many(
     """
     group = resolve(group)
     _known_op("all_reduce_many", op)
-    given = [_given("all_reduce_many", x, group, f"arrays[{i}]", stream=stream) for i, x in enumerate(arrays)]
+    given = [_given("all_reduce_many", x, group, f"arrays[{i}]") for i, x in enumerate(arrays)]
     op_codes = [_op_code("all_reduce_many", op, one, group) for one in given]
     if out is None:
         out = [None] * len(given)
@@ -763,21 +766,21 @@ class _FusedOnDevice(_FusedCall):
 
     def __init__(self, sources: list[Array], targets: list[Array], model: _Given) -> None:
         super().__init__(sources, targets)
-        self._model = model
-        self._made: tuple[OnDevice, Callable[[], Any]] | None = None  # the bucket, and the array that it is
+        self._made: OnDevice | None = None
+        if len(sources) > 1:
+            # Here, where what is wrong uses no number yet. It lives as long as this call.
+            self._made, self._owner = _new("all_reduce_many", model, (sum(source.size for source in sources),))
 
     def filled(self, group: Group) -> tuple[Array, Array]:
-        if len(self._sources) == 1:
+        if self._made is None:
             return self._sources[0], self._targets[0]
-        count = sum(source.size for source in self._sources)
-        self._made = bucket, _ = _new("all_reduce_many", self._model, (count,))
-        group.core.pack(bucket, self._sources, bucket.stream)
-        return bucket, bucket
+        group.core.pack(self._made, self._sources, self._made.stream)
+        return self._made, self._made
 
     def spread(self, group: Group) -> None:
         """In the order of the stream that is the current one now."""
         if self._made is not None:
-            (bucket, _), self._made = self._made, None
+            bucket, self._made = self._made, None
             group.core.unpack(bucket, self._targets, bucket.current())
 
 
@@ -862,7 +865,7 @@ def _given(function: str, x: Any, group: Group, argument: str = "x", *, stream: 
     if isinstance(there, OnDevice):
         group.check_device(function, argument, there)
         if stream is not None:
-            there.stream = _stream(function, argument, there, stream)
+            there.stream, there.chosen = _stream(function, argument, there, stream), True
         source = there if there.flags.c_contiguous else _packed(function, argument, arrays, x)
         return _Given(arrays, x, there, source, there.shape, dtype_code(there.dtype))
     if stream is not None:
@@ -919,13 +922,14 @@ def _result(
 
 def _new(function: str, given: _Given, shape: tuple[int, ...]) -> tuple[Any, Callable[[], Any]]:
     """Memory for a result of that shape, and what makes the result of it."""
+    if isinstance(given.memory, OnDevice) and given.memory.chosen:
+        # New memory is the library's current stream's: whoever had it before may not be done on another one.
+        raise TypeError(f"{function}: with stream= give out=, in C order and apart from x")
     made: tuple[Any, Callable[[], Any]]
     try:
         made = given.arrays.new(given.x, shape)
     except TypeError as error:
         raise TypeError(f"{function}: {error}") from None
-    if isinstance(given.memory, OnDevice):
-        made[0].stream = given.memory.stream
     return made
 
 
@@ -934,6 +938,8 @@ def _target(function: str, given: _Given, out: Any, there: Array) -> tuple[Array
     if not isinstance(there, OnDevice):
         return host.writable(there)
     if there.flags.carray:
+        assert isinstance(given.memory, OnDevice)
+        there.stream = given.memory.stream
         return there, None
     made, finish = _new(function, given, there.shape)
     return made, lambda: library(out, "out", function).assign(out, finish())

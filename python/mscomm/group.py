@@ -161,7 +161,9 @@ class Work:
         with self._collecting:
             if self._result is not None:
                 self._collected.append(self._result())
-                self._result = self._keeps = None
+                self._result = None
+            if self.done():  # a device may still be reading x, whose library would use its memory again
+                self._keeps = None
         return self._collected[0]
 
     def _check_process(self) -> None:
@@ -318,6 +320,8 @@ class Group:
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
         """TypeError unless the array is on the device with which this rank has joined."""
         mine = self.job.accelerator
+        if mine is not None and there.index < 0:
+            there.index = mine.opened.runtime.device_of(there.__array_interface__["data"][0])
         if mine is None:
             advice = f'join with init("{there.backend}"), or give an array of the CPU'
             raise TypeError(f"{function}: {argument} is on a device, and the job's backend is cpu; {advice}")
@@ -399,6 +403,7 @@ class Group:
         for work in tuple(self._running):
             while not work.done():
                 time.sleep(0.001)
+        self.core.drain()  # of calls on the device, also those that were enqueued by a caller
 
     def _interrupted(self, error: BaseException) -> None:
         """Not ours: a signal handler's exception. The group is broken, the others learn why, the exception passes."""

@@ -118,10 +118,11 @@ def init(
     """Join the job that the environment describes; return when all its ranks have.
 
     backend_name: "gloo", "mccl" or "cpu" for the CPU core. "nccl": beside it NCCL, for arrays on NVIDIA GPUs; device
-    is this rank's GPU, by default that of its place on the host, and becomes the current one. "hccl" is not in this
-    release. None: what set_context(device_target=...) says, else nccl if every rank has a GPU of its own, else the CPU
-    core, for all ranks alike. BackendUnavailable, on all ranks and with the reason of each, if one cannot use the
-    backend that was named; Mismatch if they have different versions of it.
+    is this rank's GPU, by default that of its place on the host, and becomes the current one. "hccl": likewise HCCL,
+    for Ascend NPUs. None: what set_context(device_target=...) says, else nccl if every rank has a GPU of its own, else
+    hccl likewise, else the CPU core, for all ranks alike; the driver is asked for that, so set CUDA_VISIBLE_DEVICES
+    before. BackendUnavailable, on all ranks and with the reason of each, if one cannot use the backend that was named;
+    Mismatch if they have different versions of it.
 
     timeout: the default of the collective calls, in seconds (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most
     MS_TOPO_TIMEOUT seconds (600).

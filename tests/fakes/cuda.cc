@@ -431,6 +431,28 @@ FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
   return success;
 }
 
+namespace {
+
+// As the driver has it: while a capture of global mode is under way, threads that are in that mode themselves, as all are at
+// first, may not make calls that can be unsafe for it, and end the capture if they do.
+enum { mode_global = 0, mode_relaxed = 2 };
+std::atomic<int> global_captures{0};
+thread_local int capture_mode = mode_global;
+
+bool unsafe_for_captures(const char* call) {
+  if (!global_captures || capture_mode == mode_relaxed) return false;
+  engine().violation("capture", std::string(call) + " while a stream is being captured ends the capture");
+  return true;
+}
+
+}  // namespace
+
+FAKE_EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (!mode || *mode < mode_global || *mode > mode_relaxed) return invalid_value;
+  std::swap(*mode, capture_mode);
+  return success;
+}
+
 FAKE_EXPORT Result cuStreamBeginCapture_v2(Handle handle, int mode) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
@@ -438,6 +460,7 @@ FAKE_EXPORT Result cuStreamBeginCapture_v2(Handle handle, int mode) {
   if (handle < 2) return capture_unsupported;
   if (stream->capturing()) return 401;
   engine().set_capturing(*stream, true);
+  if (mode == mode_global) global_captures++;
   return success;
 }
 
@@ -447,6 +470,7 @@ FAKE_EXPORT Result cuStreamEndCapture(Handle handle, Handle* graph) {
   if (!graph) return invalid_value;
   if (!stream->capturing()) return 401;
   engine().set_capturing(*stream, false);
+  if (global_captures) global_captures--;
   *graph = engine().take_graph(*stream);
   return success;
 }
@@ -501,6 +525,7 @@ FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
 
 FAKE_EXPORT Result cuEventQuery(Handle event) {
   if (const Result result = ready()) return result;
+  if (unsafe_for_captures("cuEventQuery")) return capture_unsupported;
   const auto mark = engine().mark(event);
   if (!mark) return invalid_handle;
   if (mark->captured) return captured_event;
@@ -804,6 +829,7 @@ const Entry entries[] = {
     AT(cuEventDestroy, 2000),
     AT_2(cuEventDestroy, 4000),
     AT(cuEventRecord, 2000),
+    AT(cuThreadExchangeStreamCaptureMode, 10010),
     AT(cuEventQuery, 2000),
     AT(cuEventSynchronize, 2000),
     AT(cuEventElapsedTime, 2000),

@@ -71,7 +71,8 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
             words = {"version": vendor.version(), "path": vendor.path(), "runtime": runtime.version()}
             found[name] = {**words, "devices": devices, "shares": shares_devices(name, env)}
         except Error as error:
-            found[name] = {"missing": str(error)}
+            # Everybody hears of it: a line, where nobody has asked for this one.
+            found[name] = {"missing": str(error).partition(". Tried: ")[0] if asked == "auto" else str(error)}
     return {"device": device, "local_rank": local_rank, "accelerators": found}
 
 

@@ -48,8 +48,14 @@ def load(env: Mapping[str, str]) -> Opened:
 def settings(interface: str | None) -> dict[str, str]:
     """What NCCL is told by its variables, where the user has not set them. interface: by which ranks of other hosts
     reach this one, as this job's own links have shown; None: they are all on this host."""
-    told = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}  # several groups on one device run in the order of their calls (2.26)
-    return told if interface is None else {**told, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {
+        # Several groups on one device run in the order of their calls (2.26).
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+        # It connects when a group is made, and not in the first call, which would wait there for the others' (2.22).
+        "NCCL_RUNTIME_CONNECT": "0",
+        # NCCL's own listeners know nobody's key.
+        "NCCL_SOCKET_IFNAME": "lo" if interface is None else f"={interface}",
+    }
 
 
 def shares_devices(env: Mapping[str, str]) -> str:

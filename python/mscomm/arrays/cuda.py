@@ -30,7 +30,7 @@ def memory(x: Any) -> OnDevice:
         tuple(told["shape"]),
         np.dtype(told["typestr"]),
         told.get("strides"),
-        getattr(getattr(x, "device", None), "id", 0),
+        getattr(getattr(x, "device", None), "id", -1),
         lambda: int(stream),
         writable=not read_only,
     )

@@ -25,6 +25,8 @@ def is_array(x: Any) -> bool:
 def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
     if x.layout is not torch.strided:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
+    if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
+        raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
     if x.is_conj() or x.is_neg():  # what lies in memory are other numbers
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
@@ -75,7 +77,7 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().resolve_conj().resolve_neg().contiguous()
+    return x.detach().contiguous()
 
 
 def assign(out: torch.Tensor, made: torch.Tensor) -> None:

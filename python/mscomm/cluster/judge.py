@@ -14,6 +14,7 @@ BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it 
 ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
 _CALLS_KEPT = 16
+ASKED_EVERY_S = 1.0  # at most: every rank whose call is stuck wants to compare
 RESTARTED_WITHIN_S = 0.1  # the same of a launcher that starts ranks again, and waits for the verdict itself
 
 
@@ -35,8 +36,9 @@ class Place(NamedTuple):
 
 
 class _Symptom(NamedTuple):
-    """A rank says that another one is lost."""
+    """A rank says that another one is lost, or what a device's library says when one is."""
 
+    kind: str
     reporter: int
     lost: tuple[int, ...]
     text: str
@@ -63,6 +65,7 @@ class Judge:
             None  # of whom, at which number, until, still to answer
         )
         self._places: dict[int, Place] = {}
+        self._asked_at: dict[int, float] = {}  # of the number that was asked for last
         self._calls: dict[int, dict[int, str]] = {}  # by number: what ranks say that they called; the last ones
 
     # -- events
@@ -81,8 +84,8 @@ class Judge:
             self._question = (Verdict(kind, ranks, (), text), number, now + ANSWERS_WITHIN_S, set(others) - {rank})
             self._places[rank] = Place(number, True, text)
             self._ask(number)
-        elif kind == "PeerLost" and not self._left.keys() & set(ranks):
-            self._symptoms.append(_Symptom(rank, ranks, text, now + BELIEVED_AFTER_S))
+        elif (kind == "PeerLost" or (kind == "Error" and number >= 0)) and not self._left.keys() & set(ranks):
+            self._symptoms.append(_Symptom(kind, rank, ranks, text, now + BELIEVED_AFTER_S))
         else:
             if kind == "PeerLost":
                 text = self._how_they_left(ranks, text)
@@ -91,7 +94,7 @@ class Judge:
                 and self._watched
                 and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
             ):
-                self._symptoms.append(_Symptom(rank, ranks, text, now + self._reason_s))  # how did it end?
+                self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))  # how did it end?
             elif not self._gone.keys() - {rank}:  # else one was lost before, and how is about to be said
                 waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
@@ -99,7 +102,8 @@ class Judge:
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
         """A rank is stuck in a call that others may not have made: what did they call under that number?"""
-        if not self.verdict and number not in self._calls:
+        if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
+            self._asked_at = {number: now}
             self._ask(number)
         self.called(rank, number, call, now)
 
@@ -200,7 +204,7 @@ class Judge:
                 return
         if not self._gone and self._symptoms and (now >= self._symptoms[0].until or self._circular()):
             symptom = self._root()
-            self.verdict = Verdict("PeerLost", symptom.lost, (), symptom.text)
+            self.verdict = Verdict(symptom.kind, symptom.lost, (), symptom.text)
 
     def _judge_deadline(self, now: float) -> None:
         assert self._question

@@ -382,10 +382,10 @@ class Member:
             for notice in communicator.notices():
                 log.notice(notice)
         with self._news:
-            stuck = [(group, one.stuck()) for group, one in self._communicators.items()]
-        for group, number in stuck:
-            if number:
-                call = self._communicators[group].called(number)[:_CALL_CHARACTERS]
+            everyone = list(self._communicators.items())
+        for group, communicator in everyone:
+            if number := communicator.stuck():
+                call = communicator.called(number)[:_CALL_CHARACTERS]
                 self._frames.send({"t": "compare", "group": group, "number": number, "call": call}, Deadline(SETTLE_S))
         with self._news:
             groups = [(group, one) for group, one in self._communicators.items() if group not in self._told]
