@@ -231,9 +231,11 @@ def _be_a_rank(where: dict[str, Any]) -> None:
     sys.modules["under_test"] = module
     spec.loader.exec_module(module)
     body = getattr(module, where["name"]).body
-    if where["init"] is not None:
-        mscomm.init(**where["init"])
-    arguments = {"rank": int(os.environ["MSCOMM_RANK"]), "group": None, **where["parameters"]}
+    arguments_of_init = where.get("init", {})
+    if arguments_of_init is not None:
+        mscomm.init(**arguments_of_init)
+    rank = mscomm.get_rank() if mscomm.is_initialized() else int(os.environ["MSCOMM_RANK"])
+    arguments = {"rank": rank, "group": None, **where["parameters"]}
     body(**{name: arguments[name] for name in inspect.signature(body).parameters})
 
 
