@@ -17,7 +17,7 @@ COMMUNICATION = ("communicator.cc", "meeting.cc")
 
 # By name: the path in the folder, the sources, the definitions.
 LIBRARIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "cuda": ("libcuda.so.1", ("cuda.cc", "engine.cc", "tools.cc"), ()),
+    "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", "engine.cc", "tools.cc"), ()),
     **{
         f"nccl-{version}": (
             f"nccl-{version}/libnccl.so.2",
