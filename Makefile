@@ -1,6 +1,7 @@
 # make demo   a virtual environment, the package, eight ranks under mpirun, a training on four
 # make test   everything that checks a change, in under 15 minutes on 2 cores
 # make test-all   the same and the long tests, in under 75 minutes
+# make test-gpu   what needs a GPU, with the PYTHON that has CuPy and PyTorch; fetches nothing, the log goes to build/gpu.log
 # make wheel  source distribution and wheel for others, in dist, tried in a fresh environment
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.t
 # mpirun of Open MPI refuses root, and more ranks than cores, unless told.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-all test-core test-python test-mindspore lint format wheel clean
+.PHONY: help demo test test-all test-core test-python test-mindspore test-gpu lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -59,6 +60,15 @@ test-python: $(VENV)/.dev $(MPICH)/.installed
 test-mindspore: $(MINDSPORE)/.installed
 	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py \
 	  tests/test_examples_frameworks.py
+
+# With the interpreter that is there and its packages: a machine with a GPU has its own PyTorch, and perhaps no network.
+GPU_SITE := build/gpu-site
+test-gpu:
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps --upgrade --target $(GPU_SITE) .
+	{ date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
+	  PYTHONPATH=$(GPU_SITE) $(PYTHON) -m mscomm doctor -n 1 | grep -E "nccl|Versions|kernel"; \
+	  PYTHONPATH=$(GPU_SITE) $(PYTHON) -m pytest -p no:cacheprovider -q -ra -m gpu tests/gpu && \
+	  PYTHONPATH=$(GPU_SITE) $(PYTHON) bench/gpu.py; } 2>&1 | tee build/gpu.log
 
 # auditwheel names the wheel after the oldest glibc that has all it needs, and refuses other libraries of this machine.
 # The trial is outside the source tree, where nothing but the installed wheel can be imported.

@@ -4,6 +4,7 @@ mscomm run -n 4 nccl_allgather.py
 mpirun -n 4 python nccl_allgather.py
 """
 
+import importlib.util
 import socket
 import sys
 
@@ -22,7 +23,7 @@ if __name__ == "__main__":
     mscomm.init()  # nccl if every rank has a GPU of its own, else cpu
     backend = mscomm.get_backend()
     value = mscomm.get_rank()
-    if backend == "nccl":
+    if backend == "nccl" and importlib.util.find_spec("cupy"):
         import cupy
 
         output = cupy.asnumpy(mscomm.all_gather(cupy.array([[value]], np.float32)))

@@ -11,8 +11,11 @@
 #include <utility>
 
 #include "algo/algorithm.h"
+#include "backend/hccl.h"
 #include "backend/nccl.h"
+#include "device/acl.h"
 #include "device/cuda.h"
+#include "src/dlpack.h"
 #include "src/group.h"
 #include "src/plain_calls.h"
 #include "transport/arena.h"
@@ -237,12 +240,22 @@ PYBIND11_MODULE(_core, module) {
       .def("origin", &Vendor::origin)
       .def("refuses",
            [](const Vendor& vendor, int dtype, int op) { return vendor.refuses(static_cast<Dtype>(dtype), static_cast<Op>(op)); })
-      .def("make_id", [](Vendor& vendor) { return py::bytes(vendor.make_id()); });
+      .def("make_id", [](Vendor& vendor, Runtime& runtime, int device) {
+        const Runtime::Current current(runtime, device);
+        return py::bytes(vendor.make_id());
+      });
   module.def("open_cuda", &open_cuda_at, py::arg("places"), py::kw_only(), py::arg("image") = py::none());
   module.def("embedded_image", [] {
     const Image image = embedded_image();
     return py::make_tuple(py::bytes(reinterpret_cast<const char*>(image.bytes.data()), image.bytes.size()),
                           std::string(image.architectures));
+  });
+  module.def("describe_dlpack", &describe_dlpack);
+  module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
+    return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
+  });
+  module.def("open_hccl", [](const Places& collectives, const Places& communicators, const std::string& soc) {
+    return std::shared_ptr(open_hccl(candidates_of(collectives), candidates_of(communicators), soc));
   });
   module.def("open_nccl", [](const Places& places) { return std::shared_ptr(open_nccl(candidates_of(places))); });
 

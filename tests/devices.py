@@ -13,15 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from fakes import library
 from fakes.build import build
 from fakes.device_array import DeviceArray, counters
 from ranks import ranks
 
+BACKENDS = ("nccl", "hccl")
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 NCCL = "nccl-22809"  # the version that is taken where a test does not say
 
 if "MSCOMM_RANK" in os.environ:  # in a rank's process
-    library.register()
+    library.register(os.environ.get("FAKE_BACKEND", "nccl"))
 
 
 @functools.cache
@@ -29,23 +32,34 @@ def built() -> dict[str, str]:
     return {name: str(path) for name, path in build().items()}
 
 
-def variables(nccl: str = NCCL, **more: str) -> dict[str, str]:
-    """With which a process takes the stand-ins for the vendor's libraries."""
-    cuda = built()["cuda"]
+def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str, str]:
+    """With which a process takes the stand-ins for the vendor's libraries. library: another one for the collectives."""
     # A plain delay of the device, so that who does not wait for it reads old values, and few such waits.
-    known = {"MSCOMM_CUDA_LIBRARY": cuda, "FAKE_CUDA_LIBRARY": cuda, "MSCOMM_NCCL_LIBRARY": built()[nccl]}
-    return {**known, "FAKE_DELAY_US": "50", **more}
+    own = {"FAKE_BACKEND": backend, "FAKE_DELAY_US": "50"}
+    if backend == "nccl":
+        own |= {"MSCOMM_CUDA_LIBRARY": built()["cuda"], "FAKE_CUDA_LIBRARY": built()["cuda"]}
+        own["MSCOMM_NCCL_LIBRARY"] = built()[library or NCCL]
+    else:
+        own |= {"MSCOMM_ACL_LIBRARY": built()["acl"], "FAKE_CUDA_LIBRARY": built()["acl"]}
+        own["MSCOMM_HCCL_LIBRARY"] = built()[library or "hccl"]
+    return {**own, **more}
 
 
 def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | None = None, **options: Any) -> Any:
-    """As @ranks, after init("nccl"). env: beside what the stand-ins need, of which it may set another."""
+    """As @ranks, after init("nccl"), or of the test's parameter backend.
 
-    def whole(rank: int, **parameters: Any) -> dict[str, str]:
+    env: beside what the stand-ins need; its LIBRARY is another one for the collectives.
+    """
+
+    def whole(rank: int, backend: str = "nccl", **parameters: Any) -> dict[str, str]:
         own = env(rank=rank, **parameters) if callable(env) else env or {}
         filled = {name: value.format(rank=rank, **parameters) for name, value in own.items()}
-        return {**variables(filled.pop("NCCL", NCCL)), **filled}
+        return {**variables(backend, filled.pop("LIBRARY", "")), **filled}
 
-    return ranks(n, env=whole, **{"init": {"backend_name": "nccl"}, **options})
+    def init(backend: str = "nccl", **_: Any) -> dict[str, Any]:
+        return {"backend_name": backend}
+
+    return ranks(n, env=whole, **{"init": init, **options})
 
 
 def on_device(x: Any) -> DeviceArray:

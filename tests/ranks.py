@@ -132,14 +132,14 @@ def ranks(
     timeout_s: float = 60,
     env: dict[str, str] | Callable[..., dict[str, str]] | None = None,
     expect: dict[int, int] | None = None,
-    init: dict[str, Any] | None = {},  # noqa: B006
+    init: dict[str, Any] | Callable[..., dict[str, Any]] | None = {},  # noqa: B006
 ) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a
     parameter, of which a list of n gives each rank its own, or the rank. Or a function of the parameters and the rank.
-    expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}. init: arguments of mscomm.init; None: the
-    body calls it.
+    expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}. init: arguments of mscomm.init, or a
+    function of the parameters that gives them; None: the body calls it.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -161,7 +161,7 @@ def ranks(
                     "file": fn.__code__.co_filename,
                     "name": fn.__name__,
                     "parameters": {k: parameters[k] for k in wanted},
-                    "init": init,
+                    "init": init(**parameters) if callable(init) else init,
                 }
             )
             job = Job(size, [sys.executable, "-u", __file__, where], tmp_path, filled)

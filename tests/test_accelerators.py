@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -171,11 +172,11 @@ def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
     """In a process of its own, which has no other in it."""
     program = (
         "from mscomm.accelerators import nccl\nvendor = nccl.vendor({})\n"
-        "print(vendor.version(), vendor.origin(), len(vendor.make_id()), vendor.path())"
+        "print(vendor.version(), vendor.origin(), vendor.path())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    version, origin, id_bytes, path = done.stdout.split()
-    assert (version, origin, id_bytes) == (importlib.metadata.version(WHEELS[0]), "site-packages", "128")
+    version, origin, path = done.stdout.split()
+    assert (version, origin) == (importlib.metadata.version(WHEELS[0]), "site-packages")
     assert path.endswith("site-packages/nvidia/nccl/lib/libnccl.so.2")
 
 
@@ -244,7 +245,7 @@ def test_each_rank_can_name_its_device(rank: int) -> None:
     assert (mscomm.all_reduce(x).to_numpy() == 2).all()
 
 
-@devices(2, env=lambda rank: {"NCCL": ["nccl-22809", "nccl-21803"][rank]}, init=None)
+@devices(2, env=lambda rank: {"LIBRARY": ["nccl-22809", "nccl-21803"][rank]}, init=None)
 def test_different_versions_are_an_error_on_all_ranks(rank: int) -> None:
     with pytest.raises(
         mscomm.Mismatch, match=r"different versions of nccl, on rank 0 .*: 2.28.9 .*; on rank 1 .*: 2.18.3"
@@ -261,7 +262,7 @@ def test_a_rank_without_a_driver_is_an_error_on_all_ranks_at_once(rank: int) -> 
 
 
 @pytest.mark.parametrize(("code", "version"), [("21803", "2.18.3"), ("22809", "2.28.9"), ("23203", "2.32.3")])
-@devices(2, env={"NCCL": "nccl-{code}"})
+@devices(2, env={"LIBRARY": "nccl-{code}"})
 def test_every_version_of_nccl_works(rank: int, group: None, code: str, version: str) -> None:
     assert accelerators.opened("nccl").vendor.version() == version
     assert (mscomm.all_reduce(on_device(np.ones(2))).to_numpy() == 2).all()
@@ -272,3 +273,57 @@ def test_every_version_of_nccl_works(rank: int, group: None, code: str, version:
 def test_two_ranks_share_a_device_if_nccl_takes_them_for_two_hosts(rank: int, group: None) -> None:
     x = DeviceArray.from_numpy(np.ones(2), device=0)
     assert (mscomm.all_reduce(x).to_numpy() == 2).all()
+
+
+# -- what the libraries are told
+
+
+def test_the_libraries_are_told_the_interface_that_the_job_has_found() -> None:
+    env: dict[str, str] = {"PATH": "/bin"}
+    assert accelerators.set_up("nccl", "eth7", env) == {
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+        "NCCL_SOCKET_IFNAME": "=eth7",
+    }
+    assert env["NCCL_SOCKET_IFNAME"] == "=eth7" and env["PATH"] == "/bin"
+    assert accelerators.set_up("hccl", "eth7", env) == {"HCCL_SOCKET_IFNAME": "=eth7"}
+
+
+def test_what_the_user_has_set_stays() -> None:
+    env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    assert accelerators.set_up("nccl", "eth7", env) == {}
+    assert env == {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+
+
+def test_on_one_host_no_interface_is_told() -> None:
+    assert "NCCL_SOCKET_IFNAME" not in accelerators.set_up("nccl", None, {})
+    assert accelerators.set_up("hccl", None, {}) == {}
+
+
+@devices(2, env={"MSCOMM_HOST_ID": "host-{rank}", "NCCL_HOSTID": "host-{rank}"})
+def test_over_several_hosts_the_device_of_each_is_its_first(rank: int, group: None) -> None:
+    x = DeviceArray.from_numpy(np.ones(2, np.float32), device=0)
+    assert (mscomm.all_reduce(x).to_numpy() == 2).all()
+
+
+def test_the_rank_table_says_which_device_a_rank_has(tmp_path: Path) -> None:
+    """Devices 1 and 3 of a host."""
+    devices = [{"device_id": str(2 * r + 1), "device_ip": f"192.1.27.{r + 6}", "rank_id": str(r)} for r in range(2)]
+    server = {"server_id": "10.0.0.1", "device": devices, "host_nic_ip": "reserve", "note": str(tmp_path)}
+    table = {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    program = (
+        "import sys, mscomm, numpy as np; sys.path.insert(0, sys.argv[1])\n"
+        "from fakes import library; library.register('hccl')\nfrom fakes.device_array import DeviceArray\n"
+        "mscomm.init('hccl')\n"
+        "x = DeviceArray.from_numpy(np.ones(2, np.float32), device=2 * mscomm.get_rank() + 1)\n"
+        "print(mscomm.all_reduce(x).to_numpy())"
+    )
+    env = {**os.environ, **variables("hccl"), "RANK_TABLE_FILE": str(tmp_path / "table.json"), "RANK_SIZE": "2"}
+    command = [sys.executable, "-c", program, str(ROOT / "tests")]
+    processes = [
+        subprocess.Popen(
+            command, env={**env, "RANK_ID": str(r), "DEVICE_ID": str(2 * r + 1)}, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["[2. 2.]\n", "[2. 2.]\n"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from devices import variables
 
 import mscomm
 from mscomm import _core
@@ -62,7 +63,15 @@ def test_two_ranks_compute_over_each_carrier_and_the_time_is_told(report: dict[s
 
 def test_backends_that_are_not_here_say_why(report: dict[str, Any]) -> None:
     assert value(report, "Backends", "cpu") == "ready"
-    assert value(report, "Backends", "nccl") == value(report, "Backends", "hccl") == "not in this release"
+    assert "cannot open libcuda.so.1, NVIDIA's driver. Tried: " in value(report, "Backends", "nccl")
+    assert "cannot open libhccl.so, CANN's HCCL. Tried: " in value(report, "Backends", "hccl")
+
+
+@pytest.mark.parametrize(("backend", "what"), [("nccl", "CUDA 13.0"), ("hccl", "AscendCL 1.15.0")])
+def test_a_backend_that_is_here_tells_its_libraries_and_devices(backend: str, what: str) -> None:
+    done = run("--json", **variables(backend))
+    (said,) = [one["value"] for one in json.loads(done.stdout)["sections"]["Backends"] if one["what"] == backend]
+    assert re.search(r"lib[nh]ccl\.so.*; .*; 4 devices: 4 x ", said) and what in said, said
 
 
 def test_the_address_to_use_is_one_of_this_host(report: dict[str, Any]) -> None:

@@ -298,7 +298,7 @@ def test_context_takes_what_the_tutorials_set(fresh_context):
     [
         ({"mode": 2}, "mode=2 is neither GRAPH_MODE nor PYNATIVE_MODE"),
         ({"colour": 1}, "'colour' is none of mode, device_target"),
-        ({"device_target": "GPU"}, "device_target='GPU' is not in this release"),
+        ({"device_target": "TPU"}, "device_target='TPU' is none of CPU, GPU, Ascend"),
     ],
 )
 def test_a_wrong_option_is_refused_and_nothing_is_set(fresh_context, option, message):

@@ -22,8 +22,8 @@ STUB = ROOT / "python/mscomm/_core.pyi"
 
 # What pybind11 adds to every class, and constructors that are not there: make_heap makes a Heap, start a Work.
 PYBIND11 = """
-mscomm\\._core\\.(Group|Heap|Peers|Work)
-mscomm\\._core\\.(Heap|Work)\\.__init__
+mscomm\\._core\\.(Group|Heap|Peers|Runtime|Vendor|Work)
+mscomm\\._core\\.(Heap|Runtime|Vendor|Work)\\.__init__
 """
 
 needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")

@@ -185,7 +185,7 @@ class Nccl final : public Vendor {
     return {id.bytes, sizeof id.bytes};
   }
 
-  std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank) override {
+  std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime>, int) override {
     return std::make_unique<NcclGroup>(*this, id, size, rank);
   }
 

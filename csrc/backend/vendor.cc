@@ -26,10 +26,39 @@ constexpr double frees_within_s = 5, aborts_within_s = 10;
 // What of a group the library is asked by one thread at a time; abort() waits for that at most so long.
 constexpr auto call_takes_at_most = 1s;
 
+// A mutex for which one can wait a while. Not std::timed_mutex, which ThreadSanitizer does not understand.
+class Turn {
+ public:
+  void lock() {
+    std::unique_lock lock(mutex_);
+    free_.wait(lock, [this] { return !taken_; });
+    taken_ = true;
+  }
+  bool try_lock() { return try_lock_for(0s); }
+  template <typename Time>
+  bool try_lock_for(Time time) {
+    std::unique_lock lock(mutex_);
+    if (!free_.wait_for(lock, time, [this] { return !taken_; })) return false;
+    return taken_ = true;
+  }
+  void unlock() {
+    {
+      const std::lock_guard lock(mutex_);
+      taken_ = false;
+    }
+    free_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;  // protects taken_
+  std::condition_variable free_;
+  bool taken_ = false;
+};
+
 // One for each device of the process: what several groups enqueue there has one order. Nobody who aborts takes it.
-std::timed_mutex& issuing_on(const Runtime* runtime, int device) {
+Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;  // protects all
-  static std::map<std::pair<const Runtime*, int>, std::timed_mutex> all;
+  static std::map<std::pair<const Runtime*, int>, Turn> all;
   const std::lock_guard lock(mutex);
   return all[{runtime, device}];
 }
@@ -73,6 +102,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   struct Pending {
     Signature call;
     EventHandle event;
+    EventHandle before;  // of a call beside the caller's stream: what it waits for
     Deadline deadline;
     double next_notice_s = compares_after_s;
   };
@@ -103,6 +133,10 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   void enqueue(const Call& call, StreamHandle stream);
   void exchange(const Call& call, StreamHandle stream);
   EventHandle take_event();
+  void give_back(const Pending& call) {  // with mutex_
+    events_.push_back(call.event);
+    if (call.before) events_.push_back(call.before);
+  }
   void watch();
   void look_at_pending(std::unique_lock<std::mutex>& lock);
   void free_group(std::unique_lock<std::mutex>& lock, void (State::*free)());
@@ -113,15 +147,15 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   const std::shared_ptr<Runtime> runtime_;
   const int device_;
   const size_t size_, rank_;
-  std::timed_mutex& issuing_;
-  std::timed_mutex calling_;  // protects group_: one thread at a time asks the library about it
+  Turn& issuing_;
+  Turn calling_;  // protects group_: one thread at a time asks the library about it
   std::unique_ptr<VendorGroup> group_;
   StreamHandle beside_ = nullptr;  // for calls beside the caller's stream; made by the first
 };
 
 void VendorBackend::State::join(const std::string& id, const Deadline& deadline, const std::function<void()>& check) {
   const Runtime::Current current(*runtime_, device_);
-  group_ = vendor_->join(id, static_cast<int>(size_), static_cast<int>(rank_));
+  group_ = vendor_->join(id, static_cast<int>(size_), static_cast<int>(rank_), runtime_, device_);
   auto pause = 100us;
   while (group_->busy()) {
     check();
@@ -143,13 +177,12 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
 
   StreamHandle stream = *call.stream;
   const bool captured = runtime_->captures(stream);
+  EventHandle before = nullptr;
   if (call.beside && !captured) {
     if (!beside_) beside_ = runtime_->make_stream();
-    const EventHandle before = take_event();
+    before = take_event();
     runtime_->record(before, stream);
     runtime_->wait(beside_, before);
-    const std::lock_guard lock(mutex_);
-    events_.push_back(before);
     stream = beside_;
   }
   if (call.bytes() || !call.counts.empty()) {
@@ -164,7 +197,7 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
   runtime_->record(event, stream);
   {
     const std::lock_guard lock(mutex_);
-    pending_.push_back({call.signature, event, wait.deadline});
+    pending_.push_back({call.signature, event, before, wait.deadline});
     if (pending_.size() > 1) return;  // the thread is awake
   }
   changed_.notify_all();
@@ -321,7 +354,7 @@ void VendorBackend::State::free_group(std::unique_lock<std::mutex>& lock, void (
   lock.unlock();
   (this->*free)();
   lock.lock();
-  for (const Pending& one : std::exchange(pending_, {})) events_.push_back(one.event);
+  for (const Pending& one : std::exchange(pending_, {})) give_back(one);
   over_ = true;
 }
 
@@ -336,7 +369,7 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
       const double waited_s = seconds_since(one->deadline.start());
       if (runtime_->passed(one->event)) {
         ended.push_back(one->call.number);
-        events_.push_back(one->event);
+        give_back(*one);
         one = pending_.erase(one);
         continue;
       }

@@ -77,10 +77,11 @@ class Vendor {
 
   // Why the library cannot reduce such elements so; empty: it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
-  // For all ranks of a group that is to be, from one of them.
+  // For all ranks of a group that is to be, from one of them, whose device is current.
   virtual std::string make_id() = 0;
-  // One rank's end of that group, on the thread's current device; busy() tells when it can be used.
-  virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank) = 0;
+  // One rank's end of that group, on the device, which is current; busy() tells when it can be used.
+  virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
+                                            int device) = 0;
 };
 
 // Runs the calls of one group on arrays of one device: enqueues them, and watches from a thread of its own what becomes of them.

@@ -7,11 +7,12 @@
 
 namespace mscomm {
 
-Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates) : name_(std::move(name)) {
+Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names) : name_(std::move(name)) {
+  const int seen_by = names == Names::own ? RTLD_LOCAL : RTLD_GLOBAL;
   std::string tried;
   for (const Candidate& candidate : candidates) {
     const bool loaded = candidate.kind == Candidate::Kind::loaded;
-    handle_ = dlopen(candidate.path.c_str(), RTLD_NOW | RTLD_LOCAL | (loaded ? RTLD_NOLOAD : 0));
+    handle_ = dlopen(candidate.path.c_str(), RTLD_NOW | seen_by | (loaded ? RTLD_NOLOAD : 0));
     if (handle_) {
       const link_map* map = nullptr;
       path_ = dlinfo(handle_, RTLD_DI_LINKMAP, &map) == 0 && map && *map->l_name ? map->l_name : candidate.path;

@@ -16,8 +16,10 @@ struct Candidate {
 
 class Dynlib {
  public:
+  // Whether libraries that come later find its functions by their names.
+  enum class Names { own, everybodys };
   // Opens the first candidate that can be opened. Throws BackendUnavailable with all that was tried.
-  Dynlib(std::string name, const std::vector<Candidate>& candidates);
+  Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names = Names::own);
 
   const std::string& path() const { return path_; }      // the file
   const std::string& origin() const { return origin_; }  // of the candidate that it was

@@ -50,6 +50,8 @@ struct Driver {
     library.need(event_record, "cuEventRecord");
     library.need(event_query, "cuEventQuery");
     library.need(copy, "cuMemcpyDtoDAsync_v2");
+    library.need(allocate, "cuMemAlloc_v2");
+    library.need(free, "cuMemFree_v2");
     library.need(launch, "cuLaunchKernel");
     library.need(module_load, "cuModuleLoadData");
     library.need(module_function, "cuModuleGetFunction");
@@ -85,6 +87,8 @@ struct Driver {
   Result (*event_record)(EventHandle event, StreamHandle stream);
   Result (*event_query)(EventHandle event);
   Result (*copy)(unsigned long long to, unsigned long long from, size_t bytes, StreamHandle stream);
+  Result (*allocate)(unsigned long long* memory, size_t bytes);
+  Result (*free)(unsigned long long memory);
   Result (*launch)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                    unsigned block_z, unsigned shared_bytes, StreamHandle stream, void** parameters, void** extra);
   Result (*module_load)(Module* module, const void* image);
@@ -164,6 +168,12 @@ class Cuda final : public Runtime {
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     check(driver_.copy(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), bytes, stream), "cuMemcpyDtoDAsync");
   }
+  void* allocate(size_t bytes) override {
+    unsigned long long memory = 0;
+    check(driver_.allocate(&memory, bytes), "cuMemAlloc");
+    return reinterpret_cast<void*>(memory);
+  }
+  void free(void* memory) noexcept override { (void)driver_.free(reinterpret_cast<uintptr_t>(memory)); }
   bool pack(const Packing& packing, StreamHandle stream) override {
     Device current = 0;
     check(driver_.current_device(&current), "cuCtxGetDevice");

@@ -48,6 +48,8 @@ class Runtime {
   virtual bool passed(EventHandle event) = 0;
   // From device memory to device memory.
   virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
+  virtual void* allocate(size_t bytes) = 0;
+  virtual void free(void* memory) noexcept = 0;
   // By kernels, a launch for some hundred parts. False: no kernel does it, and nothing was enqueued.
   virtual bool pack(const Packing&, StreamHandle) { return false; }
   // Which kernels the device has, or why it has none; for people. Where there are some they are loaded when the device is first

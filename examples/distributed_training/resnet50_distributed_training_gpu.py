@@ -1,7 +1,7 @@
 """ResNet-50 on CIFAR-10, data parallel: mpirun -n 8 pytest -s -v ./resnet50_distributed_training_gpu.py
 
-The tutorial calls init("nccl"). mscomm has no GPU backend yet, and init("nccl") ends with an error that says so. init()
-decides for all ranks together, today always for the CPU core. The network and the images stay on the CPU.
+The tutorial calls init("nccl"), which needs a GPU for each rank. init() decides for all ranks together. The network and
+the images stay on the CPU.
 """
 
 import torch

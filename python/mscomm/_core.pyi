@@ -108,14 +108,28 @@ class Vendor:
     def refuses(self, dtype: int, op: int, /) -> str:
         """Why it cannot reduce such elements so; "": it can."""
 
-    def make_id(self) -> bytes:
-        """For the ranks of a group that is to be."""
+    def make_id(self, runtime: Runtime, device: int, /) -> bytes:
+        """For the ranks of a group that is to be; of the device of one of them."""
 
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
     """The library at the first place (what it is called, path, "usual", "loaded" or "must") that has one.
 
     BackendUnavailable with what was tried.
     """
+
+def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, int, int, bool]:
+    """(address, shape, strides in bytes or None, dtype, device type, device number, read-only) of a DLPack capsule.
+
+    The capsule stays as it is and owns the memory. ValueError for what no array of mscomm's is.
+    """
+
+def open_hccl(
+    collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
+) -> Vendor:
+    """The same of HCCL. communicators: of the library that newer releases have for them. soc: the device's name."""
+
+def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
+    """AscendCL; BackendUnavailable, too, if it finds no NPU. visible: the host's numbers of those that it shows."""
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
     """The same of the driver; BackendUnavailable, too, if it finds no GPU. image: instead of the embedded one."""

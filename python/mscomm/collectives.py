@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import _core
-from mscomm.arrays import library, memory, written
+from mscomm.arrays import library, memory_anywhere, written
 from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code
@@ -566,7 +566,7 @@ def _scatter(
     digest = 0 if counts is None else _digest(counts)
     there = None if given is None else given.memory
     if there is None and out is not None:
-        there = memory(out, "out", function)
+        there = memory_anywhere(out, "out", function)
     told = np.zeros(3 + _core.max_dims, np.int64)  # whether it is on a device, dtype, how many dimensions, and these
     if given is not None and at_root:
         told[: 3 + len(given.shape)] = (given.on_device, given.code, len(given.shape), *given.shape)
@@ -615,7 +615,7 @@ def _scatter(
 
 def _model(function: str, out: Any, shape: tuple[int, ...], code: int) -> _Given:
     """What stands for x, where the root alone has one: an array of that dtype without elements."""
-    if out is not None and isinstance(there := memory(out, "out", function), OnDevice):
+    if out is not None and isinstance(there := memory_anywhere(out, "out", function), OnDevice):
         return _Given(library(out, "out", function), out, there[:0], there[:0], shape, code)
     nothing = np.empty(0, host.dtype_of(code))
     return _Given(host, nothing, nothing, nothing, shape, code)
@@ -671,7 +671,7 @@ def all_reduce_many(
     ]
     _check_apart(
         [one.memory for one in given],
-        [None if y is None else memory(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
+        [None if y is None else memory_anywhere(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
     )
     digest, parts = _fused(tuple((one.code, one.shape, one.on_device) for one in given))
     calls = [
@@ -852,7 +852,7 @@ class _Given(NamedTuple):
 
 
 def _given(function: str, x: Any, group: Group, argument: str = "x", *, stream: int | None = None) -> _Given:
-    there = memory(x, argument, function)
+    there = memory_anywhere(x, argument, function)
     if there.ndim > _core.max_dims:
         raise ValueError(
             f"{function}: {argument} has {there.ndim} dimensions, arrays have at most {_core.max_dims} dimensions;"
@@ -954,7 +954,7 @@ def _check_out(
     function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
 ) -> Array:
     """The memory of out, after checking that the result can be written to it."""
-    x, y = given.memory, memory(out, argument, function)
+    x, y = given.memory, memory_anywhere(out, argument, function)
     if y.shape != tuple(shape):
         raise ValueError(f"{function}: {argument} has shape {y.shape}, the result has {tuple(shape)}")
     if y.dtype != x.dtype:

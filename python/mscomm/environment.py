@@ -145,6 +145,20 @@ VARIABLES = (
         ("accelerators.nccl",),
     ),
     Variable(
+        "MSCOMM_HCCL_LIBRARY",
+        None,
+        words,
+        "The file of HCCL, `libhccl.so`, where neither the loader nor CANN's own variables lead to it.",
+        ("accelerators.hccl",),
+    ),
+    Variable(
+        "MSCOMM_ACL_LIBRARY",
+        None,
+        words,
+        "The file of AscendCL, `libascendcl.so`, in the same way.",
+        ("accelerators.hccl",),
+    ),
+    Variable(
         "MSCOMM_HUGE_PAGES",
         1,
         _switch,
@@ -403,6 +417,11 @@ VARIABLES = (
     _given("JSM_NAMESPACE_LOCAL_RANK", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_RANK}"),
     _given("JSM_NAMESPACE_LOCAL_SIZE", "bootstrap.pmix", meaning=f"LSF: {_LOCAL_SIZE}"),
     _given("JOB_COMPLETION_INDEX", "bootstrap.kubernetes", meaning=f"Kubernetes: {_RANK}"),
+    _given(
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "accelerators.hccl",
+        meaning="Ascend: the devices that the process sees, by their numbers on the host",
+    ),
     _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
     _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="the same, an older name"),
     _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),

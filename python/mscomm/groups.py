@@ -164,7 +164,8 @@ def init(
         joined.found(joined.world, deadline)
     else:
         invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
-        asked = asked._replace(local_rank=_local_rank_of(invitation))
+        device = invitation.device if asked.device is None else asked.device
+        asked = asked._replace(device=device, local_rank=_local_rank_of(invitation))
         joined = _join(invitation, asked, algo, forced, timeout_s, deadline)
     _joined = joined
     log.info(f"joined as rank {joined.job.rank} of {joined.job.size} in {time.monotonic() - began:.3f} s")

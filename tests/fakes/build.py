@@ -8,88 +8,124 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
 NCCL_VERSIONS = (21803, 22809, 23203)
-COMMUNICATION = ("communicator.cc", "meeting.cc")
+MACHINE = ("engine.cc", "hooks.cc", "tools.cc")
+COMMUNICATION = ("communicator.cc", "meeting.cc", "tools.cc")
 
-# By name: the path in the folder, the sources, the definitions.
-LIBRARIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", "engine.cc", "tools.cc"), ()),
+# By name: the path in the folder, and the sources, with a definition where one has it.
+LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", *MACHINE)),
     **{
         f"nccl-{version}": (
             f"nccl-{version}/libnccl.so.2",
-            ("nccl.cc", "tools.cc", *COMMUNICATION),
-            (f"FAKE_NCCL_VERSION={version}",),
+            (f"nccl.cc -DFAKE_NCCL_VERSION={version}", *COMMUNICATION),
         )
         for version in NCCL_VERSIONS
     },
+    # Without ncclCommSplit, which every version that is supported has: what a loader says of a broken copy.
+    "nccl-incomplete": ("nccl-incomplete/libnccl.so.2", ("nccl.cc -DFAKE_NCCL_INCOMPLETE", *COMMUNICATION)),
+    # The runtime under its old name and its new one.
+    "acl": ("libascendcl.so", ("acl.cc", *MACHINE)),
+    "acl-rt": ("acl-rt/libacl_rt.so", ("acl.cc", *MACHINE)),
+    # All in one library, as it was; or communicators in libhcomm.so, as it is now.
+    "hccl": ("hccl/libhccl.so", ("hccl.cc -DFAKE_ONE_LIBRARY", "hcomm.cc", *COMMUNICATION)),
+    "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
+    "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
 }
+CUDA = ("cuda", *(f"nccl-{version}" for version in NCCL_VERSIONS), "nccl-incomplete")
+ASCEND = ("acl", "acl-rt", "hccl", "hccl-split", "hcomm")
 
 
-def compiler() -> str:
+def compiler() -> list[str]:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and shutil.which(name.split()[0]):
-            return name
+            return name.split()
     raise RuntimeError(
-        "the stand-ins for CUDA, NCCL, CANN and HCCL need a C++20 compiler: none of $CXX, c++, g++, clang++ is there"
+        "the stand-ins for CUDA, NCCL, AscendCL and HCCL need a C++20 compiler: no $CXX, c++, g++ or clang++ is there"
     )
 
 
 def default_folder() -> Path:
-    """Of this user and these sources, kept between runs."""
+    """Of this user, kept between runs."""
     return Path(tempfile.gettempdir()) / f"mscomm-fakes-{os.getuid()}"
 
 
-def build(
-    folder: str | Path | None = None, names: list[str] | None = None, flags: tuple[str, ...] = ()
-) -> dict[str, Path]:
-    """Compile what is not there yet; paths by name ("cuda", "nccl-22809", ...), "nccl" the default version.
+def _sweep(top: Path) -> None:
+    """What other sources made a week ago or longer."""
+    for old in top.iterdir():
+        if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
+            shutil.rmtree(old, ignore_errors=True)
 
-    Several processes may do so at once: each writes a file of its own name and renames it.
-    """
-    command = [
-        *compiler().split(),
-        "-std=c++20",
-        "-O2",
-        "-g1",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-pthread",
-        *flags,
-    ]
-    command += ["-Wall", "-Wextra", "-Wl,-z,defs"]
-    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cc")) + sorted(HERE.glob("*.h")))
-    key = hashlib.sha256(sources + repr((command, LIBRARIES)).encode()).hexdigest()[:16]
-    root = Path(folder or default_folder()) / key
-    paths = {}
-    running = []
-    for name in names or LIBRARIES:
-        where, files, definitions = LIBRARIES[name]
-        target = paths[name] = root / where
-        if target.exists():
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}")
-        arguments = [*command, *(f"-D{one}" for one in definitions), f"-Wl,-soname,{target.name}", "-o", str(part)]
-        arguments += [str(HERE / file) for file in files] + ["-ldl"]
-        running.append(
-            (name, target, part, subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-        )
-        if len(running) % (os.cpu_count() or 1) == 0:
-            running[-1][3].wait()
-    failed = []
-    for name, target, part, process in running:
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """As many at a time as there are processors."""
+    waiting, running, failed = list(commands), [], []
+    while waiting or running:
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            running.append(subprocess.Popen(waiting.pop(0), stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        process = running.pop(0)
         output = process.communicate()[0].decode(errors="replace")
         if process.returncode:
-            failed.append(f"{name}:\n{output}")
-        else:
-            part.rename(target)
+            failed.append(f"{' '.join(map(str, process.args))}\n{output}")
     if failed:
-        raise RuntimeError("the stand-ins do not compile with " + command[0] + "\n" + "\n".join(failed))
+        raise RuntimeError("the stand-ins do not compile:\n" + "\n".join(failed))
+
+
+def build(
+    folder: str | Path | None = None, names: Iterable[str] | None = None, flags: tuple[str, ...] = ()
+) -> dict[str, Path]:
+    """Compile what is not there yet; paths by name ("cuda", "nccl-22809", ...), "nccl" the one of the default version.
+
+    Several processes may do so at once: each works in a folder of its own and moves what is finished.
+    """
+    command = [*compiler(), "-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
+    command += flags
+    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cc")) + sorted(HERE.glob("*.h")))
+    key = hashlib.sha256(sources + repr((command, LIBRARIES)).encode()).hexdigest()[:16]
+    top = Path(folder or default_folder()).resolve()
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if top.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{top} belongs to somebody else: what lies there is not loaded")
+    root = top / key
+    wanted = tuple(names or LIBRARIES)
+    paths = {name: root / LIBRARIES[name][0] for name in wanted}
+    missing = [name for name in wanted if not paths[name].exists()]
+    if missing:
+        root.mkdir(exist_ok=True)
+        _sweep(top)
+        with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as work:
+            objects = {
+                source: f"{work}/{i}.o"
+                for i, source in enumerate(dict.fromkeys(one for name in missing for one in LIBRARIES[name][1]))
+            }
+            _run_all(
+                [*command, "-c", str(HERE / source.split()[0]), *source.split()[1:], "-o", output]
+                for source, output in objects.items()
+            )
+            _run_all(
+                [
+                    *(
+                        *command,
+                        "-shared",
+                        *(() if flags else ("-Wl,-z,defs",)),
+                        f"-Wl,-soname,{paths[name].name}",
+                        "-o",
+                        f"{work}/{name}",
+                    ),
+                    *(objects[source] for source in LIBRARIES[name][1]),
+                    "-ldl",
+                ]
+                for name in missing
+            )
+            for name in missing:
+                paths[name].parent.mkdir(exist_ok=True)
+                os.rename(f"{work}/{name}", paths[name])
     if "nccl-22809" in paths:
         paths["nccl"] = paths["nccl-22809"]
     return paths

@@ -15,6 +15,46 @@ namespace {
 
 constexpr std::chrono::milliseconds look_again{3};
 
+// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued them: ranks that issue
+// those of two communicators in different orders are stuck for certain, and not only if they are unlucky.
+class Turns {
+ public:
+  explicit Turns(int device) : device_(device) {
+    std::lock_guard lock(mutex());
+    mine_ = next()++;
+    waiting()[device].insert(mine_);
+  }
+  ~Turns() {
+    std::lock_guard lock(mutex());
+    waiting()[device_].erase(mine_);
+  }
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+
+  bool has_come() const {
+    static const bool counts = number("FAKE_ONE_AT_A_TIME", 0) != 0;
+    std::lock_guard lock(mutex());
+    return !counts || *waiting()[device_].begin() == mine_;
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static auto& one = *new std::mutex;
+    return one;
+  }
+  static std::map<int, std::set<uint64_t>>& waiting() {
+    static auto& all = *new std::map<int, std::set<uint64_t>>;
+    return all;
+  }
+  static uint64_t& next() {
+    static uint64_t number = 0;
+    return number;
+  }
+
+  const int device_;
+  uint64_t mine_;
+};
+
 // Which thread is inside a call on which communicator.
 std::mutex inside_mutex;
 std::map<const Communicator*, std::pair<std::thread::id, int>>& inside() {
@@ -66,18 +106,25 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
+  // Two threads that issue at once are in the wrong, but are to be told, not to wait for each other's numbers.
+  std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
   // Over when the stream forgets it, whether it ran or was cancelled.
-  const std::shared_ptr<void> ticket(nullptr, [self, number](void*) { self->finish(number); });
-  const uint64_t place =
-      first->enqueue([self, work, number, ticket, stream = first.get()] { self->run(*work, number, *stream); });
+  const std::shared_ptr<Turns> turn(new Turns(device), [self, number](Turns* own) {
+    delete own;
+    self->finish(number);
+  });
+  const uint64_t place = first->enqueue([self, work, number, turn, stream = first.get()] {
+    while (!turn->has_come() && !self->stopped_ && !stream->cancelled()) std::this_thread::sleep_for(look_again / 3);
+    self->run(*work, number, *stream);
+  });
   for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*streams[i], {first, place, nullptr, false});
 }
 
 void Communicator::run(const std::vector<Operation>& operations, uint64_t number, const Stream& stream) {
   {
     std::unique_lock lock(mutex_);
-    while (done_ != number || paused_) {
+    while (done_ != number) {
       if (stopped_ || stream.cancelled()) return;
       changed_.wait_for(lock, look_again);
     }
@@ -142,6 +189,11 @@ bool Communicator::drain() {
   return true;
 }
 
+bool Communicator::idle() {
+  std::lock_guard lock(mutex_);
+  return done_ == next_;
+}
+
 void Communicator::stop() {
   stopped_ = true;
   std::unique_lock lock(mutex_);
@@ -187,18 +239,20 @@ int inject(Operation& operation, int rank) {
   return now ? now->code : 0;
 }
 
-Engine* find_engine(const char* soname, const void* inside_this_library) {
-  void* library = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
-  if (!library) {
-    Dl_info self{};
-    if (dladdr(inside_this_library, &self) && self.dli_fname) {
-      const std::string path = self.dli_fname;
-      const std::string folder = path.substr(0, path.find_last_of('/'));
+Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library) {
+  void* library = nullptr;
+  for (const char* soname : sonames)
+    if (!library) library = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
+  Dl_info self{};
+  if (!library && dladdr(inside_this_library, &self) && self.dli_fname) {
+    const std::string path = self.dli_fname;
+    const std::string folder = path.substr(0, path.find_last_of('/'));
+    for (const char* soname : sonames)
       for (const std::string& beside : {folder + "/" + soname, folder + "/../" + soname})
         if (!library && !access(beside.c_str(), R_OK)) library = dlopen(beside.c_str(), RTLD_NOW);
-    }
   }
-  if (!library) library = dlopen(soname, RTLD_NOW);
+  for (const char* soname : sonames)
+    if (!library) library = dlopen(soname, RTLD_NOW);
   if (!library) return nullptr;
   const auto find = reinterpret_cast<Engine* (*)()>(dlsym(library, "fake_engine"));
   return find ? find() : nullptr;

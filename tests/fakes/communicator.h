@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -46,11 +47,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void launch(std::vector<Operation> operations);
   // Waits until all launches are over. False: stopped.
   bool drain();
+  bool idle();
   // Ends what waits, here, and waits until it has ended.
   void stop();
   bool stopped() const { return stopped_; }
-  // The vendor's "suspended": what was launched stands still until it is resumed or stopped.
-  void pause(bool paused) { paused_ = paused; }
 
   std::atomic<int> error{0};
 
@@ -73,7 +73,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Engine& engine_;
   Meeting meeting_;
   const int fault_, lost_;
-  std::atomic<bool> stopped_{false}, paused_{false};
+  std::atomic<bool> stopped_{false};
+  std::mutex issuing_;  // makes a number and its place in the stream one
   // Protects all below.
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -85,7 +86,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 // Who: the function's own name for environment and messages. Dies here if the environment says so. The code to fail with, or 0.
 int inject(Operation& operation, int rank);
 
-// The engine of `soname` in this process, or else beside this library or where the loader finds it; nullptr if there is none.
-Engine* find_engine(const char* soname, const void* inside_this_library);
+// The engine of the runtime that is loaded under one of these names, or else lies beside this library or where the loader
+// finds it; nullptr if there is none.
+Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

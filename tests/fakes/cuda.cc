@@ -66,9 +66,10 @@ std::atomic<pid_t> initialized{0};
 
 // Primary contexts by device, how often each was retained.
 std::mutex retained_mutex;
-std::map<Device, int> retained;
-std::map<Handle, bool> without_timing;      // events
-thread_local std::vector<Device> contexts;  // -1: none
+// Never destroyed: threads of the library that is tested may still call when the process ends.
+auto& retained = *new std::map<Device, int>;
+auto& without_timing = *new std::map<Handle, bool>;  // events
+thread_local std::vector<Device> contexts;           // -1: none
 
 int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
 
@@ -130,8 +131,8 @@ Result copy(Pointer to, Pointer from, size_t bytes, Handle handle, bool waits) {
   }
   const uint64_t number = stream->enqueue([=, device = stream->device()] {
     const auto out = target.where == Where::host ? std::shared_ptr<char>(reinterpret_cast<char*>(to), [](char*) {})
-                                                 : engine().open(target, -1);
-    const auto in = staged ? std::shared_ptr<char>(staged, staged->data()) : engine().open(source, -1);
+                                                 : engine().open(target, device, true);
+    const auto in = staged ? std::shared_ptr<char>(staged, staged->data()) : engine().open(source, device, true);
     if (out && in) memmove(out.get(), in.get(), bytes);
   });
   if (waits || target.where == Where::host) stream->wait(number);
@@ -139,87 +140,6 @@ Result copy(Pointer to, Pointer from, size_t bytes, Handle handle, bool waits) {
 }
 
 }  // namespace
-
-FAKE_EXPORT Engine* fake_engine() { return &engine(); }
-
-// Handles that live, and what was done wrong, as JSON. Gives the bytes that it needs.
-FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
-
-FAKE_EXPORT int fake_set_capturing(Handle handle, int capturing) {
-  std::shared_ptr<Stream> stream;
-  if (const Result result = stream_of(handle, stream)) return result;
-  engine().set_capturing(*stream, capturing != 0);
-  return success;
-}
-
-// What a kernel of the framework would do, for tests: after `delay_us` more, adds `add` to each of `count` floats, or fills
-// bytes.
-FAKE_EXPORT int fake_compute(Pointer data, size_t count, float add, int delay_us, Handle handle) {
-  std::shared_ptr<Stream> stream;
-  if (const Result result = stream_of(handle, stream)) return result;
-  const Buffer buffer = engine().find(data, count * sizeof(float));
-  stream->enqueue([=, device = stream->device()] {
-    if (delay_us > 0) usleep(static_cast<useconds_t>(delay_us));
-    const auto bytes = engine().open(buffer, device);
-    if (!bytes) return;
-    auto* values = reinterpret_cast<float*>(bytes.get());
-    for (size_t i = 0; i < count; ++i) values[i] += add;
-  });
-  return success;
-}
-
-// The stream does nothing for so long.
-FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
-  std::shared_ptr<Stream> stream;
-  if (const Result result = stream_of(handle, stream)) return result;
-  stream->enqueue([=] { usleep(static_cast<useconds_t>(microseconds)); }, false);
-  return success;
-}
-
-// A strided copy, as a framework's kernel does it: shape and strides in elements of `size` bytes, at most 8 dimensions.
-FAKE_EXPORT int fake_copy_strided(Pointer to, const int64_t* to_strides, Pointer from, const int64_t* from_strides,
-                                  const int64_t* shape, int dimensions, int64_t size, Handle handle) {
-  std::shared_ptr<Stream> stream;
-  if (const Result result = stream_of(handle, stream)) return result;
-  if (dimensions < 0 || dimensions > 8 || size <= 0) return invalid_value;
-  const std::vector<int64_t> extent(shape, shape + dimensions), out(to_strides, to_strides + dimensions),
-      in(from_strides, from_strides + dimensions);
-  int64_t elements = 1;
-  for (const int64_t n : extent) elements *= n;
-  if (!elements) return success;
-  const auto target = engine().find(to, 1), source = engine().find(from, 1);
-  if (!target.allocation || !source.allocation) return invalid_value;
-  stream->enqueue([=, device = stream->device()] {
-    // The whole allocations: strides may go backwards.
-    const auto open = [&](const Buffer& one) {
-      Buffer all = one;
-      all.address = one.start;
-      all.bytes = one.length;
-      return engine().open(all, device);
-    };
-    const auto a = open(target), b = open(source);
-    if (!a || !b) return;
-    std::vector<int64_t> index(extent.size());
-    for (int64_t left = elements; left; --left) {
-      auto at = static_cast<int64_t>(to - target.start), of = static_cast<int64_t>(from - source.start);
-      for (size_t i = 0; i < index.size(); ++i) {
-        at += index[i] * out[i] * size;
-        of += index[i] * in[i] * size;
-      }
-      if (at < 0 || of < 0 || at + size > static_cast<int64_t>(target.length) ||
-          of + size > static_cast<int64_t>(source.length)) {
-        engine().violation("out_of_bounds", "a strided copy beyond its allocation");
-        return;
-      }
-      memcpy(a.get() + at, b.get() + of, static_cast<size_t>(size));
-      for (size_t i = index.size(); i-- > 0;) {
-        if (++index[i] < extent[i]) break;
-        index[i] = 0;
-      }
-    }
-  });
-  return success;
-}
 
 FAKE_EXPORT Result cuGetErrorName(Result code, const char** name) {
   if (!name) return invalid_value;
@@ -702,8 +622,8 @@ FAKE_EXPORT Result cuMemsetD8Async(Pointer to, unsigned char value, size_t count
   if (!count) return success;
   const Buffer buffer = engine().find(to, count);
   if (!buffer.allocation || to + count > buffer.start + buffer.length) return invalid_value;
-  stream->enqueue([=] {
-    if (const auto bytes = engine().open(buffer, -1)) memset(bytes.get(), value, count);
+  stream->enqueue([=, device = stream->device()] {
+    if (const auto bytes = engine().open(buffer, device, true)) memset(bytes.get(), value, count);
   });
   return success;
 }
@@ -837,6 +757,10 @@ FAKE_EXPORT Result cuModuleGetFunction(Handle* function, Handle module, const ch
   if (const Result result = current()) return result;
   return cuLibraryGetKernel(function, module, name);
 }
+FAKE_EXPORT Result cuFuncLoad(Handle function) {
+  if (const Result result = current()) return result;
+  return function ? success : invalid_handle;
+}
 FAKE_EXPORT Result cuLaunchKernel(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                                   unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle handle, void** parameters,
                                   void** extra) {
@@ -943,6 +867,7 @@ const Entry entries[] = {
     AT(cuModuleLoadData, 2000),
     AT(cuModuleUnload, 2000),
     AT(cuModuleGetFunction, 2000),
+    AT(cuFuncLoad, 12040),
     AT(cuLaunchKernel, 4000),
     AT(cuGetProcAddress, 11030),
     AT_2(cuGetProcAddress, 12000),

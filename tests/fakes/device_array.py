@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-_runtime: Cuda | None = None
+_runtime: Cuda | Acl | None = None
 _lock = threading.Lock()
 _here = threading.local()
 
@@ -30,7 +30,7 @@ class DeviceError(RuntimeError):
 class Cuda:
     """The calls that arrays need, on libcuda.so.1."""
 
-    typed_none = 0
+    interface = "__cuda_array_interface__"
 
     def __init__(self, path: str | Path):
         # Global, as a framework has loaded the driver: the library that is tested finds this one by its soname.
@@ -44,6 +44,14 @@ class Cuda:
             text = c_char_p()
             self.library.cuGetErrorName(code, byref(text))
             raise DeviceError(name, code, (text.value or b"?").decode())
+
+    def order(self, stream: int, after: int) -> None:
+        """What comes to `stream` waits for what `after` has now."""
+        event = c_uint64()
+        self.call("cuEventCreate", byref(event), c_uint(2))
+        self.call("cuEventRecord", event, c_uint64(after))
+        self.call("cuStreamWaitEvent", c_uint64(stream), event, c_uint(0))
+        self.call("cuEventDestroy_v2", event)
 
     @contextlib.contextmanager
     def on(self, device: int):
@@ -109,14 +117,89 @@ class Cuda:
         self.call("cuStreamDestroy_v2", c_uint64(stream))
 
 
-def use(path: str | Path, kind: type[Cuda] = Cuda) -> Cuda:
+class Acl:
+    """The same on libascendcl.so. No array interface: pointer, shape, strides, dtype and device are all there is."""
+
+    interface = ""
+    to_device, to_host, on_device = 1, 2, 3
+
+    def __init__(self, path: str | Path):
+        self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        self.contexts: dict[int, None] = {}
+        if self.library.aclInit(None) not in (0, 100002):  # somebody else did it
+            raise DeviceError("aclInit", -1, "?")
+
+    def call(self, name: str, *arguments) -> None:
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            raise DeviceError(name, code, "aclError")
+
+    def order(self, stream: int, after: int) -> None:
+        event = c_uint64()
+        self.call("aclrtCreateEventWithFlag", byref(event), c_uint(1))
+        self.call("aclrtRecordEvent", event, c_uint64(after))
+        self.call("aclrtStreamWaitEvent", c_uint64(stream), event)
+        self.call("aclrtDestroyEvent", event)
+
+    @contextlib.contextmanager
+    def on(self, device: int):
+        before = c_int(-1)
+        self.library.aclrtGetDevice(byref(before))
+        if before.value != device:
+            self.call("aclrtSetDevice", c_int(device))
+        try:
+            yield
+        finally:
+            if before.value not in (-1, device):
+                self.call("aclrtSetDevice", before)
+
+    def release(self) -> None:
+        pass
+
+    def allocate(self, nbytes: int) -> int:
+        pointer = c_uint64()
+        self.call("aclrtMalloc", byref(pointer), c_size_t(nbytes), c_int(0))
+        return pointer.value
+
+    def free(self, pointer: int, stream: int) -> None:
+        try:
+            self.call("fake_free_async", c_uint64(pointer), c_uint64(stream))
+        except DeviceError:  # the stream is gone
+            self.call("aclrtFree", c_uint64(pointer))
+
+    def _copy(self, to, source, nbytes: int, kind: int, stream: int) -> None:
+        count = c_size_t(nbytes)
+        self.call("aclrtMemcpyAsync", c_void_p(to), count, c_void_p(source), count, c_int(kind), c_uint64(stream))
+
+    def copy_in(self, pointer: int, data: np.ndarray, stream: int) -> None:
+        self._copy(pointer, data.ctypes.data, data.nbytes, self.to_device, stream)
+
+    def copy_out(self, data: np.ndarray, pointer: int, stream: int) -> None:
+        self._copy(data.ctypes.data, pointer, data.nbytes, self.to_host, stream)
+
+    def copy(self, to: int, pointer: int, nbytes: int, stream: int) -> None:
+        self._copy(to, pointer, nbytes, self.on_device, stream)
+
+    def synchronize(self, stream: int) -> None:
+        self.call("aclrtSynchronizeStream", c_uint64(stream))
+
+    def new_stream(self, blocking: bool) -> int:
+        handle = c_uint64()
+        self.call("aclrtCreateStream", byref(handle))
+        return handle.value
+
+    def destroy_stream(self, stream: int) -> None:
+        self.call("aclrtDestroyStream", c_uint64(stream))
+
+
+def use(path: str | Path, kind: type[Cuda] | type[Acl] | None = None) -> Cuda | Acl:
     """Take this library for all arrays of the process."""
     global _runtime
-    _runtime = kind(path)
+    _runtime = (kind or (Cuda if Path(path).name.startswith("libcuda") else Acl))(path)
     return _runtime
 
 
-def runtime() -> Cuda:
+def runtime() -> Cuda | Acl:
     if _runtime is None:
         path = os.environ.get("FAKE_CUDA_LIBRARY")
         if not path:
@@ -258,6 +341,8 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict:
+        if not runtime().interface:
+            raise AttributeError("an array of an Ascend device has no __cuda_array_interface__")
         # bfloat16 and its like have no typestr: they are '<V2', and their dtype attribute says what they are.
         return {
             "shape": self.shape,
@@ -267,6 +352,23 @@ class DeviceArray:
             "strides": None if self.is_contiguous() else self.strides,
             "stream": current_stream() or LEGACY,
         }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """The consumer's stream waits for the current one; with -1 it has to do so itself."""
+        if not runtime().interface:
+            raise BufferError("an array of an Ascend device has no DLPack device here")
+        if copy or (dl_device and tuple(dl_device) != self.__dlpack_device__()):
+            raise BufferError("a view of the same memory alone")
+        consumer = LEGACY if stream is None else int(stream)
+        if consumer == 0:
+            raise ValueError("__dlpack__: stream 0 is ambiguous: 1 is the legacy default stream, 2 that of the thread")
+        if consumer != -1 and consumer != current_stream():
+            with runtime().on(self.device):
+                runtime().order(consumer, after=current_stream())
+        return _capsule(self, versioned=bool(max_version and max_version[0] >= 1))
 
     def _view(self, offset: int, shape, strides) -> DeviceArray:
         return type(self)(self._memory, offset, tuple(shape), tuple(strides), self.dtype)
@@ -353,6 +455,76 @@ class DeviceArray:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device}, ptr={self.ptr:#x})"
 
 
+# ---- DLPack
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("device_type", c_int),
+        ("device", c_int),
+        ("ndim", c_int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(c_int64)),
+        ("strides", ctypes.POINTER(c_int64)),
+        ("byte_offset", c_uint64),
+    )
+
+
+_Deleter = ctypes.CFUNCTYPE(None, c_void_p)
+_managed: dict[int, tuple] = {}  # what a consumer holds, by the address that it gives back
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", c_void_p), ("deleter", _Deleter))
+
+
+class _ManagedVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", c_void_p),
+        ("deleter", _Deleter),
+        ("flags", c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+# Prototypes of our own: those of ctypes.pythonapi are shared by all who set them.
+_capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+_capsule_is = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+# The capsule keeps the address of its name.
+_NAME, _NAME_VERSIONED = b"dltensor", b"dltensor_versioned"
+
+
+@_Deleter
+def _delete(address):
+    _managed.pop(address, None)
+
+
+@ctypes.PYFUNCTYPE(None, c_void_p)
+def _drop_capsule(capsule):
+    # Only if nobody took it: then it would have been renamed.
+    for name in (_NAME, _NAME_VERSIONED):
+        if _capsule_is(capsule, name):
+            _managed.pop(_capsule_pointer(capsule, name), None)
+
+
+def _capsule(array: DeviceArray, versioned: bool):
+    code = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}.get(array.dtype.kind, 4 if array.dtype.name == "bfloat16" else 3)
+    dimensions = c_int64 * max(array.ndim, 1)
+    shape, strides = dimensions(*array.shape), dimensions(*(s // array.itemsize for s in array.strides))
+    tensor = _Tensor(array.ptr, 2, array.device, array.ndim, code, 8 * array.itemsize, 1, shape, strides, 0)
+    managed = _ManagedVersioned(1, 0, None, _delete, 0, tensor) if versioned else _Managed(tensor, None, _delete)
+    address = ctypes.addressof(managed)
+    _managed[address] = (managed, array, shape, strides)
+    name = _NAME_VERSIONED if versioned else _NAME
+    return _capsule_new(address, name, ctypes.cast(_drop_capsule, c_void_p))
+
+
 class compute:
     """What a framework's kernels would do, late: who reads before the stream got there sees the old values."""
 
@@ -362,7 +534,20 @@ class compute:
             runtime().call("fake_sleep", c_int(int(seconds * 1e6)), c_uint64(current_stream()))
 
     @staticmethod
-    def add(array: DeviceArray, value: float, delay: float = 0.02) -> DeviceArray:
+    @contextlib.contextmanager
+    def hold(device: int = 0):
+        """The current stream gets no further than here before the block ends: for tests that need no luck with time."""
+        library = runtime().library
+        library.fake_hold.restype = c_int64
+        with runtime().on(device):
+            gate = library.fake_hold(c_uint64(current_stream()))
+        try:
+            yield
+        finally:
+            library.fake_release(c_int64(gate))
+
+    @staticmethod
+    def add(array: DeviceArray, value: float, delay: float = 0) -> DeviceArray:
         """Of contiguous float32."""
         if array.dtype != np.float32 or not array.is_contiguous():
             raise TypeError("compute.add: contiguous float32 alone")
@@ -378,6 +563,7 @@ class compute:
         return array
 
     @staticmethod
-    def fill(array: DeviceArray, value, delay: float = 0.02) -> DeviceArray:
-        compute.sleep(delay, array.device)
+    def fill(array: DeviceArray, value, delay: float = 0) -> DeviceArray:
+        if delay:
+            compute.sleep(delay, array.device)
         return array.copy_(DeviceArray.from_numpy(np.full(array.shape, value, array.dtype), array.device))

@@ -292,12 +292,12 @@ class Machine : public Engine {
     return {address, bytes, in.where, in.device, in.id, found->first, in.bytes};
   }
 
-  std::shared_ptr<char> open(const Buffer& buffer, int device) override {
+  std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any) override {
     if (!buffer.bytes) return {reinterpret_cast<char*>(1), [](char*) {}};
     std::lock_guard lock(mutex_);
     const auto fail = [&](const char* kind, const std::string& text) {
       note(kind, text);
-      if (device >= 0) devices_[static_cast<size_t>(device)].broken = true;
+      devices_[static_cast<size_t>(device)].broken = true;
       return std::shared_ptr<char>();
     };
     const auto found = allocations_.find(buffer.start);
@@ -308,7 +308,7 @@ class Machine : public Engine {
       return fail("out_of_bounds", "work beyond the end of an allocation: " + std::to_string(buffer.bytes) + " bytes at offset " +
                                        std::to_string(buffer.address - found->first) + " of " +
                                        std::to_string(found->second.bytes));
-    if (device >= 0 && found->second.where == Where::device && found->second.device != device)
+    if (!of_any && found->second.where == Where::device && found->second.device != device)
       return fail("wrong_device",
                   "memory of device " + std::to_string(found->second.device) + " in work of device " + std::to_string(device));
     ++found->second.users;

@@ -78,8 +78,8 @@ class Engine {
   // By any pointer into it.
   virtual Buffer find(Address address, size_t bytes) const = 0;
   // The bytes of a buffer, for work that runs. Empty, with the device in error, if it is no memory of that device or was
-  // released since. device -1: of any.
-  virtual std::shared_ptr<char> open(const Buffer& buffer, int device) = 0;
+  // released since. of_any: another device's memory will do, as for a copy.
+  virtual std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any = false) = 0;
 
   virtual Handle create_stream(int device, bool with_legacy) = 0;
   virtual bool destroy_stream(Handle handle) = 0;

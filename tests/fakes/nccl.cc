@@ -102,7 +102,7 @@ __attribute__((format(printf, 2, 3))) Result fail(Result code, const char* forma
 }
 
 Engine* cuda() {
-  static Engine* engine = find_engine("libcuda.so.1", reinterpret_cast<const void*>(&fail));
+  static Engine* engine = find_engine({"libcuda.so.1"}, reinterpret_cast<const void*>(&fail));
   return engine;
 }
 
@@ -124,14 +124,17 @@ class Comm : public Communicator {
 
   // A call that goes on in the background, which the caller polls.
   void go_on(std::function<Result()> body) {
+    start_polls();
+    spawn([this, self = shared_from_this(), body = std::move(body)] { end_polls(body()); });
+  }
+  void start_polls() {
     ++background;
     polls = static_cast<int>(number("FAKE_IN_PROGRESS_POLLS", 2));
-    spawn([this, self = shared_from_this(), body = std::move(body)] {
-      const Result result = body();
-      int none = 0;
-      if (result) error.compare_exchange_strong(none, result);
-      --background;
-    });
+  }
+  void end_polls(Result result) {
+    int none = 0;
+    if (result) error.compare_exchange_strong(none, result);
+    --background;
   }
   // Later calls are refused until the caller has seen success.
   Result state() {
@@ -149,7 +152,7 @@ class Comm : public Communicator {
 
   const Config config;
   std::atomic<int> background{0}, polls{0};
-  std::atomic<bool> revoked{false}, finalized{false};
+  std::atomic<bool> revoked{false}, finalized{false}, aborted{false};
   std::vector<uint64_t> hosts;  // by rank
   int children = 0;
   std::map<int, Premultiplied> operators;
@@ -227,8 +230,19 @@ struct Group {
   Result error = success;
   std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations;
   std::vector<Init> inits;
+  // Who has begun a group with a communicator is inside it until the group ends.
+  std::vector<std::unique_ptr<Communicator::Inside>> inside;
 };
 thread_local Group group;
+
+Result end_group();
+
+Result add(std::shared_ptr<Comm> comm, Operation operation) {
+  if (group.depth) group.inside.push_back(std::make_unique<Communicator::Inside>(cuda(), comm.get()));
+  ++group.depth;
+  group.operations.emplace_back(std::move(comm), std::move(operation));
+  return end_group();
+}
 
 Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations) {
   std::vector<std::pair<std::shared_ptr<Comm>, std::vector<Operation>>> by_comm;
@@ -247,22 +261,22 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     for (const Operation& one : all) (one.stream->capturing() ? captures : runs) = true;
     if (captures && runs) return fail(invalid_usage, "some streams of the group are capturing, others not");
   }
-  Result result = success;
-  for (auto& [comm, all] : by_comm) {
-    if (comm->blocking()) {
-      Communicator::Inside inside(cuda(), comm.get());
-      comm->launch(std::move(all));
-      continue;
-    }
-    result = in_progress;
-    comm->go_on([raw = comm.get(), all = std::move(all)]() mutable {
-      // The stream has nothing of it yet when the call returns.
-      std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
-      raw->launch(std::move(all));
-      return success;
-    });
+  const bool blocks = std::all_of(by_comm.begin(), by_comm.end(), [](const auto& one) { return one.first->blocking(); });
+  if (blocks) {
+    for (auto& [comm, all] : by_comm) comm->launch(std::move(all));
+    return success;
   }
-  return result;
+  for (auto& [comm, all] : by_comm) comm->start_polls();
+  // All in one thread: in the order in which the group has its communicators.
+  spawn([by_comm = std::move(by_comm)]() mutable {
+    // The stream has nothing of it yet when the call returns.
+    std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
+    for (auto& [comm, all] : by_comm) {
+      comm->launch(std::move(all));
+      comm->end_polls(success);
+    }
+  });
+  return in_progress;
 }
 
 // Together, as they wait for each other.
@@ -439,9 +453,11 @@ Result init(Handle* place, int size, const UniqueId* ids, int count, int rank, c
 }
 
 // Of all ranks: which of them are together, and in which order.
-Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
+[[maybe_unused]] Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
   std::vector<Meeting::Words> all;
-  if (!parent.meeting().exchange({color, key, 0, 0}, all, parent.watch())) return fail(internal_error, "stopped in a split");
+  Meeting::Watch watch = parent.watch();
+  watch.stopped = [&] { return parent.aborted.load(); };  // a revoked one can still be split
+  if (!parent.meeting().exchange({color, key, 0, 0}, all, watch)) return fail(internal_error, "stopped in a split");
   const int nth = ++parent.children;
   if (color == no_color) return success;
   std::vector<std::pair<int64_t, int>> members;
@@ -571,9 +587,7 @@ Result enqueue(Kind kind, const Arguments& given) {
   if (receives) operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), receives_all ? size * part : part);
   if (!given.count) return success;  // nothing is sent at all
   check_overlap(*comm, operation);
-  ++group.depth;
-  group.operations.emplace_back(comm, std::move(operation));
-  return end_group();
+  return add(comm, std::move(operation));
 }
 
 Result message(const char* name, bool sends, const void* data, size_t count, int type, int peer, Handle handle, Handle stream) {
@@ -596,9 +610,7 @@ Result message(const char* name, bool sends, const void* data, size_t count, int
   operation.signature.count = count;
   (sends ? operation.send : operation.receive) =
       cuda()->find(reinterpret_cast<Address>(data), count * size_of(operation.signature.type));
-  ++group.depth;
-  group.operations.emplace_back(comm, std::move(operation));
-  return end_group();
+  return add(comm, std::move(operation));
 }
 
 }  // namespace
@@ -724,6 +736,7 @@ FAKE_EXPORT Result ncclCommAbort(Handle handle) {
   const auto comm = find(handle);
   if (!comm) return invalid_argument;
   Communicator::Inside inside(cuda(), comm.get());
+  comm->aborted = true;
   comm->stop();
   comm->settle();
   comm->meeting().leave();
@@ -782,6 +795,7 @@ FAKE_EXPORT Result ncclCommCuDevice(Handle handle, int* device) {
   return success;
 }
 
+#ifndef FAKE_NCCL_INCOMPLETE
 FAKE_EXPORT Result ncclCommSplit(Handle handle, int color, int key, Handle* place, const Config* given) {
   const auto parent = find(handle);
   if (!parent || !place) return in_group(invalid_argument);
@@ -810,6 +824,7 @@ FAKE_EXPORT Result ncclCommSplit(Handle handle, int color, int key, Handle* plac
   if (!parent->blocking()) return in_group(begin({parent, [body] { return body(), success; }, nullptr}));
   return in_group(begin({nullptr, [parent, body] { return body(); }, color != no_color ? place : nullptr}));
 }
+#endif
 
 #if FAKE_NCCL_VERSION >= 22703
 FAKE_EXPORT Result ncclCommShrink(Handle handle, const int* excluded, int count, Handle* place, const Config* given, int flags) {

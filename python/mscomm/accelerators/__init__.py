@@ -1,6 +1,7 @@
 """Accelerators: which of them this process can use, and which one the job uses. One module a backend.
 
-A module has `load(env)`, which opens its libraries, BackendUnavailable if one is missing, and `shares_devices(env)`.
+A module has `load(env)`, which opens its libraries, BackendUnavailable if one is missing, `shares_devices(env)`, and
+`settings(interface)`.
 Nothing is opened before it is asked for: a library that is loaded early may be the wrong one for a framework that comes
 later.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from mscomm import _core
@@ -72,6 +73,17 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
         except Error as error:
             found[name] = {"missing": str(error)}
     return {"device": device, "local_rank": local_rank, "accelerators": found}
+
+
+def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> dict[str, str]:
+    """Set what the libraries read from the environment, before they are first used, unless the user has. What was set.
+
+    interface: by which ranks of other hosts reach this one; None: there are none.
+    """
+    wished: Mapping[str, str] = importlib.import_module(f"{__name__}.{name}").settings(interface)
+    told = {variable: text for variable, text in wished.items() if variable not in env}
+    env.update(told)
+    return told
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:

@@ -1,15 +1,71 @@
-"""Ascend NPUs: HCCL and AscendCL."""
+"""Ascend NPUs: HCCL and AscendCL. Neither has run on hardware: docs/guide.md tells what it was tested with."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import NoReturn
 
+from mscomm import _core, environment
+from mscomm.accelerators import Opened
+from mscomm.accelerators.places import Place, homes, places
 from mscomm.errors import BackendUnavailable
 
+ADVICE = (
+    'This needs CANN: source its set_env.sh, or set ASCEND_TOOLKIT_HOME. Without an NPU: init("gloo"), the CPU core'
+)
+_ROOTS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 
-def load(env: Mapping[str, str]) -> NoReturn:
-    raise BackendUnavailable('the hccl backend is not in this release of mscomm; use init("gloo"), the CPU core')
+
+def _places(soname: str, variable: str, env: Mapping[str, str]) -> list[Place]:
+    known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
+    known += [(root, f"{root}/lib64") for root in _ROOTS]
+    return places(soname, environment.read(variable, env), variable, homes=known)
+
+
+def acl_places(env: Mapping[str, str]) -> list[Place]:
+    older = _places("libascendcl.so", "MSCOMM_ACL_LIBRARY", env)
+    return older if older[0][2] == "must" else older + _places("libacl_rt.so", "MSCOMM_ACL_LIBRARY", env)
+
+
+def hccl_places(env: Mapping[str, str]) -> list[Place]:
+    return _places("libhccl.so", "MSCOMM_HCCL_LIBRARY", env)
+
+
+def hcomm_places(env: Mapping[str, str]) -> list[Place]:
+    """Newer releases have it beside libhccl.so."""
+    said = environment.read("MSCOMM_HCCL_LIBRARY", env)
+    beside = str(os.path.join(os.path.dirname(said), "libhcomm.so")) if said else None
+    known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
+    return places(
+        "libhcomm.so", beside, "MSCOMM_HCCL_LIBRARY", homes=known + [(root, f"{root}/lib64") for root in _ROOTS]
+    )
+
+
+def visible(env: Mapping[str, str]) -> list[str]:
+    """The host's numbers of the devices that the process sees, where it sees some of them alone."""
+    said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
+    return [number.strip() for number in said.split(",") if number.strip()]
+
+
+def load(env: Mapping[str, str]) -> Opened:
+    missing, soc, runtime = [], "", None
+    try:
+        runtime = _core.open_acl(acl_places(env), visible(env))
+        soc = runtime.device_name(0)
+    except BackendUnavailable as error:
+        missing.append(str(error))
+    try:
+        vendor = _core.open_hccl(hccl_places(env), hcomm_places(env), soc)
+    except BackendUnavailable as error:
+        missing.append(str(error))
+    if missing or runtime is None:
+        raise BackendUnavailable(f"{'. '.join(missing)}. {ADVICE}")
+    return Opened(vendor, runtime)
+
+
+def settings(interface: str | None) -> dict[str, str]:
+    """As nccl.settings."""
+    return {} if interface is None else {"HCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def shares_devices(env: Mapping[str, str]) -> str:

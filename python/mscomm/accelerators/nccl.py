@@ -45,6 +45,13 @@ def load(env: Mapping[str, str]) -> Opened:
     return Opened(*opened)
 
 
+def settings(interface: str | None) -> dict[str, str]:
+    """What NCCL is told by its variables, where the user has not set them. interface: by which ranks of other hosts
+    reach this one, as this job's own links have shown; None: they are all on this host."""
+    told = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}  # several groups on one device run in the order of their calls (2.26)
+    return told if interface is None else {**told, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
 def shares_devices(env: Mapping[str, str]) -> str:
     """NCCL takes ranks with different NCCL_HOSTID for those of different hosts, which cannot have one GPU."""
     return env.get("NCCL_HOSTID", "")

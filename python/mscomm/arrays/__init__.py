@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from mscomm.arrays.device import OnDevice
+
 # The top-level package of an array's type, and the module here.
 LIBRARIES = {
     "numpy": "numpy",
@@ -52,11 +54,11 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "cuda"):
+    for name in (*names(x), "cuda", "dlpack"):
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             return _found.setdefault(type(x), module)
-    known = ", ".join(dict.fromkeys(LIBRARIES.values())) + ", the CUDA array interface"
+    known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(
         f"{function}: {argument} is a {type(x).__name__}, not an array; give it as np.asarray({argument})"
         f" (known libraries: {known})"
@@ -64,7 +66,15 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
 
 
 def memory(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The memory of x; TypeError, naming the function and its argument, if x is no array or cannot be reached."""
+    """The memory of an array of the CPU; TypeError, naming the function and its argument, if x is none."""
+    there = memory_anywhere(x, argument, function)
+    if isinstance(there, OnDevice):
+        raise TypeError(f"{function}: {argument} is on a device, and {function} works on arrays of the CPU alone")
+    return there
+
+
+def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
+    """The same, or an OnDevice of an array on a device; TypeError if x is no array or cannot be reached."""
     if type(x) is np.ndarray:  # as most are, and small calls count microseconds
         return x
     arrays = library(x, argument, function)

@@ -28,6 +28,14 @@ class OnDevice(np.ndarray[Any, Any]):
             self.backend, self.index = parent.backend, parent.index
             self.stream, self.current = parent.stream, parent.current
 
+    def __getitem__(self, key: Any) -> Any:
+        if not all(isinstance(one, slice) for one in (key if isinstance(key, tuple) else (key,))) or key == ():
+            raise TypeError("this memory is a device's: its elements cannot be read")
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("this memory is a device's: it cannot be written")
+
     def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("this memory is a device's: NumPy cannot compute with it")
 

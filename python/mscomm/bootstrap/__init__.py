@@ -32,6 +32,7 @@ class Invitation:
     launcher: str
     hub: subprocess.Popen[bytes] | None = None
     where: str = "the scheduler"  # how messages call the hub
+    device: int | None = None  # the accelerator's number, where the launcher says it
 
 
 class Launcher(Protocol):

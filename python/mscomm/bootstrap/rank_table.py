@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mscomm.bootstrap import Invitation
 from mscomm.bootstrap.rank_table_file import Table, load
@@ -37,7 +38,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"Rank 0 must run on {servers[0]}, its server_id in {_path(env)[1]}, the others must reach its "
         f"{port_range(ports)}, and the table must be the same on every server"
     )
-    return meet(
+    invitation = meet(
         NAME,
         Place(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1),
         Spot(f"rank table {table.digest} {next(_calls)}", servers[0], ports),
@@ -46,6 +47,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         permit_plain,
         advice,
     )
+    return replace(invitation, device=table.seats[rank].device)
 
 
 def read(env: Mapping[str, str]) -> tuple[Table, int]:

@@ -179,8 +179,26 @@ def optional(package: str, what: str) -> Finding:
 
 def backends() -> Iterator[Finding]:
     yield Finding("cpu", "not without the core, see above" if core().fault else "ready")
-    yield Finding("nccl", "not in this release")
-    yield Finding("hccl", "not in this release")
+    if not core().fault:
+        from mscomm import accelerators
+
+        for name in accelerators.NAMES:
+            yield Finding(name, accelerator(name))
+
+
+def accelerator(name: str) -> str:
+    """Its libraries and devices, or why there are none."""
+    from mscomm import accelerators
+    from mscomm.errors import Error
+
+    try:
+        vendor, runtime = accelerators.opened(name)
+        names = [runtime.device_name(i) for i in range(runtime.devices())]
+    except Error as error:
+        return str(error)
+    kinds = ", ".join(f"{names.count(one)} x {one}" for one in dict.fromkeys(names))
+    library = f"{vendor.version()} in {vendor.path()} ({vendor.origin()})"
+    return f"{library}; {runtime.version()}; {len(names)} devices: {kinds}"
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

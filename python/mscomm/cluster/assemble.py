@@ -212,7 +212,8 @@ class Job:
                 ]
                 offered: dict[str, Any] = {"control": control, "data": [_address(listener) for listener in listening]}
                 if self.accelerator and me == 0:
-                    offered["device"] = self.accelerator.opened.vendor.make_id()
+                    (vendor, runtime), device = self.accelerator.opened, self.accelerator.device
+                    offered["device"] = vendor.make_id(runtime, device)
                 told: dict[int, dict[str, Any]] = {self.rank: offered}
                 if self.member and len(ranks) > 1:
                     came = True
@@ -355,6 +356,9 @@ def share(
     rank = welcome.rank
     hosts = plan.hosts(everyone)
     accelerator = choose(asked, rank, everyone)
+    if accelerator:
+        elsewhere = len(set(hosts)) > 1
+        _set_up(accelerator, interfaces.name_of(member.address()) if elsewhere else None)
     neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     names = rank_names(everyone)
     with contextlib.ExitStack() as closing:
@@ -405,6 +409,11 @@ def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Acceler
     return Accelerator(chosen.backend, opened, device)
 
 
+def _set_up(accelerator: Accelerator, interface: str | None) -> None:
+    for variable, text in accelerators.set_up(accelerator.name, interface, os.environ).items():
+        log.info(f"{variable}={text} was set for {accelerator.name}")
+
+
 def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]]) -> None:
     here = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     name = everyone[rank]["hostname"]
@@ -444,6 +453,8 @@ def alone(asked: Asked) -> Job:
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
     peers = _core.Peers(rank=0, names=rank_names(facts), hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
     accelerator = choose(asked.backend, 0, facts)
+    if accelerator:
+        _set_up(accelerator, None)
     return Job(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers, accelerator)
 
 

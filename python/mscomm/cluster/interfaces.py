@@ -77,6 +77,11 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
     )
 
 
+def name_of(address: str) -> str | None:
+    """The interface that has the address; None if there is none, as behind a translating router."""
+    return next((one.name for one in interfaces() if one.address.partition("%")[0] == address.partition("%")[0]), None)
+
+
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
     """The address that another host published, as this host dials it; ValueError if it is none.
 

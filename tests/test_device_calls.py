@@ -1,4 +1,4 @@
-"""The nccl backend, over stand-ins for NCCL and the CUDA driver (tests/fakes), through the loader that users have."""
+"""Calls on arrays of a device, by the nccl and the hccl backend: over stand-ins (tests/fakes), by the real loader."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from devices import devices, handles, on_device, violations
-from fakes import device_array
+from devices import devices, each_backend, handles, on_device, violations
+from fakes import device_array, library
 from fakes.device_array import DeviceArray, compute
 from functions import DTYPES, FUNCTIONS, Array, How, bits, ops_of
 
 import mscomm
-from mscomm import _core
+from mscomm import _core, train
 from mscomm.groups import resolve
 
 SIZES = [1, 2, 3, 4]
-REFUSED = {"int16", "uint16"}  # NCCL has no such numbers to add
 
 
 def reduces(dtype: np.dtype[Any], op: str) -> bool:
@@ -62,10 +61,13 @@ def check(got: Any, expected: Array | None, case: object) -> None:
         assert (bits(got.to_numpy()) == bits(expected)).all(), case
 
 
+@each_backend
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @devices("n", timeout_s=240)
-def test_every_function_gives_the_right_elements_of_every_dtype(rank: int, group: None, n: int, name: str) -> None:
+def test_every_function_gives_the_right_elements_of_every_dtype(
+    rank: int, group: None, backend: str, n: int, name: str
+) -> None:
     row = FUNCTIONS[name]
     for turn, (dtype, how) in enumerate(cases(name, n)):
         if row.counts is None and how.rows[0] != [how.rows[0][0]] * n:
@@ -96,8 +98,9 @@ def test_every_function_gives_the_right_elements_of_every_dtype(rank: int, group
     assert violations() == []
 
 
+@each_backend
 @devices(2)
-def test_strided_arrays_are_read_and_written_in_c_order(rank: int, group: None) -> None:
+def test_strided_arrays_are_read_and_written_in_c_order(rank: int, group: None, backend: str) -> None:
     whole = np.arange(24, dtype=np.float32).reshape(4, 6) + rank
     expected = 2 * (whole - rank) + 1
     x, out = on_device(whole), on_device(np.zeros((6, 8), np.float32))
@@ -111,17 +114,19 @@ def test_strided_arrays_are_read_and_written_in_c_order(rank: int, group: None) 
     assert violations() == []
 
 
+@each_backend
 @devices(2)
-def test_scalars_and_arrays_without_elements(rank: int, group: None) -> None:
+def test_scalars_and_arrays_without_elements(rank: int, group: None, backend: str) -> None:
     check(mscomm.all_gather(on_device(np.int32(rank))), np.arange(2, dtype=np.int32), "a scalar")
-    check(mscomm.all_reduce(on_device(np.float64(rank + 1))), np.array(3.0), "a scalar")
+    check(mscomm.all_reduce(on_device(np.float32(rank + 1))), np.array(3, np.float32), "a scalar")
     nothing = np.zeros((0, 3), np.float32)
     check(mscomm.all_reduce(on_device(nothing)), nothing, "nothing")
     check(mscomm.all_gather(on_device(nothing)), nothing, "nothing")
 
 
+@each_backend
 @devices(3)
-def test_many_arrays_of_the_device_and_the_cpu_in_one_call(rank: int, group: None) -> None:
+def test_many_arrays_of_the_device_and_the_cpu_in_one_call(rank: int, group: None, backend: str) -> None:
     arrays = [np.full(shape, rank + 1, dtype) for dtype in ("float32", "int32") for shape in (3, (2, 5), 1, 300_000)]
     mixed = [on_device(x) if i % 2 else x for i, x in enumerate(arrays)]
     for options in ({}, {"async_op": True}, {"out": mixed}):
@@ -136,8 +141,9 @@ def test_many_arrays_of_the_device_and_the_cpu_in_one_call(rank: int, group: Non
 # -- streams
 
 
+@each_backend
 @devices(2)
-def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int, group: None) -> None:
+def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int, group: None, backend: str) -> None:
     stream = device_array.new_stream(rank)
     with device_array.stream(stream):
         x = on_device(np.zeros(1000, np.float32))
@@ -148,8 +154,9 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
     assert violations() == []
 
 
+@each_backend
 @devices(2)
-def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: int, group: None) -> None:
+def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: int, group: None, backend: str) -> None:
     here, other = device_array.new_stream(rank), device_array.new_stream(rank)
     with device_array.stream(here):
         x = compute.add(on_device(np.ones(1000, np.float32)), 1, delay=0.3)
@@ -166,8 +173,9 @@ def test_wait_orders_the_current_stream_after_the_call_and_does_not_wait(rank: i
     assert violations() == []
 
 
+@each_backend
 @devices(2)
-def test_a_stream_of_the_users_own(rank: int, group: None) -> None:
+def test_a_stream_of_the_users_own(rank: int, group: None, backend: str) -> None:
     stream = device_array.new_stream(rank)
     with device_array.stream(stream):
         x = compute.add(on_device(np.ones(1000, np.float32)), 1, delay=0.1)
@@ -181,8 +189,9 @@ def test_a_stream_of_the_users_own(rank: int, group: None) -> None:
         mscomm.all_reduce(np.ones(3), stream=stream)
 
 
+@each_backend
 @devices(2)
-def test_calls_of_the_cpu_and_of_the_device_keep_their_order(rank: int, group: None) -> None:
+def test_calls_of_the_cpu_and_of_the_device_keep_their_order(rank: int, group: None, backend: str) -> None:
     for turn in range(20):
         works = [
             mscomm.all_reduce(np.full(5, turn), async_op=True),
@@ -212,8 +221,9 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 # -- groups, and the end
 
 
+@each_backend
 @devices(4)
-def test_groups_have_communicators_of_their_own(rank: int, group: None) -> None:
+def test_groups_have_communicators_of_their_own(rank: int, group: None, backend: str) -> None:
     halves = mscomm.split(rank % 2)
     trio = mscomm.create_group("trio", [3, 1, 0])
     x = on_device(np.full(3, rank, np.float32))
@@ -225,8 +235,9 @@ def test_groups_have_communicators_of_their_own(rank: int, group: None) -> None:
     assert violations() == []
 
 
+@each_backend
 @devices(2)
-def test_nothing_is_left_of_the_device_after_release(rank: int, group: None) -> None:
+def test_nothing_is_left_of_the_device_after_release(rank: int, group: None, backend: str) -> None:
     x = on_device(np.ones(100, np.float32))
     before = handles()
     assert before["comms"] == 1
@@ -242,18 +253,12 @@ def test_nothing_is_left_of_the_device_after_release(rank: int, group: None) -> 
     assert violations() == []
 
 
-@devices(2)
-def test_a_job_after_a_job(rank: int, group: None) -> None:
-    check(mscomm.all_reduce(on_device(np.ones(3))), np.full(3, 2.0), "first")
-    assert mscomm.get_backend() == "nccl"
-
-
 # -- wrong arguments
 
 
 @devices(2)
 def test_what_nccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None) -> None:
-    for dtype in REFUSED:
+    for dtype in ("int16", "uint16"):
         with pytest.raises(TypeError, match=rf"NCCL cannot reduce {dtype} by sum; it knows int8, int32"):
             mscomm.all_reduce(on_device(np.ones(3, dtype)))
         check(mscomm.all_gather(on_device(np.full(1, rank, dtype))), np.arange(2, dtype=dtype), dtype)
@@ -289,7 +294,114 @@ def test_a_device_array_in_a_job_of_the_cpu_says_how_to_join(rank: int, group: N
         mscomm.all_reduce(on_device(np.ones(3, np.float32)))
 
 
+@pytest.mark.parametrize("backend", ["hccl"])
 @devices(2)
-def test_bfloat16_is_known_by_its_name(rank: int, group: None) -> None:
+def test_what_hccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None, backend: str) -> None:
+    for dtype in ("uint8", "uint32", "float64"):
+        with pytest.raises(TypeError, match=rf"HCCL cannot reduce {dtype} by sum on this device; it knows sum"):
+            mscomm.all_reduce(on_device(np.ones(3, dtype)))
+        check(mscomm.all_gather(on_device(np.full(1, rank, dtype))), np.arange(2, dtype=dtype), dtype)
+    for dtype in ("int16", ml_dtypes.bfloat16):
+        with pytest.raises(TypeError, match="both not by prod"):
+            mscomm.all_reduce(on_device(np.ones(3, dtype)), "prod")
+        check(mscomm.all_reduce(on_device(np.ones(3, dtype))), np.full(3, 2, dtype), dtype)
+    with pytest.raises(TypeError, match="HCCL cannot reduce float32 by avg; sum, and divide by the number of ranks"):
+        mscomm.all_reduce(on_device(np.ones(3, np.float32)), "avg")
+
+
+@pytest.mark.parametrize("backend", ["hccl"])
+@devices(2, env={"FAKE_ASCEND": "910"})
+def test_the_first_generation_of_ascend_lacks_two_types(rank: int, group: None, backend: str) -> None:
+    for dtype in ("int16", ml_dtypes.bfloat16):
+        with pytest.raises(TypeError, match="prod, min and max of int8, int32, int64, float16 and float32"):
+            mscomm.all_reduce(on_device(np.ones(3, dtype)))
+
+
+@pytest.mark.parametrize("backend", ["hccl"])
+@devices(2, env={"LIBRARY": "hccl-split"})
+def test_hccl_is_found_in_two_libraries(rank: int, group: None, backend: str) -> None:
+    check(mscomm.all_reduce(on_device(np.ones(3, np.float32))), np.full(3, 2, np.float32), "split")
+
+
+@each_backend
+@devices(2)
+def test_bfloat16_is_known_by_its_name(rank: int, group: None, backend: str) -> None:
     x = np.array([1, 2, 3], ml_dtypes.bfloat16)
     check(mscomm.all_reduce(on_device(x)), 2 * x, "bfloat16")
+
+
+@devices(2)
+def test_what_works_on_the_cpu_alone_refuses_a_devices_array(rank: int, group: None) -> None:
+    """Whose memory the CPU cannot touch: to try would end the process."""
+    x = on_device(np.ones(3, np.float32))
+    for name, call in {
+        "send": lambda: mscomm.send(x, 1 - rank),
+        "recv": lambda: mscomm.recv(x, 1 - rank),
+        "GradientReducer": lambda: train.GradientReducer([x]),
+        "save_checkpoint": lambda: train.save_checkpoint({"x": x}, "x.safetensors"),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name}: .* is on a device, and {name} works on arrays of the CPU alone"):
+            call()
+    with pytest.raises(TypeError):
+        mscomm.all_gather_object({"x": x})
+    mscomm.barrier()
+
+
+@devices(1)
+def test_the_memory_of_a_device_is_no_array_to_read_or_write(rank: int, group: None) -> None:
+    there = library.memory(on_device(np.ones((2, 3), np.float32)))
+    assert str(there) == repr(there) == "<float32[2, 3] on device 0>" and there[1:].shape == (1, 3)
+    for wrong in (
+        lambda: there + 1,
+        lambda: there[0],
+        lambda: there[()],
+        lambda: there.__setitem__(0, 1),
+        lambda: np.concatenate([there, there]),
+        lambda: np.add(there, 1),
+    ):
+        with pytest.raises(TypeError, match="this memory is a device's"):
+            wrong()
+
+
+class ByDlpack:
+    """An array of a library that mscomm does not know, with DLPack alone."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+class ByInterface:
+    """One with the CUDA array interface alone."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.array = array
+        self.device = array  # Numba's is an object with an id
+        array.id = array.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.array.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("kind", ["ByDlpack", "ByInterface"])
+@devices(2)
+def test_arrays_of_other_libraries_are_reached_by_what_they_have(rank: int, group: None, kind: str) -> None:
+    made = globals()[kind]
+    x, y = on_device(np.full((2, 3), rank + 1, np.float32)), on_device(np.zeros((2, 3), np.float32))
+    out = made(y)
+    device_array.synchronize(rank)
+    assert mscomm.all_reduce(made(x), out=out) is out
+    check(y, np.full((2, 3), 3, np.float32), kind)
+    with pytest.raises(TypeError, match=r"all_reduce: .* makes no arrays: give out=, an array of shape \(2, 3\)"):
+        mscomm.all_reduce(made(x))
+    with pytest.raises(TypeError, match=r"all_reduce: x: .* give it in C order"):
+        mscomm.all_reduce(made(x.T), out=made(on_device(np.zeros((3, 2), np.float32))))
+    with pytest.raises(TypeError, match="mscomm does not move"):
+        mscomm.all_reduce(made(on_device(np.zeros(3, ml_dtypes.float8_e4m3fn))), out=out)
+    assert violations() == []

@@ -1,0 +1,364 @@
+#include "backend/hccl.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace mscomm {
+
+namespace {
+
+using Comm = void*;
+
+// Of hccl_types.h. Types beyond 11 have changed their numbers from one release to the next.
+constexpr int success = 0;
+constexpr size_t root_info_bytes = 4108;
+enum Type { t_int8 = 0, t_int16 = 1, t_int32 = 2, t_float16 = 3, t_float32 = 4, t_int64 = 5, t_bfloat16 = 11 };
+enum RedOp { r_sum = 0, r_prod = 1, r_max = 2, r_min = 3 };
+
+struct Item {
+  int receives;  // 0: sends
+  void* data;
+  uint64_t count;
+  int type;
+  uint32_t peer;
+};
+static_assert(sizeof(Item) == 32 && offsetof(Item, peer) == 28);
+
+// What the codes mean, and what to look at.
+struct Meaning {
+  int code;
+  const char* words;
+};
+constexpr Meaning meanings[] = {
+    {1, "wrong parameter"},
+    {2, "a pointer is missing"},
+    {3, "out of memory: HCCL_BUFFSIZE MiB are taken twice for each group"},
+    {4, "internal error"},
+    {5, "not supported by this device"},
+    {6, "not found"},
+    {7, "unavailable"},
+    {8, "a system call failed"},
+    {9, "timeout: a rank did not come, or HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT is too short"},
+    {10, "a file cannot be opened"},
+    {11, "TCP connection failed: look at HCCL_SOCKET_IFNAME, HCCL_IF_IP and the ports from HCCL_IF_BASE_PORT"},
+    {12, "RoCE connection failed: look at the devices' network"},
+    {13, "TCP transfer failed"},
+    {14, "RoCE transfer failed"},
+    {15, "the runtime failed"},
+    {16, "the driver failed"},
+    {19, "network error"},
+    {20, "try again"},
+    {21, "a remote device failed, or its rank is gone"},
+    {22, "the communicator is suspended"},
+    {24, "out of device memory"},
+};
+
+struct Functions {
+  Functions(const Dynlib& collectives, const Dynlib* communicators) {
+    const auto need = [&](auto*& function, const char* symbol) {
+      collectives.find(function, symbol);
+      if (!function && communicators) communicators->find(function, symbol);
+      if (!function) collectives.need(function, symbol);
+    };
+    need(get_root_info, "HcclGetRootInfo");
+    need(init, "HcclCommInitRootInfo");
+    need(destroy, "HcclCommDestroy");
+    need(async_error, "HcclGetCommAsyncError");
+    need(all_reduce, "HcclAllReduce");
+    need(reduce, "HcclReduce");
+    need(reduce_scatter, "HcclReduceScatter");
+    need(all_gather, "HcclAllGather");
+    need(broadcast, "HcclBroadcast");
+    need(batch_send_recv, "HcclBatchSendRecv");
+    for (const Dynlib* library : {&collectives, communicators}) {
+      if (library && !suspend) library->find(suspend, "HcclCommSuspend");
+      if (library && !error_string) library->find(error_string, "HcclGetErrorString");
+      if (library && !capability) library->find(capability, "HcclGetCommConfigCapability");
+    }
+  }
+
+  int (*get_root_info)(void* info) = nullptr;
+  int (*init)(uint32_t size, const void* info, uint32_t rank, Comm* comm) = nullptr;
+  int (*destroy)(Comm comm) = nullptr;
+  int (*suspend)(Comm comm) = nullptr;
+  int (*async_error)(Comm comm, int* result) = nullptr;
+  const char* (*error_string)(int result) = nullptr;
+  uint32_t (*capability)() = nullptr;
+  int (*all_reduce)(void* x, void* out, uint64_t count, int type, int op, Comm comm, StreamHandle stream) = nullptr;
+  int (*reduce)(void* x, void* out, uint64_t count, int type, int op, uint32_t root, Comm comm, StreamHandle stream) = nullptr;
+  int (*reduce_scatter)(void* x, void* out, uint64_t count, int type, int op, Comm comm, StreamHandle stream) = nullptr;
+  int (*all_gather)(void* x, void* out, uint64_t count, int type, Comm comm, StreamHandle stream) = nullptr;
+  int (*broadcast)(void* data, uint64_t count, int type, uint32_t root, Comm comm, StreamHandle stream) = nullptr;
+  int (*batch_send_recv)(Item* items, uint32_t count, Comm comm, StreamHandle stream) = nullptr;
+};
+
+// The library's pointers are not const, also where it only reads.
+void* read_only(const void* x) { return const_cast<void*>(x); }
+
+struct Reduction {
+  Type type;
+  RedOp op;
+  size_t factor = 1;  // elements of the library's type for one of ours
+};
+
+std::optional<Type> type_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::int8:
+      return t_int8;
+    case Dtype::int16:
+      return t_int16;
+    case Dtype::int32:
+      return t_int32;
+    case Dtype::int64:
+      return t_int64;
+    case Dtype::float16:
+      return t_float16;
+    case Dtype::bfloat16:
+      return t_bfloat16;
+    case Dtype::float32:
+      return t_float32;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<RedOp> op_of(Op op) {
+  switch (op) {
+    case Op::sum:
+      return r_sum;
+    case Op::prod:
+      return r_prod;
+    case Op::min:
+      return r_min;
+    case Op::max:
+      return r_max;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Which products have which types is in the documents of HcclAllReduce and HcclReduce: the first generation, "Ascend910A" and
+// "Ascend910ProB", has no int16 and no bfloat16; none multiplies these two.
+std::optional<Reduction> reduction_of(Dtype dtype, Op op, bool first_generation) {
+  if (dtype == Dtype::boolean) {
+    if (op == Op::sum || op == Op::max || op == Op::bor) return Reduction{t_int8, r_max};
+    if (op == Op::prod || op == Op::min || op == Op::band) return Reduction{t_int8, r_min};
+    return std::nullopt;
+  }
+  if (dtype == Dtype::complex64 && op == Op::sum) return Reduction{t_float32, r_sum, 2};
+  const auto type = type_of(dtype);
+  const auto own = op_of(op);
+  const bool newer = type == t_int16 || type == t_bfloat16;
+  if (!type || !own || (newer && (first_generation || own == r_prod))) return std::nullopt;
+  return Reduction{*type, *own};
+}
+
+class Hccl final : public Vendor {
+ public:
+  Hccl(Dynlib collectives, std::optional<Dynlib> communicators, const std::string& soc)
+      : collectives_(std::move(collectives)),
+        communicators_(std::move(communicators)),
+        first_generation_(soc.starts_with("Ascend910A") || soc.starts_with("Ascend910Pro")),
+        functions(collectives_, communicators_ ? &*communicators_ : nullptr) {}
+
+  std::string_view name() const override { return "hccl"; }
+  // The library tells no version, but how many settings its communicators have, which grows from one to the next.
+  std::string version() const override {
+    return functions.capability ? "capability " + std::to_string(functions.capability()) : "without a version";
+  }
+  const std::string& path() const override { return collectives_.path(); }
+  const std::string& origin() const override { return collectives_.origin(); }
+
+  std::string refuses(Dtype dtype, Op op) const override {
+    if (reduction_of(dtype, op, first_generation_)) return "";
+    const std::string what = "HCCL cannot reduce " + std::string(mscomm::name(dtype)) + " by " + std::string(mscomm::name(op));
+    if (op == Op::avg) return what + "; sum, and divide by the number of ranks";
+    const std::string newer = first_generation_ ? "" : "int16, bfloat16 (both not by prod), ";
+    return what + " on this device; it knows sum, prod, min and max of " + newer + "int8, int32, int64, float16 and float32";
+  }
+
+  std::string make_id() override {
+    std::string info(root_info_bytes, '\0');
+    check(functions.get_root_info(info.data()), "HcclGetRootInfo");
+    return info;
+  }
+
+  std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
+                                    int device) override;
+
+  Reduction reduction(Dtype dtype, Op op) const { return *reduction_of(dtype, op, first_generation_); }
+
+  void check(int result, const char* what) const {
+    if (result != success) throw error(result, what);
+  }
+
+  Error error(int result, const char* what) const {
+    const auto* known =
+        std::find_if(std::begin(meanings), std::end(meanings), [&](const Meaning& one) { return one.code == result; });
+    const char* own = functions.error_string ? functions.error_string(result) : nullptr;
+    constexpr int remote = 21;
+    return {result == remote ? "PeerLost" : "Error", std::string(what) + ": " + (own ? std::string(own) + ", " : "") + "code " +
+                                                         std::to_string(result) +
+                                                         (known != std::end(meanings) ? std::string(": ") + known->words : "")};
+  }
+
+ private:
+  const Dynlib collectives_;
+  const std::optional<Dynlib> communicators_;
+  const bool first_generation_;
+
+ public:
+  const Functions functions;
+};
+
+// The library's own joining waits for the other ranks: a thread does it, which is left behind if it does not end.
+struct Joining {
+  std::atomic<bool> done{false};
+  std::atomic<bool> given_up{false};
+  int result = success;
+  Comm comm = nullptr;
+  std::exception_ptr thrown;
+};
+
+class HcclGroup final : public VendorGroup {
+ public:
+  HcclGroup(const Hccl& library, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device);
+  ~HcclGroup() override;
+
+  void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override;
+  void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) override;
+  void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) override;
+  void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) override;
+  void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) override;
+  void exchange(std::span<const Part> parts, StreamHandle stream) override;
+  void begin_batch() override {}
+  void end_batch() override {}
+  bool busy() override;
+  void abort() noexcept override;
+  void finish() override {}
+
+ private:
+  void* scratch(size_t bytes);
+
+  const Hccl& library_;
+  const Functions& functions_;
+  const std::shared_ptr<Runtime> runtime_;
+  const int rank_, device_;
+  const std::shared_ptr<Joining> joining_ = std::make_shared<Joining>();
+  Comm comm_ = nullptr;
+  std::vector<void*> scratch_;  // the last is the largest; the device may be using the others still
+  size_t scratch_bytes_ = 0;
+};
+
+std::unique_ptr<VendorGroup> Hccl::join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device) {
+  return std::make_unique<HcclGroup>(*this, id, size, rank, std::move(runtime), device);
+}
+
+HcclGroup::HcclGroup(const Hccl& library, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime, int device)
+    : library_(library), functions_(library.functions), runtime_(std::move(runtime)), rank_(rank), device_(device) {
+  if (id.size() != root_info_bytes)
+    throw Error("Error",
+                "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " + std::to_string(root_info_bytes));
+  // The libraries are never closed, so their functions outlive whoever left the thread behind.
+  std::thread([joining = joining_, functions = functions_, runtime = runtime_, id, size, rank, device] {
+    try {
+      const Runtime::Current current(*runtime, device);
+      joining->result = functions.init(static_cast<uint32_t>(size), id.data(), static_cast<uint32_t>(rank), &joining->comm);
+    } catch (...) {
+      joining->thrown = std::current_exception();
+    }
+    joining->done = true;
+    if (joining->given_up && joining->comm) (void)functions.destroy(std::exchange(joining->comm, nullptr));
+  }).detach();
+}
+
+HcclGroup::~HcclGroup() {
+  joining_->given_up = true;
+  if (comm_) (void)functions_.destroy(comm_);
+  for (void* const memory : scratch_) runtime_->free(memory);
+}
+
+bool HcclGroup::busy() {
+  if (!joining_->done) return true;
+  if (!comm_) {
+    if (joining_->thrown) std::rethrow_exception(joining_->thrown);
+    library_.check(joining_->result, "HcclCommInitRootInfo");
+    comm_ = joining_->comm;
+  }
+  int result = success;
+  library_.check(functions_.async_error(comm_, &result), "HcclGetCommAsyncError");
+  if (result != success) throw library_.error(result, "hccl");
+  return false;
+}
+
+void HcclGroup::all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
+  const Reduction how = library_.reduction(dtype, op);
+  library_.check(functions_.all_reduce(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream), "HcclAllReduce");
+}
+
+void HcclGroup::reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) {
+  const Reduction how = library_.reduction(dtype, op);
+  // The library wants memory for the result on every rank.
+  void* const target = rank_ == root ? out : scratch(count * size_of(dtype));
+  library_.check(
+      functions_.reduce(read_only(x), target, count * how.factor, how.type, how.op, static_cast<uint32_t>(root), comm_, stream),
+      "HcclReduce");
+}
+
+void HcclGroup::reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
+  const Reduction how = library_.reduction(dtype, op);
+  library_.check(functions_.reduce_scatter(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
+                 "HcclReduceScatter");
+}
+
+void HcclGroup::all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) {
+  library_.check(functions_.all_gather(read_only(x), out, bytes, t_int8, comm_, stream), "HcclAllGather");
+}
+
+void HcclGroup::broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) {
+  if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one array for both
+  library_.check(functions_.broadcast(out, bytes, t_int8, static_cast<uint32_t>(root), comm_, stream), "HcclBroadcast");
+}
+
+void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
+  std::vector<Item> items;
+  for (const Part& part : parts) items.push_back({!part.sends, part.data, part.bytes, t_int8, static_cast<uint32_t>(part.peer)});
+  library_.check(functions_.batch_send_recv(items.data(), static_cast<uint32_t>(items.size()), comm_, stream),
+                 "HcclBatchSendRecv");
+}
+
+void HcclGroup::abort() noexcept {
+  joining_->given_up = true;
+  if (!comm_) return;
+  // There is no abort. Where there is no suspend either, what the device is doing ends by HCCL_EXEC_TIMEOUT.
+  if (functions_.suspend) (void)functions_.suspend(comm_);
+  (void)functions_.destroy(std::exchange(comm_, nullptr));
+}
+
+void* HcclGroup::scratch(size_t bytes) {
+  if (bytes > scratch_bytes_) {
+    scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
+    scratch_.push_back(runtime_->allocate(scratch_bytes_));
+  }
+  return scratch_.back();
+}
+
+}  // namespace
+
+std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
+                                  const std::string& soc) {
+  // These libraries look up each other's functions.
+  Dynlib first("libhccl.so, CANN's HCCL", collectives, Dynlib::Names::everybodys);
+  std::optional<Dynlib> second;
+  if (!first.find("HcclCommInitRootInfo"))
+    second.emplace("libhcomm.so, CANN's communicators", communicators, Dynlib::Names::everybodys);
+  return std::make_unique<Hccl>(std::move(first), std::move(second), soc);
+}
+
+}  // namespace mscomm

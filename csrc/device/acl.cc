@@ -1,0 +1,189 @@
+#include "device/acl.h"
+
+#include <cstdint>
+#include <mutex>
+#include <sstream>
+
+#include "base/error.h"
+
+namespace mscomm {
+
+namespace {
+
+// Of acl/acl_rt.h.
+using Result = int;
+using Context = void*;
+constexpr Result success = 0, repeated_initialize = 100002;
+constexpr uint32_t event_sync = 1;
+constexpr int device_to_device = 3;
+constexpr int event_recorded = 1;  // of aclrtQueryEventStatus; the older aclrtQueryEvent has it the other way round
+
+struct Functions {
+  explicit Functions(const Dynlib& library) {
+    library.need(init, "aclInit");
+    library.need(get_version, "aclrtGetVersion");
+    library.need(device_count, "aclrtGetDeviceCount");
+    library.need(set_device, "aclrtSetDevice");
+    library.need(get_context, "aclrtGetCurrentContext");
+    library.need(set_context, "aclrtSetCurrentContext");
+    library.need(create_stream, "aclrtCreateStream");
+    library.need(destroy_stream, "aclrtDestroyStream");
+    library.need(stream_wait, "aclrtStreamWaitEvent");
+    library.need(create_event, "aclrtCreateEventWithFlag");
+    library.need(destroy_event, "aclrtDestroyEvent");
+    library.need(record_event, "aclrtRecordEvent");
+    library.need(query_event, "aclrtQueryEventStatus");
+    library.need(copy, "aclrtMemcpyAsync");
+    library.need(allocate, "aclrtMalloc");
+    library.need(free, "aclrtFree");
+    library.find(soc_name, "aclrtGetSocName");
+    library.find(recent_error, "aclGetRecentErrMsg");
+  }
+
+  Result (*init)(const char* config);
+  Result (*get_version)(int32_t* major, int32_t* minor, int32_t* patch);
+  Result (*device_count)(uint32_t* count);
+  Result (*set_device)(int32_t device);
+  Result (*get_context)(Context* context);
+  Result (*set_context)(Context context);
+  Result (*create_stream)(StreamHandle* stream);
+  Result (*destroy_stream)(StreamHandle stream);
+  Result (*stream_wait)(StreamHandle stream, EventHandle event);
+  Result (*create_event)(EventHandle* event, uint32_t flag);
+  Result (*destroy_event)(EventHandle event);
+  Result (*record_event)(EventHandle event, StreamHandle stream);
+  Result (*query_event)(EventHandle event, int* status);
+  Result (*copy)(void* to, size_t room, const void* from, size_t bytes, int kind, StreamHandle stream);
+  Result (*allocate)(void** memory, size_t bytes, int policy);
+  Result (*free)(void* memory);
+  const char* (*soc_name)();
+  const char* (*recent_error)();
+};
+
+// The contexts to which the guards of this thread go back; nullptr: it had none.
+thread_local std::vector<Context> before;
+
+class Acl final : public Runtime {
+ public:
+  Acl(Dynlib library, std::vector<std::string> visible)
+      : library_(std::move(library)), functions_(library_), visible_(std::move(visible)) {
+    // Another library of the process may have done it; then the end is its, too.
+    if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
+      throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
+    uint32_t count = 0;
+    if (const Result result = functions_.device_count(&count); result != success || count == 0)
+      throw Error("BackendUnavailable", "AscendCL, " + library_.path() + ", finds no NPU: " + text_of(result));
+    contexts_.resize(count);
+  }
+
+  std::string version() const override {
+    int32_t major = 0, minor = 0, patch = 0;
+    check(functions_.get_version(&major, &minor, &patch), "aclrtGetVersion");
+    std::ostringstream text;
+    text << "AscendCL " << major << "." << minor << "." << patch << " (" << library_.path() << ")";
+    return text.str();
+  }
+
+  int devices() const override { return static_cast<int>(contexts_.size()); }
+
+  std::string device_name(int) const override {
+    const char* name = functions_.soc_name ? functions_.soc_name() : nullptr;
+    return name ? name : "Ascend";
+  }
+
+  // AscendCL has none: the number that the device has on its host, as far as is known here.
+  std::string uuid(int device) const override {
+    return "NPU-" +
+           (static_cast<size_t>(device) < visible_.size() ? visible_[static_cast<size_t>(device)] : std::to_string(device));
+  }
+
+  void use(int device) override { check(functions_.set_context(context_of(device)), "aclrtSetCurrentContext"); }
+
+  StreamHandle make_stream() override {
+    StreamHandle stream = nullptr;
+    check(functions_.create_stream(&stream), "aclrtCreateStream");
+    return stream;
+  }
+  void destroy_stream(StreamHandle stream) noexcept override { (void)functions_.destroy_stream(stream); }
+
+  EventHandle make_event() override {
+    EventHandle event = nullptr;
+    check(functions_.create_event(&event, event_sync), "aclrtCreateEventWithFlag");
+    return event;
+  }
+  void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
+  void record(EventHandle event, StreamHandle stream) override {
+    check(functions_.record_event(event, stream), "aclrtRecordEvent");
+  }
+  void wait(StreamHandle stream, EventHandle event) override {
+    check(functions_.stream_wait(stream, event), "aclrtStreamWaitEvent");
+  }
+  bool passed(EventHandle event) override {
+    int status = 0;
+    check(functions_.query_event(event, &status), "aclrtQueryEventStatus");
+    return status == event_recorded;
+  }
+
+  void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
+    check(functions_.copy(to, bytes, from, bytes, device_to_device, stream), "aclrtMemcpyAsync");
+  }
+  void* allocate(size_t bytes) override {
+    constexpr int huge_pages_first = 0;
+    void* memory = nullptr;
+    check(functions_.allocate(&memory, bytes, huge_pages_first), "aclrtMalloc");
+    return memory;
+  }
+  void free(void* memory) noexcept override { (void)functions_.free(memory); }
+
+  bool captures(StreamHandle) override { return false; }
+
+ private:
+  void push(int device) override {
+    Context old = nullptr;
+    if (functions_.get_context(&old) != success) old = nullptr;  // the thread has none yet
+    check(functions_.set_context(context_of(device)), "aclrtSetCurrentContext");
+    before.push_back(old);
+  }
+  void pop() noexcept override {
+    const Context old = before.back();
+    before.pop_back();
+    if (old) (void)functions_.set_context(old);
+  }
+
+  // The device's own context, which all libraries share that ask for none. Kept until the process ends.
+  Context context_of(int device) {
+    if (device < 0 || device >= devices())
+      throw Error("ValueError", "there is no NPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
+    const std::lock_guard lock(mutex_);
+    Context& context = contexts_[static_cast<size_t>(device)];
+    if (!context) {
+      check(functions_.set_device(device), "aclrtSetDevice");
+      check(functions_.get_context(&context), "aclrtGetCurrentContext");
+    }
+    return context;
+  }
+
+  std::string text_of(Result result) const {
+    const char* recent = functions_.recent_error ? functions_.recent_error() : nullptr;
+    return "error " + std::to_string(result) + (recent && *recent ? ", " + std::string(recent) : "");
+  }
+
+  void check(Result result, const char* what) const {
+    if (result != success) throw Error("Error", std::string(what) + ": " + text_of(result));
+  }
+
+  const Dynlib library_;
+  const Functions functions_;
+  const std::vector<std::string> visible_;
+  std::mutex mutex_;  // protects contexts_
+  std::vector<Context> contexts_;
+};
+
+}  // namespace
+
+std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates, std::vector<std::string> visible) {
+  return std::make_unique<Acl>(Dynlib("libascendcl.so, CANN's AscendCL", candidates, Dynlib::Names::everybodys),
+                               std::move(visible));
+}
+
+}  // namespace mscomm

@@ -1,0 +1,64 @@
+"""Any other array of a device with DLPack (`__dlpack__`, `__dlpack_device__`).
+
+Calls are enqueued on the legacy default stream, for which the array's library has made it ready. mscomm cannot make
+such arrays: `out` must be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from mscomm import _core
+from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.numpy import DTYPES, dtype_of
+
+# DLDeviceType, and the backend that reaches it.
+_BACKENDS = {2: "nccl", 13: "nccl", 12: "hccl"}  # CUDA, CUDA's managed memory; torch_npu says kDLExtDev
+_LEGACY_DEFAULT_STREAM = 1
+
+
+def is_array(x: Any) -> bool:
+    if not (hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__")):
+        return False
+    return int(x.__dlpack_device__()[0]) in _BACKENDS
+
+
+def memory(x: Any) -> OnDevice:
+    kind = int(x.__dlpack_device__()[0])
+    stream = _LEGACY_DEFAULT_STREAM if kind != 12 else None
+    try:
+        capsule = x.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:  # of a library that is older than DLPack 1.0
+        capsule = x.__dlpack__(stream=stream)
+    try:
+        address, shape, strides, dtype, _, index, read_only = _core.describe_dlpack(capsule)
+    except ValueError as error:
+        raise TypeError(f"cannot be reached by DLPack: {error}") from None
+    return on_device(
+        (x, capsule),
+        address,
+        shape,
+        dtype_of(DTYPES.index(dtype)),
+        strides,
+        index,
+        lambda: stream or 0,
+        backend=_BACKENDS[kind],
+        writable=not read_only,
+    )
+
+
+def new(x: Any, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], Any]]:
+    _refuse(x, f"give out=, an array of shape {shape}")
+
+
+def packed(x: Any) -> Any:
+    _refuse(x, "give it in C order")
+
+
+def assign(out: Any, made: Any) -> None:
+    _refuse(out, "give out in C order")
+
+
+def _refuse(x: Any, advice: str) -> NoReturn:
+    raise TypeError(f"{type(x).__name__} is known by DLPack alone, by which mscomm makes no arrays: {advice}")

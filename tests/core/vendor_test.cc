@@ -1,0 +1,516 @@
+// The vendor backend with a device that is made of threads: what is composed, watched, aborted and freed, and by which thread.
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "comm/communicator.h"
+
+using namespace mscomm;
+
+namespace {
+
+using Task = std::function<void()>;
+
+// What is enqueued on it is done by its thread, in order.
+class Queue {
+ public:
+  Queue() : thread_([this] { work(); }) {}
+  ~Queue() {
+    push([this] { stopping_ = true; });
+    thread_.join();
+  }
+  uint64_t push(Task task) {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+    return ++pushed_;
+  }
+  uint64_t pushed() const {
+    const std::lock_guard lock(mutex_);
+    return pushed_;
+  }
+  bool reached(uint64_t number) const {
+    const std::lock_guard lock(mutex_);
+    return done_ >= number;
+  }
+  void wait(uint64_t number) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return done_ >= number; });
+  }
+  void drain() { wait(pushed()); }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+      done_++;
+      changed_.notify_all();
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  uint64_t pushed_ = 0, done_ = 0;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+struct Event {
+  Queue* queue = nullptr;
+  uint64_t number = 0;
+};
+
+class Device final : public Runtime {
+ public:
+  std::string version() const override { return "threads"; }
+  int devices() const override { return 1; }
+  std::string device_name(int) const override { return "thread"; }
+  std::string uuid(int) const override { return "T"; }
+  void use(int) override {}
+  StreamHandle make_stream() override {
+    alive++;
+    return new Queue;
+  }
+  void destroy_stream(StreamHandle stream) noexcept override {
+    alive--;
+    delete queue(stream);
+  }
+  EventHandle make_event() override {
+    alive++;
+    return new Event;
+  }
+  void destroy_event(EventHandle event) noexcept override {
+    alive--;
+    delete static_cast<Event*>(event);
+  }
+  void record(EventHandle event, StreamHandle stream) override {
+    *static_cast<Event*>(event) = {queue(stream), queue(stream)->pushed()};
+  }
+  void wait(StreamHandle stream, EventHandle event) override {
+    const Event seen = *static_cast<Event*>(event);
+    queue(stream)->push([seen] { seen.queue->wait(seen.number); });
+  }
+  bool passed(EventHandle event) override {
+    const auto* seen = static_cast<Event*>(event);
+    return seen->queue->reached(seen->number);
+  }
+  void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
+    queue(stream)->push([=] { std::memcpy(to, from, bytes); });
+  }
+  void* allocate(size_t bytes) override { return new char[bytes]; }
+  void free(void* memory) noexcept override { delete[] static_cast<char*>(memory); }
+  bool captures(StreamHandle) override { return capturing; }
+
+  static Queue* queue(StreamHandle stream) { return static_cast<Queue*>(stream); }
+  std::atomic<int> alive{0};
+  std::atomic<bool> capturing{false};
+
+ private:
+  void push(int) override {}
+  void pop() noexcept override {}
+};
+
+// Where the ranks of one group meet: the n-th operation of each is one operation of all.
+class Hall {
+ public:
+  explicit Hall(int size) : size_(static_cast<size_t>(size)) {}
+
+  struct Part {
+    const void* x = nullptr;
+    void* out = nullptr;
+    std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
+  };
+  // By a stream's thread: when all have come `act` is called once, with everybody's part by rank. False: aborted.
+  bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
+    std::unique_lock lock(mutex_);
+    auto& here = meetings_[number];
+    here[rank] = std::move(part);
+    if (here.size() == size_) {
+      act(here);
+      done_.insert(number);
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return aborted_.contains(rank) || done_.contains(number); });
+    return done_.contains(number);
+  }
+  void abort(int rank) {
+    const std::lock_guard lock(mutex_);
+    aborted_.insert(rank);
+    changed_.notify_all();
+  }
+
+ private:
+  const size_t size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<uint64_t, std::map<int, Part>> meetings_;
+  std::set<uint64_t> done_;
+  std::set<int> aborted_;
+};
+
+// Of all groups: how a test makes them behave, and what they have seen.
+struct Conditions {
+  std::atomic<bool> busy{false};  // after each call
+  std::atomic<int> error{0};      // what busy() throws
+  std::atomic<int> groups{0};     // alive
+  std::atomic<int> inside{0};     // threads in calls of one device at a time, but abort
+  std::atomic<int> crowded{0};    // how often there was more than one
+  std::atomic<int> aborts{0}, finishes{0};
+};
+
+class Inside {
+ public:
+  explicit Inside(Conditions& at) : at_(at) {
+    if (++at_.inside > 1) at_.crowded++;
+  }
+  ~Inside() { --at_.inside; }
+
+ private:
+  Conditions& at_;
+};
+
+class GroupOfThreads final : public VendorGroup {
+ public:
+  GroupOfThreads(Conditions& at, std::shared_ptr<Hall> hall, int rank) : at_(at), hall_(std::move(hall)), rank_(rank) {
+    at_.groups++;
+  }
+  ~GroupOfThreads() override { at_.groups--; }
+
+  void all_reduce(const void* x, void* out, size_t count, Dtype, Op, StreamHandle stream) override {
+    enqueue(stream, {x, out}, [count](std::map<int, Hall::Part>& parts) {
+      std::vector<int32_t> total(count);
+      for (const auto& [rank, part] : parts)
+        for (size_t i = 0; i < count; i++) total[i] += static_cast<const int32_t*>(part.x)[i];
+      for (const auto& [rank, part] : parts) std::memcpy(part.out, total.data(), 4 * count);
+    });
+  }
+  void reduce(const void* x, void* out, size_t count, Dtype, Op, int root, StreamHandle stream) override {
+    enqueue(stream, {x, out}, [count, root](std::map<int, Hall::Part>& parts) {
+      std::vector<int32_t> total(count);
+      for (const auto& [rank, part] : parts)
+        for (size_t i = 0; i < count; i++) total[i] += static_cast<const int32_t*>(part.x)[i];
+      std::memcpy(parts[root].out, total.data(), 4 * count);
+    });
+  }
+  void reduce_scatter(const void*, void*, size_t, Dtype, Op, StreamHandle) override { CHECK(false); }
+  void all_gather(const void*, void*, size_t, StreamHandle) override { CHECK(false); }
+  void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) override {
+    enqueue(stream, {x, out}, [bytes, root](std::map<int, Hall::Part>& parts) {
+      for (const auto& [rank, part] : parts)
+        if (part.out != parts[root].x) std::memcpy(part.out, parts[root].x, bytes);
+    });
+  }
+  void exchange(std::span<const mscomm::Part> parts, StreamHandle stream) override {
+    Hall::Part mine;
+    for (const mscomm::Part& part : parts) (part.sends ? mine.sends : mine.receives)[part.peer] = {part.data, part.bytes};
+    enqueue(stream, mine, [](std::map<int, Hall::Part>& everybody) {
+      for (auto& [rank, part] : everybody)
+        for (const auto& [peer, to] : part.receives) {
+          const auto from = everybody[peer].sends[rank];
+          if (CHECK(from.second == to.second)) std::memcpy(to.first, from.first, to.second);
+        }
+    });
+  }
+  void begin_batch() override {}
+  void end_batch() override {}
+  bool busy() override {
+    if (at_.error) throw Error("Error", "the device failed");
+    return at_.busy;
+  }
+  void abort() noexcept override {
+    at_.aborts++;
+    hall_->abort(rank_);
+  }
+  void finish() override { at_.finishes++; }
+
+ private:
+  void enqueue(StreamHandle stream, Hall::Part part, std::function<void(std::map<int, Hall::Part>&)> act) {
+    const Inside inside(at_);
+    Device::queue(stream)->push(
+        [hall = hall_, rank = rank_, part, act, number = ++number_] { hall->meet(number, rank, part, act); });
+  }
+
+  Conditions& at_;
+  const std::shared_ptr<Hall> hall_;
+  const int rank_;
+  uint64_t number_ = 0;
+};
+
+class ThreadVendor final : public Vendor {
+ public:
+  std::string_view name() const override { return "threads"; }
+  std::string version() const override { return "1"; }
+  const std::string& path() const override { return path_; }
+  const std::string& origin() const override { return path_; }
+  std::string refuses(Dtype dtype, Op) const override { return dtype == Dtype::int32 ? "" : "int32 alone"; }
+  std::string make_id() override { return std::to_string(ids_++); }
+  std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime>, int) override {
+    const std::lock_guard lock(mutex_);
+    auto& hall = halls_[id];
+    if (!hall) hall = std::make_shared<Hall>(size);
+    return std::make_unique<GroupOfThreads>(at, hall, rank);
+  }
+
+  Conditions at;
+
+ private:
+  const std::string path_ = "here";
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Hall>> halls_;
+  int ids_ = 0;
+};
+
+// Calls of the CPU are not tested here.
+struct NoBackend : Backend {
+  void run(const Call&, const Wait&) override {}
+  void shut_down() override {}
+  void withdraw(const Call&) override {}
+  void last_look() override {}
+  void close() override {}
+  void close_descriptors() override {}
+};
+
+// One rank of a job, with a stream of its user's.
+struct Rank {
+  Rank(std::shared_ptr<ThreadVendor> vendor, std::shared_ptr<Device> device, const std::string& id, int size, int rank)
+      : device(device) {
+    std::vector<std::string> names;
+    for (int i = 0; i < size; i++) names.push_back("rank " + std::to_string(i) + " (here)");
+    std::vector<int> ranks(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    auto peers = std::make_shared<Peers>(rank, names, ranks, std::vector<int>(names.size(), -1), nullptr);
+    Communicator::Hooks hooks{{}, {}, [this] { told++; }};
+    group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
+    group->add_device(std::make_unique<VendorBackend>(vendor, device, 0, id, size, rank, Deadline(60), [] {}));
+  }
+
+  Call call(Collective what, const std::vector<int32_t>& x, std::vector<int32_t>& out, size_t count, int root = -1,
+            std::vector<uint64_t> counts = {}) {
+    Call call;
+    Signature& signature = call.signature;
+    signature.what = what;
+    signature.function = static_cast<Function>(what);
+    signature.dtype = Dtype::int32;
+    signature.root = root;
+    signature.dims = 1;
+    signature.shape[0] = signature.count = count;
+    signature.device = 1;
+    call.x = x.data(), call.x_bytes = 4 * x.size();
+    call.out = out.data(), call.out_bytes = 4 * out.size();
+    call.counts = std::move(counts);
+    call.stream = &stream;
+    return call;
+  }
+
+  const std::shared_ptr<Device> device;
+  Recorder recorder;
+  std::atomic<int> told{0};
+  Queue stream;
+  std::unique_ptr<Communicator> group;
+};
+
+// A job of so many ranks in this process.
+struct Job {
+  explicit Job(int size) : vendor(std::make_shared<ThreadVendor>()), device(std::make_shared<Device>()) {
+    const std::string id = vendor->make_id();
+    for (int rank = 0; rank < size; rank++) ranks.push_back(std::make_unique<Rank>(vendor, device, id, size, rank));
+  }
+  void each(const std::function<void(Rank&, int)>& part) {
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < ranks.size(); i++) threads.emplace_back([&, i] { part(*ranks[i], static_cast<int>(i)); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  const std::shared_ptr<ThreadVendor> vendor;
+  const std::shared_ptr<Device> device;
+  std::vector<std::unique_ptr<Rank>> ranks;
+};
+
+using Numbers = std::vector<int32_t>;
+
+void test_composed_collectives() {
+  Job job(3);
+  job.each([](Rank& rank, int me) {
+    Numbers mine(4, me), parts{10 * me, 10 * me + 1, 10 * me + 2}, all(12), gathered(12), part(1), exchanged(3), sum(4);
+    rank.group->run(rank.call(Collective::all_reduce, mine, sum, 4), 60);
+    Numbers nothing;
+    rank.group->run(rank.call(Collective::gather, mine, me == 1 ? gathered : nothing, 4, 1), 60);
+    rank.group->run(rank.call(Collective::scatter, me == 2 ? parts : nothing, part, 3, 2), 60);
+    rank.group->run(rank.call(Collective::all_to_all, parts, exchanged, 3), 60);
+    // 1, 2 and 0 elements.
+    const std::vector<uint64_t> counts{1, 2, 0};
+    Numbers rows(counts[static_cast<size_t>(me)], me), uneven(3), reduced(rows.size());
+    rank.group->run(rank.call(Collective::all_gather, rows, uneven, 3, -1, counts), 60);
+    rank.group->run(rank.call(Collective::reduce_scatter, parts, reduced, 3, -1, counts), 60);
+    rank.stream.drain();
+    CHECK(sum == Numbers(4, 3));
+    if (me == 1) CHECK(gathered == Numbers{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2});
+    CHECK(part == Numbers{20 + me});
+    CHECK(exchanged == Numbers{me, 10 + me, 20 + me});
+    CHECK(uneven == Numbers{0, 1, 1});
+    CHECK(reduced == (me == 0 ? Numbers{30} : me == 1 ? Numbers{33, 36} : Numbers{}));
+    rank.group->close();
+  });
+  CHECK(job.device->alive == 0 && job.vendor->at.groups == 0 && job.vendor->at.finishes == 3 && job.vendor->at.aborts == 0);
+}
+
+void test_calls_beside_and_their_order() {
+  Job job(2);
+  job.each([](Rank& rank, int me) {
+    Numbers x(8), out(8);
+    rank.stream.push([&] {  // late: what is beside waits for it
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      x.assign(8, me + 1);
+    });
+    const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
+    rank.group->order(work->number, &rank.stream);
+    Numbers seen;
+    rank.stream.push([&] { seen = out; });
+    rank.stream.drain();
+    CHECK(seen == Numbers(8, 3));
+    CHECK(work->wait(60) && !work->error());
+    rank.group->order(work->number, &rank.stream);  // it has ended: nothing to wait for
+    rank.group->close();
+  });
+  CHECK(job.device->alive == 0);
+}
+
+void test_a_missing_rank_ends_at_the_deadline() {
+  Job job(2);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8), out(8);
+  const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 0.1);
+  CHECK(work->wait(60));
+  const auto error = work->error();
+  CHECK(error && error->kind == "CollectiveTimeout" &&
+        std::string(error->what()).find("rank 0 (here): all_reduce #1 (32 B): it was enqueued, but the device has not ended") ==
+            0);
+  CHECK(rank.told > 0);
+  try {
+    rank.group->run(rank.call(Collective::all_reduce, x, out, 8), 60);
+    CHECK(false);
+  } catch (const Error& again) {
+    CHECK(again.kind == "CollectiveTimeout");
+  }
+  rank.stream.drain();  // the abort has let it go
+  rank.group->close();
+  CHECK(job.vendor->at.aborts > 0);
+}
+
+void test_an_error_of_the_device_breaks_the_group() {
+  Job job(2);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8), out(8);
+  rank.group->run(rank.call(Collective::all_reduce, x, out, 8), 60);
+  job.vendor->at.error = 1;
+  const Deadline deadline(60);
+  while (!rank.group->failure() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(rank.group->failure() && std::string(rank.group->failure()->error.what()).find("the device failed") != std::string::npos);
+  job.vendor->at.error = 0;
+  rank.stream.drain();
+}
+
+void test_abort_ends_a_call_that_cannot_be_enqueued() {
+  Job job(2);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8), out(8);
+  job.vendor->at.busy = true;
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    rank.group->abort({Error("Aborted", "enough", {1}), true});
+  });
+  try {
+    rank.group->run(rank.call(Collective::all_reduce, x, out, 8), 60);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()) == "enough");
+  }
+  other.join();
+  job.vendor->at.busy = false;
+  rank.stream.drain();
+}
+
+void test_two_groups_on_one_device_are_not_in_the_library_at_once() {
+  const auto vendor = std::make_shared<ThreadVendor>();
+  const auto device = std::make_shared<Device>();
+  std::vector<std::unique_ptr<Rank>> groups;
+  for (int i = 0; i < 2; i++) groups.push_back(std::make_unique<Rank>(vendor, device, vendor->make_id(), 1, 0));
+  std::vector<std::thread> threads;
+  for (auto& group : groups)
+    threads.emplace_back([&group] {
+      Numbers x(8, 1), out(8);
+      for (int i = 0; i < 200; i++) group->group->run(group->call(Collective::all_reduce, x, out, 8), 60);
+      group->stream.drain();
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(vendor->at.crowded == 0);
+  for (auto& group : groups) group->group->close();
+  CHECK(device->alive == 0);
+}
+
+void test_the_end_with_calls_under_way() {
+  Job job(2);
+  Numbers x(8), out(8);
+  job.ranks[0]->group->run(job.ranks[0]->call(Collective::all_reduce, x, out, 8), 60);
+  job.ranks[0]->group.reset();  // aborts
+  CHECK(job.vendor->at.aborts > 0);
+  job.ranks[0]->stream.drain();
+}
+
+void test_a_captured_call_is_not_watched() {
+  Job job(1);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8, 5), out(8);
+  job.device->capturing = true;
+  const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
+  CHECK(work->done());
+  job.device->capturing = false;
+  rank.stream.drain();
+  CHECK(out == x);
+  rank.group->close();
+  CHECK(job.device->alive == 0);
+}
+
+void test_what_the_library_refuses() {
+  Job job(1);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8), out(8);
+  Call call = rank.call(Collective::all_reduce, x, out, 8);
+  call.signature.dtype = Dtype::float32;
+  try {
+    rank.group->run(call, 60);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()).find("int32 alone") != std::string::npos);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_composed_collectives();
+  test_calls_beside_and_their_order();
+  test_a_missing_rank_ends_at_the_deadline();
+  test_an_error_of_the_device_breaks_the_group();
+  test_abort_ends_a_call_that_cannot_be_enqueued();
+  test_two_groups_on_one_device_are_not_in_the_library_at_once();
+  test_the_end_with_calls_under_way();
+  test_a_captured_call_is_not_watched();
+  test_what_the_library_refuses();
+  return test::failed();
+}

@@ -1,0 +1,68 @@
+// What libhccl.so needs of the library that has the communicators: itself, or libhcomm.so.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fake::hccl {
+
+using Result = int;
+enum : Result {
+  success = 0,
+  e_para = 1,
+  e_ptr = 2,
+  e_memory = 3,
+  e_internal = 4,
+  e_not_support = 5,
+  e_not_found = 6,
+  e_unavail = 7,
+  e_timeout = 9,
+  e_runtime = 15,
+  e_remote = 21,
+  e_suspending = 22,
+};
+
+using Comm = uint64_t;
+using StreamHandle = uint64_t;
+
+enum class What : int {
+  all_reduce,
+  all_gather,
+  reduce_scatter,
+  broadcast,
+  reduce,
+  all_to_all,
+  scatter,
+  barrier,
+};
+
+// One collective; a count is of elements, per rank where there are parts.
+struct Wish {
+  What what;
+  const void* send;
+  void* receive;
+  uint64_t count;
+  int type;
+  int fold;      // -1: none
+  int64_t root;  // -1: none
+};
+
+// As HcclSendRecvItem.
+struct Item {
+  int kind;  // 0 sends, 1 receives
+  void* data;
+  uint64_t count;
+  int type;
+  uint32_t peer;
+};
+static_assert(sizeof(Item) == 32 && offsetof(Item, data) == 8 && offsetof(Item, type) == 24 && offsetof(Item, peer) == 28);
+
+struct Core {
+  // Several wishes of one call run one after the other.
+  Result (*collective)(const char* name, const Wish* wishes, int count, Comm comm, StreamHandle stream);
+  Result (*messages)(const char* name, const Item* items, uint32_t count, Comm comm, StreamHandle stream);
+  Result (*size_and_rank)(Comm comm, uint32_t* size, uint32_t* rank);
+  size_t (*bytes_of)(int type);
+};
+
+}  // namespace fake::hccl

@@ -1,0 +1,338 @@
+"""What the ranks of tests/test_fakes_hccl.py do: python -m fakes.hccl_scenarios NAME RANK SIZE ARGUMENTS."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from fakes import device_array as da
+from fakes.device_array import DeviceArray, compute
+from fakes.hccl_calls import OPERATORS, TYPES, Hccl, HcclError, Item, config
+from fakes.scenarios import dtype_of, source
+
+
+class Rank:
+    def __init__(self, rank: int, size: int, arguments: dict):
+        self.rank, self.size, self.arguments = rank, size, arguments
+        self.acl = da.use(arguments["acl"], da.Acl)
+        self.hccl = Hccl(*arguments["hccl"])
+        self.device = arguments.get("device", rank)
+
+    def __enter__(self):
+        self.acl.call("aclrtSetDevice", ctypes.c_int(self.device))
+        self.stream = da.new_stream(self.device)
+        self.current = da.stream(self.stream)
+        self.current.__enter__()
+        return self
+
+    def __exit__(self, *_):
+        self.current.__exit__(*_)
+        da.destroy_stream(self.stream, self.device)
+        self.acl.call("aclrtResetDevice", ctypes.c_int(self.device))
+
+    def info(self, which: int = 0) -> bytes:
+        """Of rank 0, through a file of the test's folder."""
+        path = Path(os.environ["FAKE_DIR"]) / f"info-{which}"
+        if self.rank == 0:
+            path.with_suffix(".part").write_bytes(self.hccl.root_info())
+            path.with_suffix(".part").rename(path)
+        end = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.002)
+        return path.read_bytes()
+
+    def init(self, which: int = 0, given=None) -> int:
+        return self.hccl.init(self.size, self.info(which), self.rank, given)
+
+    def array(self, data) -> DeviceArray:
+        return DeviceArray.from_numpy(np.asarray(data), self.device)
+
+    def empty(self, shape, dtype=np.float32) -> DeviceArray:
+        return DeviceArray.empty(shape, dtype, self.device)
+
+    def all_reduce(self, x: DeviceArray, comm: int, op: str = "sum") -> int:
+        return self.hccl.code("AllReduce", x.ptr, x.ptr, x.size, TYPES[x.dtype.name], OPERATORS[op], comm, self.stream)
+
+    def wait(self, milliseconds: int) -> int:
+        return self.acl.library.aclrtSynchronizeStreamWithTimeout(
+            ctypes.c_uint64(self.stream), ctypes.c_int(milliseconds)
+        )
+
+
+scenarios = {}
+
+
+def scenario(body):
+    @functools.wraps(body)
+    def run(rank: Rank):
+        with rank:
+            value = body(rank)
+            gc.collect()
+            if rank.arguments.get("settle", True):
+                da.synchronize(rank.device, rank.stream)
+        return {"value": value, "counters": da.counters()}
+
+    scenarios[body.__name__] = run
+    return run
+
+
+def u64(*values):
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+@scenario
+def collectives(r: Rank):
+    n, me, hccl, count, s = r.size, r.rank, r.hccl, 1001, r.stream
+    comm = r.init()
+    f, root, bad = TYPES["float32"], n - 1, []
+    inputs = [source(q, count, np.float32) for q in range(n)]
+    wide = [source(q, count * n, np.float32) for q in range(n)]
+    total, part = sum(inputs), slice(me * count, (me + 1) * count)
+
+    def check(what, out: DeviceArray, expected):
+        if not np.array_equal(out.to_numpy(), expected):
+            bad.append(what)
+
+    x, out, w, wide_out = r.array(inputs[me]), r.empty(count), r.array(wide[me]), r.empty(count * n)
+    hccl.AllReduce(x.ptr, out.ptr, count, f, 0, comm, s)
+    check("all_reduce", out, total)
+    hccl.Reduce(x.ptr, out.ptr, count, f, 2, root, comm, s)
+    check("reduce", out, np.max(inputs, axis=0) if me == root else total)
+    y = x.copy()
+    hccl.Broadcast(y.ptr, count, f, root, comm, s)
+    check("broadcast", y, inputs[root])
+    hccl.AllGather(x.ptr, wide_out.ptr, count, f, comm, s)
+    check("all_gather", wide_out, np.concatenate(inputs))
+    hccl.ReduceScatter(w.ptr, out.ptr, count, f, 0, comm, s)
+    check("reduce_scatter", out, sum(wide)[part])
+    hccl.Scatter(w.ptr if me == root else 0, out.ptr, count, f, root, comm, s)
+    check("scatter", out, wide[root][part])
+    hccl.AlltoAll(w.ptr, count, f, wide_out.ptr, count, f, comm, s)
+    transposed = np.concatenate([one[part] for one in wide])
+    check("all_to_all", wide_out, transposed)
+    # Of different lengths: i sends i + j + 1 elements to j.
+    counts = [[i + j + 1 for j in range(n)] for i in range(n)]
+    where = [[sum(row[:j]) for j in range(n)] for row in counts]
+    mine, theirs = u64(*counts[me]), u64(*(counts[q][me] for q in range(n)))
+    at = u64(*(sum(counts[p][me] for p in range(q)) for q in range(n)))
+    expected = np.concatenate([wide[q][where[q][me] :][: counts[q][me]] for q in range(n)])
+    v = r.empty(len(expected))
+    hccl.AlltoAllV(w.ptr, mine, u64(*where[me]), f, v.ptr, theirs, at, f, comm, s)
+    check("all_to_all_v", v, expected)
+    v = r.empty(len(expected))
+    hccl.AlltoAllVC(w.ptr, u64(*(one for row in counts for one in row)), f, v.ptr, f, comm, s)
+    check("all_to_all_vc", v, expected)
+    lengths = [q + 1 for q in range(n)]
+    starts = u64(*(sum(lengths[:q]) for q in range(n)))
+    v = r.empty(sum(lengths))
+    hccl.AllGatherV(x.ptr, me + 1, v.ptr, u64(*lengths), starts, f, comm, s)
+    check("all_gather_v", v, np.concatenate([inputs[q][: q + 1] for q in range(n)]))
+    v = r.empty(me + 1)
+    hccl.ReduceScatterV(w.ptr, u64(*lengths), starts, v.ptr, me + 1, f, 0, comm, s)
+    check("reduce_scatter_v", v, sum(wide)[sum(lengths[:me]) :][: me + 1])
+    hccl.Barrier(comm, s)
+    ring = (Item * 2)(Item(0, x.ptr, count, f, (me + 1) % n), Item(1, out.ptr, count, f, (me - 1) % n))
+    hccl.BatchSendRecv(ring, 2, comm, s)
+    check("batch_send_recv", out, inputs[(me - 1) % n])
+    if n > 1:
+        if me == 0:
+            hccl.Send(x.ptr, count, f, 1, comm, s)
+        elif me == 1:
+            hccl.Recv(out.ptr, count, f, 0, comm, s)
+            check("recv", out, inputs[0])
+    for name in TYPES:
+        z = r.array(source(root, 33, dtype_of(name)))
+        hccl.Broadcast(z.ptr, 33, TYPES[name], root, comm, s)
+        check(name, z, source(root, 33, dtype_of(name)))
+    told = [hccl.number("GetRankSize", comm), hccl.number("GetRankId", comm)]
+    hccl.CommDestroy(comm)
+    return {"bad": bad, "told": told}
+
+
+@scenario
+def reductions(r: Rank):
+    """What each type and operator says, and whether those that are taken are right."""
+    comm, found = r.init(), {}
+    for name in TYPES:
+        dtype = dtype_of(name)
+        data = [source(q, 40, dtype) for q in range(r.size)]
+        for op in OPERATORS:
+            x = r.array(data[r.rank])
+            code = r.all_reduce(x, comm, op)
+            if code == 0:
+                fold = {"prod": np.multiply, "max": np.maximum, "min": np.minimum}.get(op, np.add)
+                expected = functools.reduce(lambda a, b, fold=fold: fold(a, b).astype(dtype), data)
+                code = "right" if x.to_numpy().tobytes() == expected.tobytes() else "wrong"
+            found[f"{name} {op}"] = code
+    kept = r.empty(4)
+    found["no bfloat16"] = r.hccl.code("Broadcast", kept.ptr, 2, TYPES["bfloat16"], 0, comm, r.stream)
+    found["fp8"] = r.hccl.code("Broadcast", kept.ptr, 2, 14, 0, comm, r.stream)
+    r.hccl.CommDestroy(comm)
+    return found
+
+
+@scenario
+def init_code(r: Rank):
+    try:
+        comm = r.init()
+    except HcclError as error:
+        return error.code
+    r.hccl.CommDestroy(comm)
+    return 0
+
+
+@scenario
+def runtime(r: Rank):
+    """AscendCL's own promises, in one process."""
+    library, found = r.acl.library, {}
+    i32, handle = ctypes.c_int, ctypes.c_uint64
+    found["twice"] = library.aclInit(None)
+    found["device"] = library.aclrtSetDevice(i32(99))
+    x = r.array(np.zeros(8, np.float32))
+    da.synchronize(r.device)
+    status, event = i32(-1), handle()
+    with compute.hold(r.device):
+        compute.add(x, 1.0)
+        r.acl.call("aclrtStreamQuery", handle(r.stream), ctypes.byref(status))
+        found["stream"] = [status.value]
+        r.acl.call("aclrtCreateEventWithFlag", ctypes.byref(event), ctypes.c_uint(1))
+        r.acl.call("aclrtRecordEvent", event, handle(r.stream))
+        r.acl.call("aclrtQueryEventStatus", event, ctypes.byref(status))
+        found["event"] = [status.value]
+        found["timeouts"] = [r.wait(1), library.aclrtSynchronizeEventWithTimeout(event, i32(1))]
+    r.acl.call("aclrtSynchronizeEvent", event)
+    r.acl.call("aclrtQueryEventStatus", event, ctypes.byref(status))
+    found["event"].append(status.value)
+    r.acl.call("aclrtStreamQuery", handle(r.stream), ctypes.byref(status))
+    found["stream"].append(status.value)
+    r.acl.call("aclrtDestroyEvent", event)
+    found["value"] = float(x.to_numpy()[0])
+    host = np.zeros(8, np.float32)
+    size, here, there = ctypes.c_size_t, ctypes.c_void_p(host.ctypes.data), ctypes.c_void_p(x.ptr)
+    found["room"] = library.aclrtMemcpy(here, size(4), there, size(8), i32(2))
+    found["kind"] = library.aclrtMemcpy(here, size(8), there, size(8), i32(1))
+    attributes = (ctypes.c_uint32 * 7)()
+    kinds = []
+    for pointer in (x.ptr + 4, host.ctypes.data):
+        library.aclrtPointerGetAttributes(ctypes.c_void_p(pointer), attributes)
+        kinds.append(attributes[1])
+    found["kinds"] = kinds
+    found["no interface"] = not hasattr(x, "__cuda_array_interface__")
+    other = handle()
+    with r.acl.on(1):
+        found["elsewhere"] = library.aclrtSynchronizeStream(handle(r.stream))
+    library.aclrtGetCurrentContext(ctypes.byref(other))
+    found["context"] = library.aclrtSetCurrentContext(other)
+    return found
+
+
+@scenario
+def hang(r: Rank):
+    """Ranks that disagree, die or are told to hang: suspended and destroyed, or the stream is aborted."""
+    comm = r.init(given=config(name=b"the-group"))
+    x = r.array(np.ones(8, np.float32))
+    da.synchronize(r.device)
+    first = r.all_reduce(x, comm)
+    before = r.wait(20_000)
+    what = r.arguments["what"]
+    if what == "count":
+        r.all_reduce(x[: 7 if r.rank else 8], comm)
+    elif what == "messages":
+        r.hccl.Send(x.ptr, 8, TYPES["float32"], 1 - r.rank, comm, r.stream)
+        r.hccl.Recv(x.ptr, 8, TYPES["float32"], 1 - r.rank, comm, r.stream)
+    else:
+        r.all_reduce(x, comm)
+    waited = r.wait(400)
+    end = time.monotonic() + 30
+    while what == "remote" and not r.hccl.state(comm) and time.monotonic() < end:
+        time.sleep(0.01)
+    state = r.hccl.state(comm)
+    if r.arguments.get("abort"):
+        r.acl.call("aclrtStreamAbort", ctypes.c_uint64(r.stream))
+    else:
+        r.hccl.CommSuspend(comm)
+    after = r.wait(20_000)
+    later = [r.all_reduce(x, comm), r.hccl.code("CommResume", comm)] if not r.arguments.get("abort") else None
+    name = r.hccl.name(comm)
+    r.hccl.CommDestroy(comm)
+    return {"first": [first, before], "waited": waited, "state": state, "after": after, "later": later, "name": name}
+
+
+@scenario
+def injected(r: Rank):
+    comm = r.init()
+    x = r.array(np.ones(8, np.float32))
+    da.synchronize(r.device)
+    codes = [r.all_reduce(x, comm), r.all_reduce(x, comm)]
+    end = time.monotonic() + 30
+    while r.arguments.get("until_error") and not r.hccl.state(comm) and time.monotonic() < end:
+        time.sleep(0.01)
+    state = r.hccl.state(comm)
+    waited = r.wait(400)
+    r.hccl.CommSuspend(comm)
+    r.wait(20_000)
+    r.hccl.CommDestroy(comm)
+    return {"codes": codes, "state": state, "waited": waited}
+
+
+@scenario
+def configurations(r: Rank):
+    tries = {
+        "good": config(),
+        "longer": config(size=2240, version=10),
+        "magic": config(magic=1),
+        "size": config(size=0),
+        "deterministic": config(deterministic=7),
+        "buffer": config(bufferSize=0),
+    }
+    found = {}
+    for i, (name, one) in enumerate(tries.items()):
+        if one.size > 300:  # as a later header has it
+            longer = (ctypes.c_uint64 * 280)()
+            ctypes.memmove(longer, ctypes.byref(one), 300)
+            one = ctypes.cast(longer, ctypes.POINTER(type(one))).contents
+        try:
+            r.hccl.CommDestroy(r.init(i, one))
+            found[name] = 0
+        except HcclError as error:
+            found[name] = error.code
+    return found
+
+
+@scenario
+def sub(r: Rank):
+    """Some of the ranks, and only they call."""
+    comm = r.init()
+    parent, child = ctypes.c_uint64(comm), ctypes.c_uint64()
+    members = [0, r.size - 1]
+    value = None
+    if r.rank in members:
+        ranks = (ctypes.c_uint32 * 2)(*members)
+        r.hccl.CreateSubCommConfig(
+            ctypes.byref(parent), 2, ranks, 5, members.index(r.rank), ctypes.byref(config()), ctypes.byref(child)
+        )
+        x = r.array(np.full(8, r.rank + 1, np.float32))
+        r.all_reduce(x, child.value)
+        value = float(x.to_numpy()[0])
+        r.hccl.CommDestroy(child.value)
+    x = r.array(np.ones(8, np.float32))
+    r.all_reduce(x, comm)
+    whole = float(x.to_numpy()[0])
+    r.hccl.CommDestroy(comm)
+    return [value, whole]
+
+
+def main() -> None:
+    result = scenarios[sys.argv[1]](Rank(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

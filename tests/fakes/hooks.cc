@@ -1,0 +1,129 @@
+// What tests ask of a vendor's runtime beside the vendor's own functions.
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "engine.h"
+
+using namespace fake;
+
+namespace {
+constexpr int no_stream = 1, no_memory = 2;
+}
+
+// Where the communication library finds the engine.
+FAKE_EXPORT Engine* fake_engine() { return &engine(); }
+
+// Handles that live, and what was done wrong, as JSON. Gives the bytes that it needs.
+FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
+
+FAKE_EXPORT int fake_set_capturing(Handle handle, int capturing) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return no_stream;
+  engine().set_capturing(*stream, capturing != 0);
+  return 0;
+}
+
+// What a kernel of the framework would do, for tests: after `delay_us` more, adds `add` to each of `count` floats, or fills
+// bytes.
+FAKE_EXPORT int fake_compute(Address data, size_t count, float add, int delay_us, Handle handle) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return no_stream;
+  const Buffer buffer = engine().find(data, count * sizeof(float));
+  stream->enqueue([=, device = stream->device()] {
+    if (delay_us > 0) usleep(static_cast<useconds_t>(delay_us));
+    const auto bytes = engine().open(buffer, device);
+    if (!bytes) return;
+    auto* values = reinterpret_cast<float*>(bytes.get());
+    for (size_t i = 0; i < count; ++i) values[i] += add;
+  });
+  return 0;
+}
+
+// The stream does nothing for so long.
+FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return no_stream;
+  stream->enqueue([=] { usleep(static_cast<useconds_t>(microseconds)); }, false);
+  return 0;
+}
+
+namespace {
+std::mutex gates_mutex;
+std::condition_variable gates_changed;
+auto& closed_gates = *new std::set<int64_t>;
+int64_t last_gate = 0;
+}  // namespace
+
+// The stream waits there until fake_release() of the number that this gives; -1 without such a stream.
+FAKE_EXPORT int64_t fake_hold(Handle handle) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return -1;
+  int64_t gate;
+  {
+    std::lock_guard lock(gates_mutex);
+    closed_gates.insert(gate = ++last_gate);
+  }
+  stream->enqueue(
+      [gate] {
+        std::unique_lock lock(gates_mutex);
+        gates_changed.wait(lock, [&] { return !closed_gates.count(gate); });
+      },
+      false);
+  return gate;
+}
+
+FAKE_EXPORT int fake_release(int64_t gate) {
+  std::lock_guard lock(gates_mutex);
+  gates_changed.notify_all();
+  return closed_gates.erase(gate) ? 0 : no_stream;
+}
+
+// A strided copy, as a framework's kernel does it: shape and strides in elements of `size` bytes, at most 8 dimensions.
+FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address from, const int64_t* from_strides,
+                                  const int64_t* shape, int dimensions, int64_t size, Handle handle) {
+  const auto stream = engine().stream(handle, engine().current());
+  if (!stream) return no_stream;
+  if (dimensions < 0 || dimensions > 8 || size <= 0) return no_memory;
+  const std::vector<int64_t> extent(shape, shape + dimensions), out(to_strides, to_strides + dimensions),
+      in(from_strides, from_strides + dimensions);
+  int64_t elements = 1;
+  for (const int64_t n : extent) elements *= n;
+  if (!elements) return 0;
+  const auto target = engine().find(to, 1), source = engine().find(from, 1);
+  if (!target.allocation || !source.allocation) return no_memory;
+  stream->enqueue([=, device = stream->device()] {
+    // The whole allocations: strides may go backwards.
+    const auto open = [&](const Buffer& one) {
+      Buffer all = one;
+      all.address = one.start;
+      all.bytes = one.length;
+      return engine().open(all, device);
+    };
+    const auto a = open(target), b = open(source);
+    if (!a || !b) return;
+    std::vector<int64_t> index(extent.size());
+    for (int64_t left = elements; left; --left) {
+      auto at = static_cast<int64_t>(to - target.start), of = static_cast<int64_t>(from - source.start);
+      for (size_t i = 0; i < index.size(); ++i) {
+        at += index[i] * out[i] * size;
+        of += index[i] * in[i] * size;
+      }
+      if (at < 0 || of < 0 || at + size > static_cast<int64_t>(target.length) ||
+          of + size > static_cast<int64_t>(source.length)) {
+        engine().violation("out_of_bounds", "a strided copy beyond its allocation");
+        return;
+      }
+      memcpy(a.get() + at, b.get() + of, static_cast<size_t>(size));
+      for (size_t i = index.size(); i-- > 0;) {
+        if (++index[i] < extent[i]) break;
+        index[i] = 0;
+      }
+    }
+  });
+  return 0;
+}
