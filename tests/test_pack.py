@@ -342,6 +342,20 @@ def test_the_embedded_image_has_what_it_is_said_to_have() -> None:
     assert len(EMBEDDED) < 3 << 20
 
 
+@needs_nvcc
+def test_each_operation_rounds_once_and_accesses_are_wide(tmp_path: Path) -> None:
+    """By what nvcc makes of it for all devices: no fused multiply-add, nothing approximate, subnormal numbers stay."""
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--fmad=false", f"-I{CSRC}", "-arch=compute_75"]
+    made = tmp_path / "pack.ptx"
+    subprocess.run([NVCC, *flags, "-ptx", "-o", str(made), str(CSRC / "cuda/pack.cu")], check=True)
+    operations = set(re.findall(r"^\s+(?:@!?%p\d+ )?((?:fma|mad|mul|add|sub|ld|st)\.[\w.]+)", made.read_text(), re.M))
+    floating = {one for one in operations if re.search(r"\.f(32|64)$", one) and not one.startswith(("ld", "st"))}
+    assert {"mul.rn.f32", "add.rn.f32", "mul.rn.f64"} <= floating
+    assert {one for one in floating if not re.fullmatch(r"(mul|add|sub)\.(rn\.)?f(32|64)", one)} == set()
+    assert not any("local" in one for one in operations)
+    assert {"ld.v4.u32", "st.v4.u32"} <= operations
+
+
 HEADER = next(
     (
         path
