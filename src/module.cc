@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -67,20 +68,48 @@ std::shared_ptr<Work> start_message(Group& group, int peer, int64_t tag, int dty
   return group.called([&] { return group.communicator->start(one, Deadline(timeout_s, spent_s)); });
 }
 
-// The parts, one after the other, to the bucket, or from it.
-template <bool packs>
-void move_parts(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream) {
-  auto* at = static_cast<char*>(bucket.mutable_data());
-  const char* const end = at + bucket.nbytes();
-  std::vector<VendorBackend::Copied> copied;
+// By its name, as NumPy and ml_dtypes have it.
+Dtype dtype_of(const py::array& array) {
+  const auto named = array.dtype().attr("name").cast<std::string>();
+  for (size_t i = 0; i < dtypes.size(); i++)
+    if (dtypes[i].name == named) return static_cast<Dtype>(i);
+  throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
+}
+
+// The parts, one after the other, to the bucket, or from it. line: each begins at a multiple of so many elements.
+Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, size_t line) {
+  if (!line || line & (line - 1)) throw py::value_error("mscomm: line is a power of two, not " + std::to_string(line));
+  Packing packing{packs, dtype_of(bucket), dtype_of(bucket), bucket.mutable_data(), {}, scale};
+  if (!parts.empty()) packing.dtype = dtype_of(parts.front());
+  uint64_t at = 0;
   for (py::array& part : parts) {
-    const auto bytes = static_cast<size_t>(part.nbytes());
-    if (bytes > static_cast<size_t>(end - at)) throw py::value_error("mscomm: the parts do not fit into the bucket");
-    if constexpr (packs) copied.push_back({at, part.data(), bytes});
-    else copied.push_back({part.mutable_data(), at, bytes});
-    at += bytes;
+    if (!part.dtype().equal(parts.front().dtype())) throw py::type_error("mscomm: the parts of a bucket have one dtype");
+    at = (at + line - 1) & ~(line - 1);
+    const auto count = static_cast<uint64_t>(part.size());
+    if (at + count > static_cast<uint64_t>(bucket.size())) throw py::value_error("mscomm: the parts do not fit into the bucket");
+    packing.parts.push_back({packs ? const_cast<void*>(part.data()) : part.mutable_data(), at, count});
+    at += count;
   }
-  unlocked([&] { group.communicator->copy(copied, reinterpret_cast<StreamHandle>(stream)); });
+  return packing;
+}
+
+void pack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, size_t line,
+          std::optional<py::array> residual, double largest) {
+  Packing packing = packing_of(true, bucket, parts, scale, line);
+  if (residual) {
+    if (dtype_of(*residual) != Dtype::float32) throw py::type_error("mscomm: a residual is float32");
+    const uint64_t end = packing.parts.empty() ? 0 : packing.parts.back().begin + packing.parts.back().count;
+    if (static_cast<uint64_t>(residual->size()) < end) throw py::value_error("mscomm: the residual is shorter than the bucket");
+    if (!(largest > 0)) throw py::value_error("mscomm: largest is a positive number");
+    packing.residual = residual->mutable_data();
+    packing.largest = largest;
+  }
+  unlocked([&] { group.communicator->pack(packing, reinterpret_cast<StreamHandle>(stream)); });
+}
+
+void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, size_t line) {
+  const Packing packing = packing_of(false, bucket, parts, scale, line);
+  unlocked([&] { group.communicator->pack(packing, reinterpret_cast<StreamHandle>(stream)); });
 }
 
 py::object failure(const Group& group) {
@@ -115,6 +144,16 @@ std::vector<Candidate> candidates_of(const Places& places) {
     candidates.push_back({origin, path, kind == "must" ? Kind::must : kind == "loaded" ? Kind::loaded : Kind::usual});
   }
   return candidates;
+}
+
+// The image of the kernels: those of this build, or, for tests, another, which is kept for ever.
+std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<py::bytes>& image) {
+  const auto* const kept = image ? new std::string(*image) : nullptr;
+  return unlocked([&]() -> std::shared_ptr<Runtime> {
+    if (!kept) return open_cuda(candidates_of(places));
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(kept->data());
+    return open_cuda(candidates_of(places), {{bytes, kept->size()}, kept->empty() ? "" : "a given image"});
+  });
 }
 
 template <typename Names>
@@ -196,6 +235,7 @@ PYBIND11_MODULE(_core, module) {
       .def("uuid", &Runtime::uuid)
       .def("device_of",
            [](Runtime& runtime, uintptr_t memory) { return runtime.device_of(reinterpret_cast<const void*>(memory)); })
+      .def("kernels", &Runtime::kernels)
       .def("use", &Runtime::use);
   py::class_<Vendor, std::shared_ptr<Vendor>>(module, "Vendor")
       .def("name", &Vendor::name)
@@ -208,8 +248,12 @@ PYBIND11_MODULE(_core, module) {
         const Runtime::Current current(runtime, device);
         return py::bytes(vendor.make_id());
       });
-  module.def("open_cuda",
-             [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_cuda(candidates_of(places))); }); });
+  module.def("open_cuda", &open_cuda_at, py::arg("places"), py::kw_only(), py::arg("image") = py::none());
+  module.def("embedded_image", [] {
+    const Image image = embedded_image();
+    return py::make_tuple(py::bytes(reinterpret_cast<const char*>(image.bytes.data()), image.bytes.size()),
+                          std::string(image.architectures));
+  });
   module.def("describe_dlpack", &describe_dlpack);
   module.def("open_acl", [](const Places& places, std::vector<std::string> visible) {
     return std::shared_ptr(open_acl(candidates_of(places), std::move(visible)));
@@ -252,8 +296,14 @@ PYBIND11_MODULE(_core, module) {
       .def("join_device", &Group::join_device)
       .def("order", [](Group& group, uint64_t number,
                        uintptr_t stream) { group.communicator->order(number, reinterpret_cast<StreamHandle>(stream)); })
-      .def("pack", &move_parts<true>)
-      .def("unpack", &move_parts<false>)
+      .def("pack", &pack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
+           py::arg("line") = 1, py::arg("residual") = py::none(), py::arg("largest") = std::numeric_limits<double>::infinity())
+      .def("unpack", &unpack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
+           py::arg("line") = 1)
+      .def("packs",
+           [](const Group& group, int dtype, int bucket) {
+             return group.communicator->converts(static_cast<Dtype>(dtype), static_cast<Dtype>(bucket));
+           })
       .def("plain_calls", &plain_calls)
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_message<true>)

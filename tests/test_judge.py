@@ -152,8 +152,11 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court.called(2, 5, "all_reduce #5", now=0.1)
     assert court.verdict is None
     court.asking = False
-    court.compare(1, 5, "all_gather #5", now=2)
-    assert not court.asking  # the others have told
+    court.compare(2, 5, "all_reduce #5", now=0.5)
+    assert not court.asking  # all have been asked just now
+    court.compare(2, 5, "all_reduce #5", now=2)
+    assert court.asking  # rank 1 may have come meanwhile
+    court.called(1, 5, "all_gather #5", now=2)
     assert court.verdict[:3] == ("Mismatch", (1,), ())
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in court.verdict.text
 

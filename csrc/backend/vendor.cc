@@ -103,7 +103,8 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   void join(const std::string& id, const Deadline& deadline, const std::function<void()>& check);
   void run(const Call& call, const Wait& wait);
   void order(uint64_t number, StreamHandle stream);
-  void copy(std::span<const Copied> parts, StreamHandle stream);
+  void pack(const Packing& packing, StreamHandle stream);
+  bool converts(Dtype part, Dtype bucket) const { return runtime_->converts(device_, part, bucket); }
 
   mutable std::mutex mutex_;  // protects what follows; never held while the library is called
   std::condition_variable changed_;
@@ -344,10 +345,22 @@ void VendorBackend::State::order(uint64_t number, StreamHandle stream) {
     if (one.call.number == number) return runtime_->wait(stream, one.event);
 }
 
-void VendorBackend::State::copy(std::span<const Copied> parts, StreamHandle stream) {
+void VendorBackend::State::pack(const Packing& packing, StreamHandle stream) {
   const Runtime::Current current(*runtime_, device_);
-  for (const Copied& part : parts)
-    if (part.bytes) runtime_->copy(part.to, part.from, part.bytes, stream);
+  if (runtime_->pack(packing, stream)) return;
+  if (!packing.plain()) {
+    const std::string dtype(name(packing.dtype)), bucket(name(packing.bucket_dtype));
+    throw Error("RuntimeError",
+                (packing.packs ? "pack" : "unpack") + std::string(": no kernel on device ") + std::to_string(device_) +
+                    " scales or casts between " + dtype + " parts and a " + bucket +
+                    " bucket like these, and copies cannot. Ask Group.packs before. Kernels: " + runtime_->kernels(device_));
+  }
+  const size_t element = size_of(packing.dtype);
+  for (const Packing::Part& part : packing.parts) {
+    void* const place = static_cast<char*>(packing.bucket) + part.begin * element;
+    if (part.count)
+      runtime_->copy(packing.packs ? place : part.data, packing.packs ? part.data : place, part.count * element, stream);
+  }
 }
 
 // The thread. What ends it early ends the group: without it nobody would see a failure.
@@ -507,7 +520,9 @@ void VendorBackend::run(const Call& call, const Wait& wait) { state_->run(call, 
 
 void VendorBackend::order(uint64_t number, StreamHandle stream) { state_->order(number, stream); }
 
-void VendorBackend::copy(std::span<const Copied> parts, StreamHandle stream) { state_->copy(parts, stream); }
+void VendorBackend::pack(const Packing& packing, StreamHandle stream) { state_->pack(packing, stream); }
+
+bool VendorBackend::converts(Dtype part, Dtype bucket) const { return state_->converts(part, bucket); }
 
 size_t VendorBackend::pending() const {
   const std::lock_guard lock(state_->mutex_);

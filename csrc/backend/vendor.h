@@ -111,13 +111,10 @@ class VendorBackend final : public Backend {
   void run(const Call& call, const Wait& wait) override;
   // What is enqueued on the stream from now on comes after that call.
   void order(uint64_t number, StreamHandle stream);
-  // Device memory to device memory, in the order of the stream.
-  struct Copied {
-    void* to;
-    const void* from;
-    size_t bytes;
-  };
-  void copy(std::span<const Copied> parts, StreamHandle stream);
+  // In the order of the stream: by the device's kernels, else by copies, which can neither scale nor cast; RuntimeError then.
+  void pack(const Packing& packing, StreamHandle stream);
+  // Whether the device has kernels that scale, and cast where the dtypes differ.
+  bool converts(Dtype part, Dtype bucket) const;
   // How many calls have not ended.
   size_t pending() const;
 

@@ -186,9 +186,9 @@ void Communicator::order(uint64_t number, StreamHandle stream) {
   device_->order(number, stream);
 }
 
-void Communicator::copy(std::span<const VendorBackend::Copied> parts, StreamHandle stream) {
+void Communicator::pack(const Packing& packing, StreamHandle stream) {
   check_usable();
-  device_->copy(parts, stream);
+  device_->pack(packing, stream);
 }
 
 // What the device does is watched by a thread of its own: these three come from there.

@@ -109,7 +109,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // What is enqueued on the stream from now on comes after that call of the device.
   void order(uint64_t number, StreamHandle stream);
   // Of the device's arrays, by the device.
-  void copy(std::span<const VendorBackend::Copied> parts, StreamHandle stream);
+  void pack(const Packing& packing, StreamHandle stream);
+  // Whether pack() scales, and casts where the dtypes differ.
+  bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
 
   // One message, start to end, as run(); any number of threads at once, beside the calls. The link to a peer must be there before
   // the first send to it.

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdio>
 #include <mutex>
+#include <optional>
 
 #include "base/error.h"
 
@@ -10,16 +11,21 @@ namespace mscomm {
 
 namespace {
 
-// Of cuda.h; the names of functions are those that its macros stand for. tests/core/abi_test.cc compares them.
+// Of cuda.h; the names of functions are those that its macros stand for. tests/core/cuda_abi.cc compares them.
 using Result = int;
 using Device = int;
 using Context = void*;
+using Function = void*;
+using Module = void*;
+using Library = void*;
+using LoadedKernel = void*;
 struct Uuid {
   std::array<unsigned char, 16> bytes;
 };
 constexpr Result success = 0, not_ready = 600;
 constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2;
 constexpr int capture_mode_relaxed = 2, attribute_device_ordinal = 9;
+constexpr int multiprocessor_count = 16;  // the attribute
 
 struct Driver {
   explicit Driver(const Dynlib& library) {
@@ -29,7 +35,9 @@ struct Driver {
     library.need(device_name, "cuDeviceGetName");
     library.find(device_uuid, "cuDeviceGetUuid_v2");  // of a part of a GPU its own
     if (!device_uuid) library.need(device_uuid, "cuDeviceGetUuid");
+    library.need(device_attribute, "cuDeviceGetAttribute");
     library.need(retain, "cuDevicePrimaryCtxRetain");
+    library.need(current_device, "cuCtxGetDevice");
     library.need(set_current, "cuCtxSetCurrent");
     library.need(push, "cuCtxPushCurrent_v2");
     library.need(pop, "cuCtxPopCurrent_v2");
@@ -47,6 +55,16 @@ struct Driver {
     library.need(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     library.need(allocate, "cuMemAlloc_v2");
     library.need(free, "cuMemFree_v2");
+    library.need(launch, "cuLaunchKernel");
+    library.need(module_load, "cuModuleLoadData");
+    library.need(module_function, "cuModuleGetFunction");
+    int version = 0;
+    if (driver_version(&version) == success && version >= 12000) {
+      library.find(library_load, "cuLibraryLoadData");
+      library.find(library_kernel, "cuLibraryGetKernel");
+      library.find(kernel_function, "cuKernelGetFunction");
+      library.find(function_load, "cuFuncLoad");  // 12.4
+    }
     library.need(error_name, "cuGetErrorName");
     library.need(error_string, "cuGetErrorString");
   }
@@ -56,6 +74,8 @@ struct Driver {
   Result (*device_count)(int* count);
   Result (*device_name)(char* name, int length, Device device);
   Result (*device_uuid)(Uuid* uuid, Device device);
+  Result (*device_attribute)(int* value, int attribute, Device device);
+  Result (*current_device)(Device* device);
   Result (*retain)(Context* context, Device device);
   Result (*set_current)(Context context);
   Result (*push)(Context context);
@@ -74,18 +94,27 @@ struct Driver {
   Result (*exchange_capture_mode)(int* mode);
   Result (*allocate)(unsigned long long* memory, size_t bytes);
   Result (*free)(unsigned long long memory);
+  Result (*launch)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared_bytes, StreamHandle stream, void** parameters, void** extra);
+  Result (*module_load)(Module* module, const void* image);
+  Result (*module_function)(Function* function, Module module, const char* name);
+  Result (*library_load)(Library* library, const void* image, int* jit_options, void** jit_values, unsigned jit_count,
+                         int* options, void** values, unsigned count) = nullptr;
+  Result (*library_kernel)(LoadedKernel* kernel, Library library, const char* name) = nullptr;
+  Result (*kernel_function)(Function* function, LoadedKernel kernel) = nullptr;
+  Result (*function_load)(Function function) = nullptr;
   Result (*error_name)(Result error, const char** name);
   Result (*error_string)(Result error, const char** text);
 };
 
 class Cuda final : public Runtime {
  public:
-  explicit Cuda(Dynlib library) : library_(std::move(library)), driver_(library_) {
+  Cuda(Dynlib library, Image image) : library_(std::move(library)), driver_(library_), image_(image) {
     if (const Result result = driver_.init(0); result != success)
       throw Error("BackendUnavailable", "the CUDA driver " + library_.path() + " finds no GPU: " + text_of(result));
     int count = 0;
     check(driver_.device_count(&count), "cuDeviceGetCount");
-    contexts_.resize(static_cast<size_t>(count));
+    devices_.resize(static_cast<size_t>(count));
   }
 
   std::string version() const override {
@@ -94,7 +123,7 @@ class Cuda final : public Runtime {
     return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) + " (" + library_.path() + ")";
   }
 
-  int devices() const override { return static_cast<int>(contexts_.size()); }
+  int devices() const override { return static_cast<int>(devices_.size()); }
 
   std::string device_name(int device) const override {
     char name[256] = {};
@@ -114,7 +143,7 @@ class Cuda final : public Runtime {
     return text;
   }
 
-  void use(int device) override { check(driver_.set_current(context_of(device)), "cuCtxSetCurrent"); }
+  void use(int device) override { check(driver_.set_current(used(device).context), "cuCtxSetCurrent"); }
 
   StreamHandle make_stream() override {
     int least = 0, greatest = 0;
@@ -161,6 +190,29 @@ class Cuda final : public Runtime {
     return reinterpret_cast<void*>(memory);
   }
   void free(void* memory) noexcept override { (void)driver_.free(reinterpret_cast<uintptr_t>(memory)); }
+  bool pack(const Packing& packing, StreamHandle stream) override {
+    Device current = 0;
+    check(driver_.current_device(&current), "cuCtxGetDevice");
+    const Used& device = used(current);
+    if (!device.without.empty()) return false;
+    const auto launches = plan(packing, device.multiprocessors);
+    if (!launches) return false;
+    for (const Launch& one : *launches) {
+      void* parameters[] = {const_cast<cuda::Batch*>(&one.batch)};  // the driver copies it
+      check(driver_.launch(device.functions[one.kernel], one.blocks, 1, 1, cuda::threads, 1, 1, 0, stream, parameters, nullptr),
+            "cuLaunchKernel");
+    }
+    return true;
+  }
+  std::string kernels(int device) override {
+    const std::string embedded(image_.architectures);
+    const Used& it = used(device);
+    if (it.without.empty()) return std::to_string(it.functions.size()) + " loaded, of " + embedded;
+    return "none, " + it.without + (embedded.empty() ? "" : "; embedded: " + embedded);
+  }
+  bool converts(int device, Dtype part, Dtype bucket) override {
+    return used(device).without.empty() && kernels_convert(part, bucket);
+  }
   bool captures(StreamHandle stream) override {
     int status = 0;
     check(driver_.stream_captures(stream, &status), "cuStreamIsCapturing");
@@ -168,20 +220,64 @@ class Cuda final : public Runtime {
   }
 
  private:
-  void push(int device) override { check(driver_.push(context_of(device)), "cuCtxPushCurrent"); }
+  void push(int device) override { check(driver_.push(used(device).context), "cuCtxPushCurrent"); }
   void pop() noexcept override {
     Context context;
     (void)driver_.pop(&context);
   }
 
-  // The primary context, which the CUDA runtime of all array libraries uses too. Kept until the process ends.
-  Context context_of(int device) {
+  struct Used {
+    Context context = nullptr;  // the primary one, which the CUDA runtime of all array libraries uses too
+    int multiprocessors = 0;
+    std::array<Function, mscomm::kernels.size()> functions{};
+    std::string without;  // why it has no kernels
+  };
+
+  // Made by the first use, and kept until the process ends: after that nobody writes to it.
+  const Used& used(Device device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
     const std::lock_guard lock(mutex_);
-    Context& context = contexts_[static_cast<size_t>(device)];
-    if (!context) check(driver_.retain(&context, device), "cuDevicePrimaryCtxRetain");
-    return context;
+    std::optional<Used>& place = devices_[static_cast<size_t>(device)];
+    if (!place) {
+      Used made;
+      check(driver_.retain(&made.context, device), "cuDevicePrimaryCtxRetain");
+      check(driver_.push(made.context), "cuCtxPushCurrent");
+      made.without = load_kernels(device, made);
+      pop();
+      place = std::move(made);
+    }
+    return *place;
+  }
+
+  // All at once, for the device that is current. Returns what keeps it from that, which is no error: copies do the same.
+  std::string load_kernels(Device device, Used& to) {
+    if (image_.bytes.empty()) return "this mscomm was built without nvcc";
+    try {
+      check(driver_.device_attribute(&to.multiprocessors, multiprocessor_count, device), "cuDeviceGetAttribute");
+      const bool by_library = driver_.library_load && driver_.library_kernel && driver_.kernel_function;
+      Module module = nullptr;
+      if (!by_library) {
+        check(driver_.module_load(&module, image_.bytes.data()), "cuModuleLoadData");
+      } else if (!loaded_) {
+        const Result result = driver_.library_load(&loaded_, image_.bytes.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+        check(result, "cuLibraryLoadData");
+      }
+      for (size_t i = 0; i < to.functions.size(); i++) {
+        const char* const name = mscomm::kernels[i].name;
+        if (by_library) {
+          LoadedKernel kernel = nullptr;
+          check(driver_.library_kernel(&kernel, loaded_, name), "cuLibraryGetKernel");
+          check(driver_.kernel_function(&to.functions[i], kernel), "cuKernelGetFunction");
+        } else {
+          check(driver_.module_function(&to.functions[i], module, name), "cuModuleGetFunction");
+        }
+        if (driver_.function_load) check(driver_.function_load(to.functions[i]), "cuFuncLoad");
+      }
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return {};
   }
 
   std::string text_of(Result result) const {
@@ -197,14 +293,16 @@ class Cuda final : public Runtime {
 
   const Dynlib library_;
   const Driver driver_;
-  std::mutex mutex_;  // protects contexts_
-  std::vector<Context> contexts_;
+  const Image image_;
+  std::mutex mutex_;          // protects what follows
+  Library loaded_ = nullptr;  // of the image: one for all devices
+  std::vector<std::optional<Used>> devices_;
 };
 
 }  // namespace
 
-std::unique_ptr<Runtime> open_cuda(const std::vector<Candidate>& candidates) {
-  return std::make_unique<Cuda>(Dynlib("libcuda.so.1, NVIDIA's driver", candidates));
+std::unique_ptr<Runtime> open_cuda(const std::vector<Candidate>& candidates, Image image) {
+  return std::make_unique<Cuda>(Dynlib("libcuda.so.1, NVIDIA's driver", candidates), image);
 }
 
 }  // namespace mscomm

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <string>
 
+#include "device/packing.h"
+
 namespace mscomm {
 
 // Handles of the vendor's library; only that looks into them.
@@ -37,7 +39,7 @@ class Runtime {
   // For a thread that only watches: what it asks must not end a capture that another one has begun.
   virtual void leave_captures_alone() = 0;
 
-  // All below on the current device.
+  // All below on the current device, but for what is told its number.
   virtual StreamHandle make_stream() = 0;  // of high priority; waits for no other stream
   virtual void destroy_stream(StreamHandle stream) noexcept = 0;
   virtual EventHandle make_event() = 0;
@@ -55,6 +57,13 @@ class Runtime {
   virtual int device_of(const void* memory) = 0;
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
+  // By kernels, a launch for some hundred parts. False: no kernel does it, and nothing was enqueued.
+  virtual bool pack(const Packing&, StreamHandle) { return false; }
+  // Which kernels the device has, or why it has none; for people. Where there are some they are loaded when the device is first
+  // used: loading waits for the device, which may then be waiting for a call of this process that has yet to come.
+  virtual std::string kernels(int) { return "none: this vendor's devices get copies"; }
+  // Whether pack() scales, and casts where the dtypes differ.
+  virtual bool converts(int, Dtype, Dtype) { return false; }
   // Whether what is enqueued goes into a graph instead of to the device.
   virtual bool captures(StreamHandle stream) = 0;
 

@@ -89,6 +89,8 @@ class Runtime:
 
     def device_of(self, memory: int, /) -> int:
         """To which device that address belongs; -1 where the library cannot tell."""
+    def kernels(self, device: int, /) -> str:
+        """Which kernels of ours the device has, or why it has none: "none, " and the reason. Uses the device."""
 
     def use(self, device: int, /) -> None:
         """Make it the thread's current one."""
@@ -131,8 +133,11 @@ def open_hccl(
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
     """AscendCL; BackendUnavailable, too, if it finds no NPU. visible: the host's numbers of those that it shows."""
 
-def open_cuda(places: Sequence[tuple[str, str, str]], /) -> Runtime:
-    """The same of the driver; BackendUnavailable, too, if it finds no GPU."""
+def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
+    """The same of the driver; BackendUnavailable, too, if it finds no GPU. image: instead of the embedded one."""
+
+def embedded_image() -> tuple[bytes, str]:
+    """The kernels for all devices, and which they are ("sm_75 sm_80 ... compute_121"); empty if built without nvcc."""
 
 @final
 class Work:
@@ -224,11 +229,40 @@ class Group:
     def order(self, number: int, stream: int, /) -> None:
         """What is enqueued on the stream from now on comes after that call."""
 
-    def pack(self, bucket: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], stream: int, /) -> None:
-        """Copy the parts, one after the other, to the bucket, on the device. ValueError if there is no room."""
+    def pack(
+        self,
+        bucket: np.ndarray[Any, Any],
+        parts: Sequence[np.ndarray[Any, Any]],
+        stream: int,
+        *,
+        scale: float = 1.0,
+        line: int = 1,
+        residual: np.ndarray[Any, Any] | None = None,
+        largest: float = ...,
+    ) -> None:
+        """Bring the parts, all of one dtype, one after the other into the bucket, on the device; each begins at a
+        multiple of `line` elements.
 
-    def unpack(self, bucket: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], stream: int, /) -> None:
+        Each element is multiplied by scale, and rounded where the bucket has another dtype. residual: float32, by the
+        places of the bucket: it is added before the rounding, and is then what rounding took away (error feedback),
+        also what was beyond `largest`. ValueError if there is no room; RuntimeError for what no kernel of the device
+        does: plain copies, the same dtype and scale 1, need none; for the rest see packs.
+        """
+
+    def unpack(
+        self,
+        bucket: np.ndarray[Any, Any],
+        parts: Sequence[np.ndarray[Any, Any]],
+        stream: int,
+        *,
+        scale: float = 1.0,
+        line: int = 1,
+    ) -> None:
         """The same back."""
+
+    def packs(self, dtype: int, bucket: int, /) -> bool:
+        """Whether the device has kernels that pack and unpack parts of that dtype with a scale and, where the bucket's
+        is another, with a cast and a residual."""
 
     def plain_calls(
         self, timeout_s: float, beside: list[Any], failed: Callable[[BaseException], NoReturn], /

@@ -20,7 +20,7 @@ COMMUNICATION = ("communicator.cc", "meeting.cc", "tools.cc")
 
 # By name: the path in the folder, and the sources, with a definition where one has it.
 LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "cuda": ("libcuda.so.1", ("cuda.cc", *MACHINE)),
+    "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", *MACHINE)),
     **{
         f"nccl-{version}": (
             f"nccl-{version}/libnccl.so.2",

@@ -1,4 +1,4 @@
-// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h. No kernel can run here.
+// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h. Of kernels it runs those of kernels.h.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "kernels.h"
 
 using namespace fake;
 
@@ -749,24 +750,49 @@ FAKE_EXPORT Result cuPointerGetAttributes(unsigned count, int* which, void** dat
   return success;
 }
 
-// No kernel can run here, whatever it was compiled for.
-FAKE_EXPORT Result cuLibraryLoadData(Handle*, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
-  if (const Result result = ready()) return result;
-  return code ? no_binary_for_gpu : invalid_value;
-}
-FAKE_EXPORT Result cuModuleLoadData(Handle*, const void* code) {
+// The image is one for all contexts, and a kernel is its function in any of them.
+FAKE_EXPORT Result cuModuleLoadData(Handle* module, const void* image) {
   if (const Result result = current()) return result;
-  return code ? no_binary_for_gpu : invalid_value;
+  if (!module || !image) return invalid_value;
+  *module = can_run(image) ? 1 : 0;
+  return *module ? success : no_binary_for_gpu;
+}
+FAKE_EXPORT Result cuLibraryLoadData(Handle* library, const void* image, int*, void**, unsigned, int*, void**, unsigned) {
+  if (driver_version() < 12000) return not_supported;
+  if (const Result result = ready()) return result;
+  if (!library || !image) return invalid_value;
+  *library = can_run(image) ? 1 : 0;
+  return *library ? success : no_binary_for_gpu;
 }
 FAKE_EXPORT Result cuLibraryUnload(Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuModuleUnload(Handle) { return invalid_handle; }
-FAKE_EXPORT Result cuLibraryGetKernel(Handle*, Handle, const char*) { return invalid_handle; }
-FAKE_EXPORT Result cuKernelGetFunction(Handle*, Handle) { return invalid_handle; }
-FAKE_EXPORT Result cuModuleGetFunction(Handle*, Handle, const char*) { return invalid_handle; }
-FAKE_EXPORT Result cuFuncLoad(Handle) { return invalid_handle; }
-FAKE_EXPORT Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
-                                  void**) {
-  return invalid_handle;
+FAKE_EXPORT Result cuLibraryGetKernel(Handle* kernel, Handle library, const char* name) {
+  if (library != 1) return invalid_handle;
+  if (!kernel || !name) return invalid_value;
+  *kernel = kernel_named(name);
+  return *kernel ? success : not_found;
+}
+FAKE_EXPORT Result cuKernelGetFunction(Handle* function, Handle kernel) {
+  if (const Result result = current()) return result;
+  if (!function) return invalid_value;
+  *function = kernel;
+  return kernel ? success : invalid_handle;
+}
+FAKE_EXPORT Result cuModuleGetFunction(Handle* function, Handle module, const char* name) {
+  if (const Result result = current()) return result;
+  return cuLibraryGetKernel(function, module, name);
+}
+FAKE_EXPORT Result cuFuncLoad(Handle function) {
+  if (const Result result = current()) return result;
+  return function ? success : invalid_handle;
+}
+FAKE_EXPORT Result cuLaunchKernel(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                  unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle handle, void** parameters,
+                                  void** extra) {
+  std::shared_ptr<Stream> stream;
+  if (const Result result = stream_of(handle, stream)) return result;
+  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared_bytes || extra || !parameters) return invalid_value;
+  return launch_kernel(function, grid_x, block_x, parameters[0], stream) ? success : invalid_value;
 }
 
 FAKE_EXPORT Result cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags);

@@ -24,6 +24,8 @@ from mscomm import environment
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mscomm import _core
+
 SELF_TEST_S = 60
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -198,7 +200,18 @@ def accelerator(name: str) -> str:
         return str(error)
     kinds = ", ".join(f"{names.count(one)} x {one}" for one in dict.fromkeys(names))
     library = f"{vendor.version()} in {vendor.path()} ({vendor.origin()})"
-    return f"{library}; {runtime.version()}; {len(names)} devices: {kinds}"
+    found = f"{library}; {runtime.version()}; {len(names)} devices: {kinds}"
+    return f"{found}; kernels on device 0: {kernels(runtime)}" if names else found
+
+
+def kernels(runtime: _core.Runtime) -> str:
+    """What the device says, which must be used for that, and may be another's alone."""
+    from mscomm.errors import Error
+
+    try:
+        return runtime.kernels(0)
+    except Error as error:
+        return f"not known, {error}"
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

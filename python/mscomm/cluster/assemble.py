@@ -403,7 +403,8 @@ def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Acceler
     opened.runtime.use(device)
     log.info(
         f"{chosen.backend} {opened.vendor.version()} ({opened.vendor.path()}, {opened.vendor.origin()}), "
-        f"{opened.runtime.version()}; device {device}, {opened.runtime.device_name(device)}"
+        f"{opened.runtime.version()}; device {device}, {opened.runtime.device_name(device)}; "
+        f"kernels: {opened.runtime.kernels(device)}"
     )
     return Accelerator(chosen.backend, opened, device)
 

@@ -1,0 +1,74 @@
+# The kernels of pack.cu for the devices that nvcc knows, and image.cc, by which the core has them (csrc/device/image.cc.in).
+# CMake's own CUDA language would look for the CUDA runtime, which is not needed, and would not build without nvcc.
+#
+# Machine code for the first device of each generation, which all others of it run, and PTX of the oldest and the newest, which
+# drivers as new as the nvcc compile for what comes between and after. Drivers older than that take the machine code alone, and
+# not of each newer nvcc: build wheels with the oldest nvcc that knows the devices.
+set(MSCOMM_CUDA_KERNELS AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO, where there is nvcc of CUDA 12 or later")
+set_property(CACHE MSCOMM_CUDA_KERNELS PROPERTY STRINGS AUTO ON OFF)
+
+set(MSCOMM_IMAGE_INCBIN "")
+set(MSCOMM_IMAGE_ARCHITECTURES "")
+set(image ${CMAKE_CURRENT_BINARY_DIR}/mscomm_kernels.fatbin)
+set(kernel_sources csrc/cuda/pack.cu csrc/cuda/batch.h csrc/cuda/numbers.h)
+list(TRANSFORM kernel_sources PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
+# No multiply-add, so that the bits are those of other ways; not compressed, so that old drivers can read it.
+set(nvcc_flags -std=c++20 -O3 --expt-relaxed-constexpr --fmad=false --no-compress -I${CMAKE_CURRENT_SOURCE_DIR}/csrc)
+
+# Sets `architectures` to 75;80;86;..., or `why_not`.
+function(ask_nvcc)
+  find_program(MSCOMM_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+  if(NOT MSCOMM_NVCC)
+    set(why_not "no nvcc in PATH, CUDA_HOME or /usr/local/cuda" PARENT_SCOPE)
+    return()
+  endif()
+  list(GET kernel_sources 0 source)
+  execute_process(COMMAND ${MSCOMM_NVCC} ${nvcc_flags} -ptx -o ${CMAKE_CURRENT_BINARY_DIR}/trial.ptx ${source}
+                  RESULT_VARIABLE failed ERROR_VARIABLE errors OUTPUT_VARIABLE errors)
+  if(failed)
+    set(why_not "${MSCOMM_NVCC} does not compile them: ${errors}" PARENT_SCOPE)
+    return()
+  endif()
+  execute_process(COMMAND ${MSCOMM_NVCC} --list-gpu-arch OUTPUT_VARIABLE known)
+  string(REGEX MATCHALL "[0-9]+" known "${known}")
+  list(FILTER known EXCLUDE REGEX "^([0-6].|7[0-4])$") # before 7.5 the newest nvcc has none
+  list(SORT known COMPARE NATURAL)
+  set(architectures ${known} PARENT_SCOPE)
+endfunction()
+
+if(NOT MSCOMM_CUDA_KERNELS STREQUAL "OFF")
+  ask_nvcc()
+  if(architectures)
+    list(GET architectures 0 oldest)
+    list(GET architectures -1 newest)
+    set(generations "")
+    foreach(architecture ${architectures})
+      math(EXPR generation "${architecture} / 10")
+      if(NOT generation IN_LIST generations)
+        list(APPEND generations ${generation})
+        list(APPEND codes sm_${architecture})
+        list(APPEND targets -gencode arch=compute_${architecture},code=sm_${architecture})
+      endif()
+    endforeach()
+    foreach(architecture ${oldest} ${newest})
+      list(APPEND codes compute_${architecture})
+      list(APPEND targets -gencode arch=compute_${architecture},code=compute_${architecture})
+    endforeach()
+    list(GET kernel_sources 0 source)
+    add_custom_command(OUTPUT ${image} COMMAND ${MSCOMM_NVCC} ${nvcc_flags} ${targets} -fatbin -o ${image} ${source}
+                       DEPENDS ${kernel_sources} COMMENT "CUDA kernels" VERBATIM)
+    set(MSCOMM_IMAGE_INCBIN ".incbin \"${image}\"")
+    string(REPLACE ";" " " MSCOMM_IMAGE_ARCHITECTURES "${codes}")
+    message(STATUS "CUDA kernels: ${MSCOMM_IMAGE_ARCHITECTURES}, by ${MSCOMM_NVCC}")
+  elseif(MSCOMM_CUDA_KERNELS STREQUAL "AUTO")
+    message(STATUS "No CUDA kernels: ${why_not}")
+  else()
+    message(FATAL_ERROR "No CUDA kernels: ${why_not}")
+  endif()
+endif()
+
+configure_file(csrc/device/image.cc.in image.cc @ONLY)
+target_sources(mscomm_core PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/image.cc)
+if(MSCOMM_IMAGE_INCBIN)
+  set_source_files_properties(${CMAKE_CURRENT_BINARY_DIR}/image.cc PROPERTIES OBJECT_DEPENDS ${image})
+endif()

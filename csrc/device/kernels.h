@@ -1,0 +1,62 @@
+// How a packing becomes launches of the kernels of csrc/cuda, and those kernels as nvcc has compiled them. Here and not in
+// csrc/cuda: what is there is compiled for devices too, and knows neither dtypes nor vectors.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "cuda/batch.h"
+#include "device/packing.h"
+
+namespace mscomm {
+
+struct Kernel {
+  enum class Way { copy, scale, pack, unpack, owe };
+  const char* name;
+  Way way;
+  size_t part_bytes, bucket_bytes;  // of an element
+  Dtype part, bucket;               // of a copy without meaning
+};
+
+inline constexpr std::array<Kernel, 14> kernels{{
+    {"copy1", Kernel::Way::copy, 1, 1, {}, {}},
+    {"copy2", Kernel::Way::copy, 2, 2, {}, {}},
+    {"copy4", Kernel::Way::copy, 4, 4, {}, {}},
+    {"copy8", Kernel::Way::copy, 8, 8, {}, {}},
+    {"scale_f16", Kernel::Way::scale, 2, 2, Dtype::float16, Dtype::float16},
+    {"scale_bf16", Kernel::Way::scale, 2, 2, Dtype::bfloat16, Dtype::bfloat16},
+    {"scale_f32", Kernel::Way::scale, 4, 4, Dtype::float32, Dtype::float32},
+    {"scale_f64", Kernel::Way::scale, 8, 8, Dtype::float64, Dtype::float64},
+    {"pack_f32_f16", Kernel::Way::pack, 4, 2, Dtype::float32, Dtype::float16},
+    {"pack_f32_bf16", Kernel::Way::pack, 4, 2, Dtype::float32, Dtype::bfloat16},
+    {"unpack_f16_f32", Kernel::Way::unpack, 4, 2, Dtype::float32, Dtype::float16},
+    {"unpack_bf16_f32", Kernel::Way::unpack, 4, 2, Dtype::float32, Dtype::bfloat16},
+    {"owe_f32_f16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::float16},
+    {"owe_f32_bf16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::bfloat16},
+}};
+
+// Whether there are kernels that scale, and cast where the dtypes differ.
+bool kernels_convert(Dtype part, Dtype bucket);
+
+struct Launch {
+  size_t kernel;  // its place in kernels
+  unsigned blocks;
+  cuda::Batch batch;
+};
+
+// The launches that do it, on a device with so many multiprocessors; nothing if no kernel does. None at all: there is nothing to
+// do.
+std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocessors);
+
+// The kernels for all devices, as a fatbin, and what is in it ("sm_75 sm_80 ... compute_75"); empty if there was no nvcc when
+// this was built.
+struct Image {
+  std::span<const unsigned char> bytes;
+  std::string_view architectures;
+};
+Image embedded_image();
+
+}  // namespace mscomm

@@ -1,0 +1,33 @@
+"""Compiles the kernels of csrc/cuda for the host, so that the stand-in of the CUDA driver can run them (kernels.h)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+from fakes.build import HERE, compiler, default_folder
+
+CSRC, CORE = HERE.parent.parent / "csrc", HERE.parent / "core"
+FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"]
+FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing"]
+
+# As little of an image of nvcc's as the stand-in looks at: for a build without nvcc.
+IMAGE = bytes.fromhex("50ed55ba") + b" a stand-in's"
+
+
+def build_kernels() -> Path:
+    """The path of the library, for FAKE_CUDA_KERNELS; compiled if the sources have changed."""
+    found = compiler()
+    command = [*(found.split() if isinstance(found, str) else found), *FLAGS, f"-I{CSRC}", f"-I{CORE}"]
+    sources = [HERE / "device_code.cc", CORE / "cuda_on_cpu.h", *sorted((CSRC / "cuda").glob("*.*"))]
+    sources += [CSRC / "device/kernels.h", CSRC / "device/packing.h"]
+    key = hashlib.sha256(repr(command).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    target = default_folder() / f"kernels-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{os.getpid()}")
+        subprocess.run([*command, "-o", str(part), str(sources[0])], check=True)
+        part.rename(target)
+    return target
