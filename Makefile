@@ -104,9 +104,10 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
 	touch $@
 
-# The array libraries whose tests are skipped without them.
+# What some tests are skipped without: array libraries, and NCCL as NVIDIA ships it, which can be opened without a GPU.
 $(VENV)/.frameworks: $(VENV)/.dev
 	$(BIN)/pip install -q "torch==2.13.*" "jax>=0.4.30"
+	$(BIN)/pip install -q --no-deps "nvidia-nccl-cu12>=2.28"
 	touch $@
 
 $(MINDSPORE)/.installed: $(WHEELS)/.built
