@@ -235,8 +235,8 @@ PYBIND11_MODULE(_core, module) {
       .def("uuid", &Runtime::uuid)
       .def("device_of",
            [](Runtime& runtime, uintptr_t memory) { return runtime.device_of(reinterpret_cast<const void*>(memory)); })
-      .def("kernels", &Runtime::kernels)
-      .def("use", &Runtime::use);
+      .def("kernels", [](Runtime& runtime, int device) { return unlocked([&] { return runtime.kernels(device); }); })
+      .def("use", [](Runtime& runtime, int device) { unlocked([&] { runtime.use(device); }); });
   py::class_<Vendor, std::shared_ptr<Vendor>>(module, "Vendor")
       .def("name", &Vendor::name)
       .def("version", &Vendor::version)
