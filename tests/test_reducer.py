@@ -19,7 +19,7 @@ from ranks import ranks
 
 import mscomm
 from mscomm.train import GradientReducer, broadcast_parameters
-from mscomm.train.buckets import layouts
+from mscomm.train.buckets import LARGEST, largest, layouts
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -217,6 +217,16 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
         going_on.load_state_dict({"order": [rank, 1 - rank], "residual": {}})
     with pytest.raises(ValueError, match="the state is not of these 2 parameters"):
         going_on.load_state_dict({"order": [0, 1, 2], "residual": {}})
+
+
+@pytest.mark.parametrize("ranks", range(1, 40))
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks: int) -> None:
+    """65504 / 3 rounds up, and three times that is infinite."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    limit = largest(kind, ranks)
+    assert float(np.array(limit, kind)) == limit > 0.99 * LARGEST[dtype] / ranks
+    assert limit * ranks <= LARGEST[dtype]
 
 
 @pytest.mark.parametrize("mean", [True, False])

@@ -22,6 +22,13 @@ COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
 
+def largest(dtype: np.dtype[Any], ranks: int) -> float:
+    """What each of so many ranks may give at most, so that their sum is in the range of dtype, however that rounds."""
+    limit = LARGEST[dtype.name] / ranks
+    given = np.array(limit, dtype)
+    return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
+
+
 class Place(NamedTuple):
     """Where a gradient lies in its bucket, in elements."""
 
@@ -127,7 +134,7 @@ class Bucket:
         """Begin to reduce it, in place; without async_op it is done on return."""
         self.marks[:] = np.frombuffer(self.there, np.uint8)
         if self.residual is not None:
-            self._narrow(self.residual, LARGEST[self._wire.dtype.name] / (group.size if op == "sum" else 1))
+            self._narrow(self.residual, largest(self._wire.dtype, group.size if op == "sum" else 1))
         started = collectives.all_reduce(self._wire, op, out=self._wire, group=group, async_op=async_op)
         self._work = started if async_op else None
 
@@ -144,7 +151,7 @@ class Bucket:
         self.there[:] = bytes(len(self.there))
         self.missing = len(self.there)
 
-    def _narrow(self, residual: np.ndarray[Any, Any], largest: float) -> None:
+    def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
         """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et
         al., "1-bit stochastic gradient descent", 2014), also what is beyond the narrow type's range. Infinities and NaN
         go as they are, for who looks for them, and leave nothing behind. What is owed to a gradient that this rank does
@@ -158,7 +165,7 @@ class Bucket:
         gradients += residual
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(gradients.sum()):
-                wire[:] = np.clip(gradients, -largest, largest, out=residual)
+                wire[:] = np.clip(gradients, -limit, limit, out=residual)
                 np.subtract(gradients, wire, out=residual, dtype=residual.dtype, casting="unsafe")
             else:
                 wire[:] = gradients
