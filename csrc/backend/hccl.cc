@@ -102,62 +102,19 @@ struct Functions {
 // The library's pointers are not const, also where it only reads.
 void* read_only(const void* x) { return const_cast<void*>(x); }
 
-struct Reduction {
-  Type type;
-  RedOp op;
-  size_t factor = 1;  // elements of the library's type for one of ours
+// In the order of Dtype and of Op.
+constexpr Numbers numbers{
+    {-1, t_int8, t_int16, t_int32, t_int64, -1, -1, -1, -1, t_float16, t_bfloat16, t_float32, -1, -1, -1},
+    {r_sum, r_prod, r_min, r_max, -1, -1, -1, -1},
+    t_int8,
 };
-
-std::optional<Type> type_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::int8:
-      return t_int8;
-    case Dtype::int16:
-      return t_int16;
-    case Dtype::int32:
-      return t_int32;
-    case Dtype::int64:
-      return t_int64;
-    case Dtype::float16:
-      return t_float16;
-    case Dtype::bfloat16:
-      return t_bfloat16;
-    case Dtype::float32:
-      return t_float32;
-    default:
-      return std::nullopt;
-  }
-}
-
-std::optional<RedOp> op_of(Op op) {
-  switch (op) {
-    case Op::sum:
-      return r_sum;
-    case Op::prod:
-      return r_prod;
-    case Op::min:
-      return r_min;
-    case Op::max:
-      return r_max;
-    default:
-      return std::nullopt;
-  }
-}
 
 // Which products have which types is in the documents of HcclAllReduce and HcclReduce: the first generation, "Ascend910A" and
 // "Ascend910ProB", has no int16 and no bfloat16; none multiplies these two.
-std::optional<Reduction> reduction_of(Dtype dtype, Op op, bool first_generation) {
-  if (dtype == Dtype::boolean) {
-    if (op == Op::sum || op == Op::max || op == Op::bor) return Reduction{t_int8, r_max};
-    if (op == Op::prod || op == Op::min || op == Op::band) return Reduction{t_int8, r_min};
-    return std::nullopt;
-  }
-  if (dtype == Dtype::complex64 && op == Op::sum) return Reduction{t_float32, r_sum, 2};
-  const auto type = type_of(dtype);
-  const auto own = op_of(op);
-  const bool newer = type == t_int16 || type == t_bfloat16;
-  if (!type || !own || (newer && (first_generation || own == r_prod))) return std::nullopt;
-  return Reduction{*type, *own};
+std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
+  const auto found = reduction_of(numbers, dtype, op);
+  const bool newer = found && (found->type == t_int16 || found->type == t_bfloat16);
+  return newer && (first_generation || found->op == r_prod) ? std::nullopt : found;
 }
 
 class Hccl final : public Vendor {
@@ -177,7 +134,7 @@ class Hccl final : public Vendor {
   const std::string& origin() const override { return collectives_.origin(); }
 
   std::string refuses(Dtype dtype, Op op) const override {
-    if (reduction_of(dtype, op, first_generation_)) return "";
+    if (reduction_on(first_generation_, dtype, op)) return "";
     const std::string what = "HCCL cannot reduce " + std::string(mscomm::name(dtype)) + " by " + std::string(mscomm::name(op));
     if (op == Op::avg) return what + "; sum, and divide by the number of ranks";
     const std::string newer = first_generation_ ? "" : "int16, bfloat16 (both not by prod), ";
@@ -193,7 +150,7 @@ class Hccl final : public Vendor {
   std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                     int device) override;
 
-  Reduction reduction(Dtype dtype, Op op) const { return *reduction_of(dtype, op, first_generation_); }
+  VendorReduction reduction(Dtype dtype, Op op) const { return *reduction_on(first_generation_, dtype, op); }
 
   void check(int result, const char* what) const {
     if (result != success) throw error(result, what);
@@ -327,12 +284,12 @@ bool HcclGroup::busy() {
 }
 
 void HcclGroup::all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
-  const Reduction how = library_.reduction(dtype, op);
+  const VendorReduction how = library_.reduction(dtype, op);
   library_.check(functions_.all_reduce(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream), "HcclAllReduce");
 }
 
 void HcclGroup::reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) {
-  const Reduction how = library_.reduction(dtype, op);
+  const VendorReduction how = library_.reduction(dtype, op);
   // The library wants memory for the result on every rank.
   void* const target = rank_ == root ? out : scratch(count * size_of(dtype));
   library_.check(
@@ -341,7 +298,7 @@ void HcclGroup::reduce(const void* x, void* out, size_t count, Dtype dtype, Op o
 }
 
 void HcclGroup::reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
-  const Reduction how = library_.reduction(dtype, op);
+  const VendorReduction how = library_.reduction(dtype, op);
   library_.check(functions_.reduce_scatter(read_only(x), out, count * how.factor, how.type, how.op, comm_, stream),
                  "HcclReduceScatter");
 }

@@ -65,78 +65,17 @@ struct Functions {
   int (*group_end)();
 };
 
-// How the library reduces elements of a type by an operation: complex numbers are summed part by part, and bools are bytes that
-// are 0 or 1.
-struct Reduction {
-  DataType type;
-  RedOp op;
-  size_t factor = 1;  // elements of the library's type for one of ours
+// In the order of Dtype and of Op.
+constexpr Numbers numbers{
+    {-1, int8, -1, int32, int64, uint8, -1, uint32, uint64, float16, bfloat16, float32, float64, -1, -1},
+    {sum, prod, min, max, avg, -1, -1, -1},
+    uint8,
 };
 
-std::optional<DataType> type_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::int8:
-      return int8;
-    case Dtype::uint8:
-      return uint8;
-    case Dtype::int32:
-      return int32;
-    case Dtype::uint32:
-      return uint32;
-    case Dtype::int64:
-      return int64;
-    case Dtype::uint64:
-      return uint64;
-    case Dtype::float16:
-      return float16;
-    case Dtype::bfloat16:
-      return bfloat16;
-    case Dtype::float32:
-      return float32;
-    case Dtype::float64:
-      return float64;
-    default:
-      return std::nullopt;
-  }
-}
-
-std::optional<RedOp> op_of(Op op) {
-  switch (op) {
-    case Op::sum:
-      return sum;
-    case Op::prod:
-      return prod;
-    case Op::min:
-      return min;
-    case Op::max:
-      return max;
-    case Op::avg:
-      return avg;
-    default:
-      return std::nullopt;
-  }
-}
-
-std::optional<Reduction> reduction_of(Dtype dtype, Op op) {
-  if (dtype == Dtype::boolean) {
-    if (op == Op::sum || op == Op::max || op == Op::bor) return Reduction{uint8, max};
-    if (op == Op::prod || op == Op::min || op == Op::band) return Reduction{uint8, min};
-    return std::nullopt;
-  }
-  if (dtype == Dtype::complex64 || dtype == Dtype::complex128) {
-    if (op != Op::sum && op != Op::avg) return std::nullopt;
-    return Reduction{dtype == Dtype::complex64 ? float32 : float64, *op_of(op), 2};
-  }
-  const auto type = type_of(dtype);
-  const auto own = op_of(op);
-  if (!type || !own) return std::nullopt;
-  return Reduction{*type, *own};
-}
-
 std::string refusal(Dtype dtype, Op op) {
-  if (reduction_of(dtype, op)) return "";
+  if (reduction_of(numbers, dtype, op)) return "";
   const std::string what = "NCCL cannot reduce " + std::string(name(dtype)) + " by " + std::string(name(op));
-  if (op_of(op) && !type_of(dtype) && dtype != Dtype::boolean)
+  if (numbers.operations[static_cast<size_t>(op)] >= 0 && dtype != Dtype::boolean)
     return what +
            "; it knows int8, int32, int64, uint8, uint32, uint64, float16, bfloat16, float32 and float64, and sums complex";
   return what + "; it knows sum, prod, min, max and avg";
@@ -227,17 +166,17 @@ NcclGroup::~NcclGroup() {
 }
 
 void NcclGroup::all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
-  const Reduction how = *reduction_of(dtype, op);
+  const VendorReduction how = *reduction_of(numbers, dtype, op);
   library_.check(functions_.all_reduce(x, out, count * how.factor, how.type, how.op, comm_, stream), "ncclAllReduce");
 }
 
 void NcclGroup::reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) {
-  const Reduction how = *reduction_of(dtype, op);
+  const VendorReduction how = *reduction_of(numbers, dtype, op);
   library_.check(functions_.reduce(x, out, count * how.factor, how.type, how.op, root, comm_, stream), "ncclReduce");
 }
 
 void NcclGroup::reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) {
-  const Reduction how = *reduction_of(dtype, op);
+  const VendorReduction how = *reduction_of(numbers, dtype, op);
   library_.check(functions_.reduce_scatter(x, out, count * how.factor, how.type, how.op, comm_, stream), "ncclReduceScatter");
 }
 

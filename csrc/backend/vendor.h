@@ -1,8 +1,10 @@
 // What a vendor's communication library does for the vendor backend: nccl.cc and hccl.cc fill this in.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,6 +23,22 @@ struct Part {
   void* data;
   size_t bytes;
 };
+
+// How a library numbers what it can reduce; -1: what it cannot.
+struct Numbers {
+  std::array<int, dtypes.size()> types;            // by Dtype, but for bool and complex numbers
+  std::array<int, mscomm::ops.size()> operations;  // by Op
+  int byte;                                        // the type for bools, which are bytes that are 0 or 1
+};
+
+// A type and an operation of the library's. factor: elements of that type for one of ours.
+struct VendorReduction {
+  int type, op;
+  size_t factor = 1;
+};
+
+// Complex numbers are summed part by part; of bools the largest is their or, and their sum, the smallest their and.
+std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op);
 
 // A communicator of the library: one rank's end of it, on one device. All calls but abort() come from one thread at a time, with
 // the device current. They throw Error for what the library refuses.

@@ -6,12 +6,14 @@ arrays: `out` must be given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.foreign import assign, new, packed
+
+__all__ = ["assign", "is_array", "memory", "new", "packed"]
 
 
 def is_array(x: Any) -> bool:
@@ -34,19 +36,3 @@ def memory(x: Any) -> OnDevice:
         lambda: int(stream),
         writable=not read_only,
     )
-
-
-def new(x: Any, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], Any]]:
-    _refuse(x, f"give out=, an array of shape {shape}")
-
-
-def packed(x: Any) -> Any:
-    _refuse(x, "give it in C order")
-
-
-def assign(out: Any, made: Any) -> None:
-    _refuse(out, "give out in C order")
-
-
-def _refuse(x: Any, advice: str) -> NoReturn:
-    raise TypeError(f"{type(x).__name__} has the CUDA array interface alone, by which mscomm makes no arrays: {advice}")

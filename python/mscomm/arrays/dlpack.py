@@ -6,12 +6,14 @@ such arrays: `out` must be given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from mscomm import _core
 from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.foreign import assign, new, packed
 from mscomm.arrays.numpy import DTYPES, dtype_of
+
+__all__ = ["assign", "is_array", "memory", "new", "packed"]
 
 # DLDeviceType, and the backend that reaches it.
 _BACKENDS = {2: "nccl", 13: "nccl", 12: "hccl"}  # CUDA, CUDA's managed memory; torch_npu says kDLExtDev
@@ -46,19 +48,3 @@ def memory(x: Any) -> OnDevice:
         backend=_BACKENDS[kind],
         writable=not read_only,
     )
-
-
-def new(x: Any, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], Any]]:
-    _refuse(x, f"give out=, an array of shape {shape}")
-
-
-def packed(x: Any) -> Any:
-    _refuse(x, "give it in C order")
-
-
-def assign(out: Any, made: Any) -> None:
-    _refuse(out, "give out in C order")
-
-
-def _refuse(x: Any, advice: str) -> NoReturn:
-    raise TypeError(f"{type(x).__name__} is known by DLPack alone, by which mscomm makes no arrays: {advice}")

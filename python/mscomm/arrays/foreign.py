@@ -1,0 +1,24 @@
+"""What the libraries have in common that mscomm knows by a protocol alone: it makes no arrays of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from mscomm.arrays.device import OnDevice
+
+
+def new(x: Any, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], Any]]:
+    _refuse(x, f"give out=, an array of shape {shape}")
+
+
+def packed(x: Any) -> Any:
+    _refuse(x, "give it in C order")
+
+
+def assign(out: Any, made: Any) -> None:
+    _refuse(out, "give out in C order")
+
+
+def _refuse(x: Any, advice: str) -> NoReturn:
+    raise TypeError(f"{type(x).__name__} is known by its protocol alone, by which mscomm makes no arrays: {advice}")
