@@ -31,8 +31,8 @@ def run(
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """The processes of a session, of all its process groups: mpirun gives each rank one of its own."""
-    return [process for process in psutil.process_iter() if _session(process) == leader]
+    """The living processes of a session, of all its process groups: mpirun gives each rank one of its own."""
+    return [process for process in psutil.process_iter() if _session(process) == leader and _lives(process)]
 
 
 def kill(leader: int) -> None:
@@ -45,3 +45,11 @@ def _session(process: psutil.Process) -> int:
         return os.getsid(process.pid)
     except ProcessLookupError:
         return -1
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it has not ended; init may take its time to hear of that."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
