@@ -34,11 +34,12 @@ PYTHON_SEES = {
     "bootstrap": BELOW | {"cluster"},
     "group": BELOW | {"arrays", "cluster"},
     "groups": BELOW | {"accelerators", "arrays", "cluster", "bootstrap", "context", "group"},
-    "collectives": BELOW | {"arrays", "group", "groups"},
+    "arguments": BELOW | {"arrays", "group"},
+    "collectives": BELOW | {"arguments", "arrays", "group", "groups"},
     "messages": BELOW | {"arrays", "group", "groups"},
 }
 # What stands on the public functions.
-UPPER = BELOW | {"arrays", "group", "groups", "collectives", "messages", "context"}
+UPPER = BELOW | {"arguments", "arrays", "group", "groups", "collectives", "messages", "context"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }

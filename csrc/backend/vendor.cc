@@ -557,7 +557,7 @@ void VendorBackend::close() {
   state_->finishing_ = true;
   state_->changed_.notify_all();
   state_->changed_.wait_for(lock, std::chrono::duration<double>(frees_within_s + aborts_within_s),
-                            [this] { return state_->over_; });
+                            [this] { return state_->ended_; });
 }
 
 void VendorBackend::close_descriptors() { (void)state_->thread_.release(); }

@@ -28,13 +28,12 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mscomm import _core
-from mscomm.arrays import library, memory_anywhere, written
+from mscomm import _core, arguments
+from mscomm.arrays import library, memory_anywhere
 from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code
@@ -45,7 +44,6 @@ from mscomm.groups import resolve, shared_empty
 Timeout = float | timedelta | None
 Array = np.ndarray[Any, Any]
 
-OPS = {name: code for code, name in enumerate(_core.ops)}
 WHAT = {name: code for code, name in enumerate(_core.collectives)}
 _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST, _ALL_TO_ALL, _BARRIER = (
     WHAT[name] for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
@@ -87,9 +85,9 @@ def all_reduce(
         done = group.call_plain(_ALL_REDUCE, x, op, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("all_reduce", x, group, stream=stream)
-    op_code = _op_code("all_reduce", op, given, group)
-    target, result = _result("all_reduce", given, out, given.shape, 0)
+    given = arguments.given("all_reduce", x, group, stream=stream)
+    op_code = arguments.op_code("all_reduce", op, given, group)
+    target, result = arguments.result("all_reduce", given, out, given.shape, 0)
     call = Call(WHAT["all_reduce"], given.source, target, dtype=given.code, op=op_code)
     return group.call(call, timeout, async_op, result)
 
@@ -130,8 +128,10 @@ def all_gather(
         done = group.call_plain(_ALL_GATHER, x, None, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("all_gather", x, group, stream=stream)
-    target, result = _result("all_gather", given, out, _times(given.shape, group.size), group.rank * given.source.size)
+    given = arguments.given("all_gather", x, group, stream=stream)
+    target, result = arguments.result(
+        "all_gather", given, out, arguments.times(given.shape, group.size), group.rank * given.source.size
+    )
     call = Call(WHAT["all_gather"], given.source, target, dtype=given.code)
     return group.call(call, timeout, async_op, result)
 
@@ -161,10 +161,10 @@ def reduce_scatter(
         done = group.call_plain(_REDUCE_SCATTER, x, op, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("reduce_scatter", x, group, stream=stream)
-    op_code = _op_code("reduce_scatter", op, given, group)
-    shape = _share("reduce_scatter", given.shape, group.size)
-    target, result = _result("reduce_scatter", given, out, shape, group.rank * math.prod(shape))
+    given = arguments.given("reduce_scatter", x, group, stream=stream)
+    op_code = arguments.op_code("reduce_scatter", op, given, group)
+    shape = arguments.share("reduce_scatter", given.shape, group.size)
+    target, result = arguments.result("reduce_scatter", given, out, shape, group.rank * math.prod(shape))
     call = Call(WHAT["reduce_scatter"], given.source, target, dtype=given.code, op=op_code)
     return group.call(call, timeout, async_op, result)
 
@@ -192,9 +192,9 @@ def broadcast(
         done = group.call_plain(_BROADCAST, x, None, root, out)
         if done is not NotImplemented:
             return done
-    given = _given("broadcast", x, group, stream=stream)
-    root = checked_root("broadcast", root, group)
-    target, result = _result("broadcast", given, out, given.shape, 0)
+    given = arguments.given("broadcast", x, group, stream=stream)
+    root = arguments.checked_root("broadcast", root, group)
+    target, result = arguments.result("broadcast", given, out, given.shape, 0)
     call = Call(WHAT["broadcast"], given.source, target, dtype=given.code, root=root)
     return group.call(call, timeout, async_op, result)
 
@@ -231,10 +231,10 @@ def reduce(
     array([4., 4.])
     """
     group = resolve(group)
-    given = _given("reduce", x, group, stream=stream)
-    op_code = _op_code("reduce", op, given, group)
-    root = checked_root("reduce", root, group)
-    target, result = _result("reduce", given, out, given.shape, 0) if group.rank == root else (None, _nothing)
+    given = arguments.given("reduce", x, group, stream=stream)
+    op_code = arguments.op_code("reduce", op, given, group)
+    root = arguments.checked_root("reduce", root, group)
+    target, result = arguments.result("reduce", given, out, given.shape, 0) if group.rank == root else (None, _nothing)
     call = Call(WHAT["reduce"], given.source, target, dtype=given.code, op=op_code, root=root)
     return group.call(call, timeout, async_op, result)
 
@@ -258,12 +258,12 @@ def gather(
     array([0, 1])
     """
     group = resolve(group)
-    given = _given("gather", x, group, stream=stream)
-    root = checked_root("gather", root, group)
+    given = arguments.given("gather", x, group, stream=stream)
+    root = arguments.checked_root("gather", root, group)
     target, result = None, _nothing
     if group.rank == root:
-        shape, place = _times(given.shape, group.size), group.rank * given.source.size
-        target, result = _result("gather", given, out, shape, place)
+        shape, place = arguments.times(given.shape, group.size), group.rank * given.source.size
+        target, result = arguments.result("gather", given, out, shape, place)
     call = Call(WHAT["gather"], given.source, target, dtype=given.code, root=root)
     return group.call(call, timeout, async_op, result)
 
@@ -290,12 +290,12 @@ def scatter(
     array([2, 3])
     """
     group = resolve(group)
-    given = None if x is None else _given("scatter", x, group, stream=stream)
-    root = checked_root("scatter", root, group)
+    given = None if x is None else arguments.given("scatter", x, group, stream=stream)
+    root = arguments.checked_root("scatter", root, group)
     if group.rank == root and given is None:
         raise TypeError("scatter: x is None at the root, whose array is divided; other ranks may pass None")
     if given is not None:
-        _share("scatter", given.shape, group.size)
+        arguments.share("scatter", given.shape, group.size)
     return _scatter("scatter", given, None, root, out, group, timeout, async_op, stream)
 
 
@@ -322,9 +322,9 @@ def all_to_all(
         done = group.call_plain(_ALL_TO_ALL, x, None, -1, out)
         if done is not NotImplemented:
             return done
-    given = _given("all_to_all", x, group, stream=stream)
-    _share("all_to_all", given.shape, group.size)
-    target, result = _result("all_to_all", given, out, given.shape, 0)
+    given = arguments.given("all_to_all", x, group, stream=stream)
+    arguments.share("all_to_all", given.shape, group.size)
+    target, result = arguments.result("all_to_all", given, out, given.shape, 0)
     call = Call(WHAT["all_to_all"], _apart("all_to_all", given, target, group), target, dtype=given.code)
     return group.call(call, timeout, async_op, result)
 
@@ -375,7 +375,9 @@ def gather_v(
 ) -> Any:
     """gather of arrays whose axis 0 differs by rank. At the root (rows, counts) as all_gather_v; None elsewhere."""
     group = resolve(group)
-    return gather_rows("gather_v", x, checked_root("gather_v", root, group), out, group, timeout, async_op, stream)
+    return gather_rows(
+        "gather_v", x, arguments.checked_root("gather_v", root, group), out, group, timeout, async_op, stream
+    )
 
 
 def scatter_v(
@@ -399,9 +401,9 @@ def scatter_v(
     array([1, 2])
     """
     group = resolve(group)
-    given = None if x is None else _given("scatter_v", x, group, stream=stream)
-    root = checked_root("scatter_v", root, group)
-    counts = _checked_counts("scatter_v", "counts", counts, group, given)
+    given = None if x is None else arguments.given("scatter_v", x, group, stream=stream)
+    root = arguments.checked_root("scatter_v", root, group)
+    counts = arguments.checked_counts("scatter_v", "counts", counts, group, given)
     if group.rank == root and given is None:
         raise TypeError("scatter_v: x is None at the root, whose array is divided; other ranks may pass None")
     return _scatter("scatter_v", given, counts, root, out, group, timeout, async_op, stream)
@@ -428,12 +430,12 @@ def reduce_scatter_v(
     array([2., 4.])
     """
     group = resolve(group)
-    given = _given("reduce_scatter_v", x, group, stream=stream)
-    op_code = _op_code("reduce_scatter_v", op, given, group)
-    counts = _checked_counts("reduce_scatter_v", "counts", counts, group, given)
+    given = arguments.given("reduce_scatter_v", x, group, stream=stream)
+    op_code = arguments.op_code("reduce_scatter_v", op, given, group)
+    counts = arguments.checked_counts("reduce_scatter_v", "counts", counts, group, given)
     row = math.prod(given.shape[1:])
     shape = (counts[group.rank], *given.shape[1:])
-    target, result = _result("reduce_scatter_v", given, out, shape, row * sum(counts[: group.rank]))
+    target, result = arguments.result("reduce_scatter_v", given, out, shape, row * sum(counts[: group.rank]))
     call = Call(
         WHAT["reduce_scatter"],
         given.source,
@@ -468,8 +470,8 @@ def all_to_all_v(
     (array([1, 2, 1, 2]), [2, 2])
     """
     group = resolve(group)
-    given = _given("all_to_all_v", x, group, stream=stream)
-    sent = _checked_counts("all_to_all_v", "send_counts", send_counts, group, given)
+    given = arguments.given("all_to_all_v", x, group, stream=stream)
+    sent = arguments.checked_counts("all_to_all_v", "send_counts", send_counts, group, given)
     n = group.size
     table = np.empty((n, n), np.int64)  # a row for each sender
     head = Call(
@@ -484,7 +486,7 @@ def all_to_all_v(
     def data() -> tuple[Call, Callable[[], Any]]:
         got = table[:, group.rank].tolist()
         shape = (sum(got), *given.shape[1:])
-        target, result = _late_result("all_to_all_v", given, out, shape, 0, group)
+        target, result = arguments.late_result("all_to_all_v", given, out, shape, 0, group)
         call = Call(
             WHAT["all_to_all"],
             _apart("all_to_all_v", given, target, group),
@@ -510,7 +512,7 @@ def gather_rows(
     stream: int | None = None,
 ) -> Any:
     """all_gather_v, and with a root gather_v."""
-    given = _given(function, x, group, stream=stream)
+    given = arguments.given(function, x, group, stream=stream)
     if not given.shape:
         raise ValueError(f"{function}: x is a scalar; it needs an axis 0, which may differ by rank")
     lengths = np.empty(group.size, np.int64)
@@ -532,7 +534,7 @@ def gather_rows(
         result: Callable[[], Any] = _nothing
         if root is None or root == group.rank:
             place = row * sum(counts[: group.rank])
-            target, rows = _late_result(function, given, out, shape, place, group)
+            target, rows = arguments.late_result(function, given, out, shape, place, group)
             result = functools.partial(_with_counts, rows, counts)
         call = Call(
             WHAT["all_gather" if root is None else "gather"],
@@ -551,7 +553,7 @@ def gather_rows(
 
 def _scatter(
     function: str,
-    given: _Given | None,
+    given: arguments.Given | None,
     counts: list[int] | None,
     root: int,
     out: Any,
@@ -563,7 +565,7 @@ def _scatter(
     """scatter, and with counts scatter_v: the root tells dtype and shape, then it sends the parts."""
     at_root = group.rank == root
     if given is not None and at_root and out is not None:  # known here before anything is sent
-        _check_out(function, given, out, *_part_of(given.shape, counts, group))
+        arguments.check_out(function, given, out, *_part_of(given.shape, counts, group))
     digest = 0 if counts is None else _digest(counts)
     there = None if given is None else given.memory
     if there is None and out is not None:
@@ -587,7 +589,7 @@ def _scatter(
         shape = tuple(extents[:dims])
         if bool(on_device) != isinstance(there, OnDevice):
             rank = group.ranks[group.rank]
-            here = "no array was given" if there is None else f"x or out is {_where(there)}"
+            here = "no array was given" if there is None else f"x or out is {arguments.where(there)}"
             root_has = (
                 "on its device; give x or out on the device" if on_device else "the CPU's; give None, or the CPU's"
             )
@@ -597,7 +599,7 @@ def _scatter(
             mine, theirs = (f"{_core.dtypes()[c]}{list(s)}" for c, s in ((model.code, model.shape), (code, shape)))
             raise Mismatch(f"{function}: x is {mine} on rank {group.ranks[group.rank]}, and {theirs} at the root")
         part, place = _part_of(shape, counts, group)
-        target, result = _late_result(function, model, out, part, place if at_root else None, group)
+        target, result = arguments.late_result(function, model, out, part, place if at_root else None, group)
         call = Call(
             WHAT["scatter"],
             model.source if at_root else None,
@@ -614,15 +616,15 @@ def _scatter(
     return group.call_after(head, data, timeout, async_op, isinstance(there, OnDevice))
 
 
-def _model(function: str, out: Any, shape: tuple[int, ...], code: int, stream: int | None) -> _Given:
+def _model(function: str, out: Any, shape: tuple[int, ...], code: int, stream: int | None) -> arguments.Given:
     """What stands for x, where the root alone has one: an array of that dtype without elements."""
     if out is not None and isinstance(there := memory_anywhere(out, "out", function), OnDevice):
         nothing = there[:0]
         if stream is not None:
             nothing.stream, nothing.chosen = operator.index(stream), True
-        return _Given(library(out, "out", function), out, nothing, nothing, shape, code)
+        return arguments.Given(library(out, "out", function), out, nothing, nothing, shape, code)
     nothing = np.empty(0, host.dtype_of(code))
-    return _Given(host, nothing, nothing, nothing, shape, code)
+    return arguments.Given(host, nothing, nothing, nothing, shape, code)
 
 
 def _part_of(shape: tuple[int, ...], counts: list[int] | None, group: Group) -> tuple[tuple[int, ...], int]:
@@ -631,10 +633,10 @@ def _part_of(shape: tuple[int, ...], counts: list[int] | None, group: Group) -> 
     return (counts[group.rank], *shape[1:]), math.prod(shape[1:]) * sum(counts[: group.rank])
 
 
-def _apart(function: str, given: _Given, target: Array, group: Group) -> Any:
+def _apart(function: str, given: arguments.Given, target: Array, group: Group) -> Any:
     """What is read of x: on a device, where parts come while others go, a copy of it if they come to the same place."""
     if isinstance(given.source, OnDevice) and np.may_share_memory(given.source, target):
-        made, _ = _new(function, given, given.shape)
+        made, _ = arguments.new(function, given, given.shape)
         group.core.pack(made, [given.source], given.source.stream)
         return made
     return given.source
@@ -661,18 +663,18 @@ def all_reduce_many(
     [array([2., 2.]), array([2], dtype=int32)]
     """
     group = resolve(group)
-    _known_op("all_reduce_many", op)
-    given = [_given("all_reduce_many", x, group, f"arrays[{i}]") for i, x in enumerate(arrays)]
-    op_codes = [_op_code("all_reduce_many", op, one, group) for one in given]
+    arguments.known_op("all_reduce_many", op)
+    given = [arguments.given("all_reduce_many", x, group, f"arrays[{i}]") for i, x in enumerate(arrays)]
+    op_codes = [arguments.op_code("all_reduce_many", op, one, group) for one in given]
     if out is None:
         out = [None] * len(given)
     elif len(out) != len(given):
         raise ValueError(f"all_reduce_many: out has {len(out)} arrays, arrays has {len(given)}")
     targets = [
-        _result("all_reduce_many", one, y, one.shape, 0, f"out[{i}]")
+        arguments.result("all_reduce_many", one, y, one.shape, 0, f"out[{i}]")
         for i, (one, y) in enumerate(zip(given, out, strict=True))
     ]
-    _check_apart(
+    arguments.check_apart(
         [one.memory for one in given],
         [None if y is None else memory_anywhere(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
     )
@@ -757,19 +759,19 @@ class _FusedCall:
         group.buckets.append(room)
 
 
-def _fused_call(model: _Given, sources: list[Array], targets: list[Array]) -> _FusedCall:
+def _fused_call(model: arguments.Given, sources: list[Array], targets: list[Array]) -> _FusedCall:
     return _FusedOnDevice(sources, targets, model) if model.on_device else _FusedCall(sources, targets)
 
 
 class _FusedOnDevice(_FusedCall):
     """The same of arrays on a device: side by side in a bucket of their library's memory."""
 
-    def __init__(self, sources: list[Array], targets: list[Array], model: _Given) -> None:
+    def __init__(self, sources: list[Array], targets: list[Array], model: arguments.Given) -> None:
         super().__init__(sources, targets)
         self._made: OnDevice | None = None
         if len(sources) > 1:
             # Here, where what is wrong uses no number yet. It lives as long as this call.
-            self._made, self._owner = _new("all_reduce_many", model, (sum(source.size for source in sources),))
+            self._made, self._owner = arguments.new("all_reduce_many", model, (sum(source.size for source in sources),))
 
     def filled(self, group: Group) -> tuple[Array, Array]:
         if self._made is None:
@@ -836,60 +838,7 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     return array
 
 
-# -- arguments
-
-
-class _Given(NamedTuple):
-    """An array that was given: its library, itself, its memory, what the core reads, its shape, its dtype's number."""
-
-    arrays: ModuleType
-    x: Any
-    memory: Array
-    source: Array
-    shape: tuple[int, ...]
-    code: int
-
-    @property
-    def on_device(self) -> bool:
-        return isinstance(self.memory, OnDevice)
-
-
-def _given(function: str, x: Any, group: Group, argument: str = "x", *, stream: int | None = None) -> _Given:
-    there = memory_anywhere(x, argument, function)
-    if there.ndim > _core.max_dims:
-        raise ValueError(
-            f"{function}: {argument} has {there.ndim} dimensions, arrays have at most {_core.max_dims} dimensions;"
-            " reshape this one"
-        )
-    arrays = host if there is x else library(x, argument, function)
-    if isinstance(there, OnDevice):
-        group.check_device(function, argument, there)
-        if stream is not None:
-            there.stream, there.chosen = _stream(function, argument, there, stream), True
-        source = there if there.flags.c_contiguous else _packed(function, argument, arrays, x)
-        return _Given(arrays, x, there, source, there.shape, dtype_code(there.dtype))
-    if stream is not None:
-        raise TypeError(f"{function}: stream is for arrays on a device, {argument} is the CPU's")
-    return _Given(arrays, x, there, host.readable(there), there.shape, dtype_code(there.dtype))
-
-
-def _stream(function: str, argument: str, there: OnDevice, stream: int) -> int:
-    """The handle that the user gave: what has to be copied is copied on the library's own."""
-    if not there.flags.c_contiguous:
-        raise ValueError(f"{function}: with stream= {argument} must be in C order")
-    try:
-        return operator.index(stream)
-    except TypeError:
-        raise TypeError(f"{function}: stream {stream!r} is not an integer, the handle of a stream") from None
-
-
-def _packed(function: str, argument: str, arrays: ModuleType, x: Any) -> OnDevice:
-    """The memory of a copy of x in C order, which lives as long as that is referred to."""
-    try:
-        packed: OnDevice = arrays.memory(arrays.packed(x))
-        return packed
-    except TypeError as error:
-        raise TypeError(f"{function}: {argument}: {error}") from None
+# -- results
 
 
 def _with_counts(rows: Callable[[], Any], counts: list[int]) -> tuple[Any, list[int]]:
@@ -900,193 +849,6 @@ def _nothing() -> None:
     """The result where there is none."""
 
 
-def _result(
-    function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
-) -> tuple[Array, Callable[[], Any]]:
-    """Where the core writes a result of that shape, and what gives the user the result then.
-
-    place: the element of the longer of x and out at which the other one may begin, for work in place; None: nowhere.
-    """
-    if out is None:
-        return _new(function, given, shape)
-    target, finish = _target(function, given, out, _check_out(function, given, out, shape, place, argument))
-
-    def result() -> Any:
-        if finish:
-            finish()
-        written(out)
-        return out
-
-    return target, result
-
-
-def _new(function: str, given: _Given, shape: tuple[int, ...]) -> tuple[Any, Callable[[], Any]]:
-    """Memory for a result of that shape, and what makes the result of it."""
-    if isinstance(given.memory, OnDevice) and given.memory.chosen:
-        # New memory is the library's current stream's: whoever had it before may not be done on another one.
-        raise TypeError(f"{function}: with stream= give out=, in C order and apart from x")
-    made: tuple[Any, Callable[[], Any]]
-    try:
-        made = given.arrays.new(given.x, shape)
-    except TypeError as error:
-        raise TypeError(f"{function}: {error}") from None
-    return made
-
-
-def _target(function: str, given: _Given, out: Any, there: Array) -> tuple[Array, Callable[[], None] | None]:
-    """Where to write the result for out, and what to do afterwards (None: out itself is written)."""
-    if not isinstance(there, OnDevice):
-        return host.writable(there)
-    if there.flags.carray:
-        assert isinstance(given.memory, OnDevice)
-        there.stream = given.memory.stream
-        return there, None
-    made, finish = _new(function, given, there.shape)
-    return made, lambda: library(out, "out", function).assign(out, finish())
-
-
-def _late_result(
-    function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, group: Group
-) -> tuple[Array, Callable[[], Any]]:
-    """As _result, when the others are in the call already: what is wrong with out is a failure of the group then."""
-    try:
-        return _result(function, given, out, shape, place)
-    except (TypeError, ValueError) as error:
-        rank = group.ranks[group.rank]
-        raise Mismatch(f"{error}, on rank {rank}", [rank]) from error
-
-
-def _check_out(
-    function: str, given: _Given, out: Any, shape: tuple[int, ...], place: int | None, argument: str = "out"
-) -> Array:
-    """The memory of out, after checking that the result can be written to it."""
-    x, y = given.memory, memory_anywhere(out, argument, function)
-    if y.shape != tuple(shape):
-        raise ValueError(f"{function}: {argument} has shape {y.shape}, the result has {tuple(shape)}")
-    if y.dtype != x.dtype:
-        raise TypeError(f"{function}: {argument} has dtype {y.dtype}, x has {x.dtype}")
-    if not y.flags.writeable:
-        raise TypeError(f"{function}: {argument} is read-only")
-    if _where(x) != _where(y):
-        raise TypeError(f"{function}: {argument} is {_where(y)}, x is {_where(x)}; give both of one")
-    if out is given.x and place == 0:
-        return y
-    if np.may_share_memory(x, y) and np.shares_memory(x, y) and not _in_place(x, y, place):
-        raise ValueError(
-            f"{function}: x and {argument} overlap, but not as work in place does; give {argument} memory of its own"
-        )
-    return y
-
-
-def _where(memory: Array) -> str:
-    return f"on device {memory.index} of {memory.backend}" if isinstance(memory, OnDevice) else "the CPU's"
-
-
-def _in_place(x: Any, out: Any, place: int | None) -> bool:
-    """Whether the shorter of the two lies at its place in the longer one."""
-    if place is None:
-        return False
-    shorter, longer = (x, out) if x.size <= out.size else (out, x)
-    at, begin = (array.__array_interface__["data"][0] for array in (shorter, longer))
-    if x.shape == out.shape and place == 0:
-        return bool(at == begin and x.strides == out.strides)
-    return bool(
-        shorter.flags.c_contiguous and longer.flags.c_contiguous and at == begin + place * longer.dtype.itemsize
-    )
-
-
-def _check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
-    """Of a list: no out shares memory with another one, or with another array. ValueError if it does."""
-    named = [(y, f"out[{i}]", i) for i, y in enumerate(out) if y is not None]
-    if not named:
-        return
-    if len({id(y) for y, _, _ in named}) == len(named) and all(
-        array.base is None for array in (*arrays, *(y for y, _, _ in named))
-    ):
-        others = {id(x): i for i, x in enumerate(arrays)}
-        if all(others.get(id(y), i) == i for y, _, i in named) and len(others) == len(arrays):
-            return  # arrays with memory of their own
-    spans = [(*_bounds(array), name, i, array) for array, name, i in named]
-    spans += [(*_bounds(x), f"arrays[{i}]", i, x) for i, x in enumerate(arrays)]
-    spans.sort(key=operator.itemgetter(0))
-    open_spans: list[Any] = []
-    for span in spans:
-        begin, _, name, i, array = span
-        open_spans = [one for one in open_spans if one[1] > begin]
-        for _, _, other, k, owner in open_spans:
-            if i != k and (name[0] == "o" or other[0] == "o") and np.shares_memory(array, owner):
-                raise ValueError(f"all_reduce_many: {name} and {other} share memory; each array must have its own")
-        open_spans.append(span)
-
-
-def _bounds(array: Any) -> tuple[int, int]:
-    """The addresses between which an array lies."""
-    begin = end = array.__array_interface__["data"][0]
-    if not array.size:
-        return begin, begin
-    for extent, stride in zip(array.shape, array.strides, strict=True):
-        begin += min(0, (extent - 1) * stride)
-        end += max(0, (extent - 1) * stride)
-    return begin, end + array.itemsize
-
-
-def _times(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """The shape of n such arrays along axis 0; of n scalars."""
-    return (shape[0] * n, *shape[1:]) if shape else (n,)
-
-
-def _share(function: str, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """The shape of one of n parts along axis 0."""
-    if not shape or shape[0] % n:
-        rows = f"axis 0 of {shape}" if shape else "a scalar"
-        raise ValueError(f"{function}: {rows} does not divide into {n} parts, one for each rank; see {function}_v")
-    return (shape[0] // n, *shape[1:])
-
-
-def _checked_counts(
-    function: str, argument: str, counts: Sequence[int], group: Group, given: _Given | None
-) -> list[int]:
-    """The rows of each rank, which must add up to those of x."""
-    try:
-        rows = [operator.index(count) for count in counts]
-    except TypeError:
-        raise TypeError(f"{function}: {argument} must be a list of ints, a row count for each rank") from None
-    if len(rows) != group.size or min(rows) < 0:
-        raise ValueError(f"{function}: {argument} is {rows}; it needs {group.size} numbers of rows, one for each rank")
-    if given is not None and (not given.shape or given.shape[0] != sum(rows)):
-        has = f"x of shape {given.shape} has {given.shape[0]}" if given.shape else "x is a scalar"
-        raise ValueError(f"{function}: {argument} adds up to {sum(rows)} rows, {has}")
-    return rows
-
-
 def _digest(agreed: object) -> int:
     """Of what all ranks must have given alike, by its repr; never 0, which stands for nothing."""
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1
-
-
-def _op_code(function: str, op: str, given: _Given, group: Group) -> int:
-    code = _known_op(function, op)
-    if not _core.supports(given.code, code):
-        raise TypeError(f"{function}: {op} is not defined on {given.memory.dtype} arrays")
-    if given.on_device and (why := group.refuses(given.code, code)):
-        raise TypeError(f"{function}: {why}. Arrays of the CPU are reduced by every operation")
-    return code
-
-
-def _known_op(function: str, op: str) -> int:
-    code = OPS.get(op) if isinstance(op, str) else None
-    if code is None:
-        raise ValueError(f"{function}: op {op!r} is none of {', '.join(OPS)}")
-    return code
-
-
-def checked_root(function: str, root: int, group: Group) -> int:
-    try:
-        root = operator.index(root)
-    except TypeError:
-        raise TypeError(f"{function}: root {root!r} is not an integer") from None
-    if not 0 <= root < group.size:
-        raise ValueError(
-            f"{function}: root {root} is no rank of group {group.name}, which has the ranks 0 to {group.size - 1}"
-        )
-    return root

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 import msgpack
 import numpy as np
 
+from mscomm.arguments import checked_root
 from mscomm.arrays.numpy import dtype_code
-from mscomm.collectives import FUNCTION, WHAT, checked_root, gather_rows
+from mscomm.collectives import FUNCTION, WHAT, gather_rows
 from mscomm.errors import Error
 from mscomm.group import Call, Group
 from mscomm.groups import resolve

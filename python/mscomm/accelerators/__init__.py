@@ -1,9 +1,8 @@
 """Accelerators: which of them this process can use, and which one the job uses. One module a backend.
 
 A module has `load(env)`, which opens its libraries, BackendUnavailable if one is missing, `shares_devices(env)`, and
-`settings(interface)`.
-Nothing is opened before it is asked for: a library that is loaded early may be the wrong one for a framework that comes
-later.
+`settings(interface)`. Nothing is opened before it is asked for: a library that is loaded early may be the wrong one for
+a framework that comes later.
 
 What a rank finds it tells the others when it joins; which backend and which device each rank takes then is a pure
 function of what all have said, so that all come to the same, and to the same error.

@@ -13,9 +13,9 @@ from mscomm.errors import KINDS
 BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it names stays silent
 ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-_CALLS_KEPT = 16
-ASKED_EVERY_S = 1.0  # at most: every rank whose call is stuck wants to compare
 RESTARTED_WITHIN_S = 0.1  # the same of a launcher that starts ranks again, and waits for the verdict itself
+ASKED_EVERY_S = 1.0  # at most: every rank whose call is stuck wants to compare
+_CALLS_KEPT = 16
 
 
 class Verdict(NamedTuple):
