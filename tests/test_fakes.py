@@ -128,6 +128,16 @@ def test_the_host_cannot_read_device_memory(ranks):
     ranks(1, "reads_device_memory", codes={0: -signal.SIGSEGV})
 
 
+def test_managed_memory_is_the_host_s_too_until_it_is_freed(ranks):
+    assert ranks(1, "managed", freed=False)[0] == {
+        "early": [1.0, 2.0, 3.0, 4.0, 5.0],
+        "later": [2.0, 3.0, 4.0, 5.0, 6.0],
+        "managed": 1,
+        "inside": [-1, 0, 0, -1],
+    }
+    ranks(1, "managed", freed=True, codes={0: -signal.SIGSEGV})
+
+
 def test_disagreement_hangs_until_abort(ranks):
     for value in ranks(2, "mismatches").values():
         assert value and all(value.values()), value

@@ -377,6 +377,17 @@ FAKE_EXPORT Error aclrtPointerGetAttributes(const void* memory, PointerAttribute
   return success;
 }
 
+// Not AscendCL's: memory of the device that the host reaches, too.
+FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
+  int device;
+  if (const Error error = current(device)) return error;
+  if (!memory || !bytes) return invalid_parameter;
+  const Address address = engine().allocate(device, bytes, true);
+  if (!address) return rt_no_memory;
+  *memory = reinterpret_cast<void*>(address);
+  return success;
+}
+
 // Not AscendCL's: a free in the order of the stream, as a framework's caching allocator makes it.
 FAKE_EXPORT Error fake_free_async(void* memory, Handle handle) {
   std::shared_ptr<Stream> stream;

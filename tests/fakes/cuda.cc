@@ -270,6 +270,10 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
     case 50:
       *value = 0;
       break;  // PCI domain
+    case 83:  // managed memory
+    case 89:
+      *value = 1;
+      break;  // which both sides may use at a time
     case 75:
       *value = capability / 10;
       break;
@@ -568,6 +572,18 @@ FAKE_EXPORT Result cuMemAlloc_v2(Pointer* memory, size_t bytes) {
   return success;
 }
 
+// Both sides reach it at any time: what the host reads before the stream got there is the old value.
+FAKE_EXPORT Result cuMemAllocManaged(Pointer* memory, size_t bytes, unsigned flags) {
+  constexpr unsigned attach_global = 1, attach_host = 2;
+  Device device;
+  if (const Result result = current(device)) return result;
+  if (!memory || !bytes || (flags != attach_global && flags != attach_host)) return invalid_value;
+  const Address address = engine().allocate(device, bytes, true);
+  if (!address) return out_of_memory;
+  *memory = address;
+  return success;
+}
+
 FAKE_EXPORT Result cuMemFree_v2(Pointer memory) {
   if (const Result result = current()) return result;
   if (!memory) return success;
@@ -687,14 +703,14 @@ bool attribute(const Buffer& buffer, int which, void* data) {
       put(buffer.address);
       break;
     case 4:
-      put(on_device ? Address{0} : buffer.address);
+      put(on_device && !buffer.managed ? Address{0} : buffer.address);
       break;
     case 7:
       put(buffer.allocation);
       break;
     case 8:
-      put(0u);
-      break;  // managed
+      put(buffer.managed ? 1u : 0u);
+      break;
     case 9:
       put(buffer.device);
       break;
@@ -863,6 +879,7 @@ const Entry entries[] = {
     AT_2(cuMemAlloc, 3020),
     AT(cuMemFree, 2000),
     AT_2(cuMemFree, 3020),
+    AT(cuMemAllocManaged, 6000),
     AT(cuMemAllocAsync, 11020),
     AT(cuMemFreeAsync, 11020),
     AT(cuMemHostAlloc, 2020),

@@ -78,6 +78,11 @@ class Cuda:
         self.call("cuMemAlloc_v2", byref(pointer), c_size_t(nbytes))
         return pointer.value
 
+    def allocate_managed(self, nbytes: int) -> int:
+        pointer = c_uint64()
+        self.call("cuMemAllocManaged", byref(pointer), c_size_t(nbytes), c_uint(1))
+        return pointer.value
+
     def free(self, pointer: int, stream: int) -> None:
         try:
             self.call("cuMemFreeAsync", c_uint64(pointer), c_uint64(stream))
@@ -159,6 +164,11 @@ class Acl:
     def allocate(self, nbytes: int) -> int:
         pointer = c_uint64()
         self.call("aclrtMalloc", byref(pointer), c_size_t(nbytes), c_int(0))
+        return pointer.value
+
+    def allocate_managed(self, nbytes: int) -> int:
+        pointer = c_uint64()
+        self.call("fake_malloc_managed", byref(pointer), c_size_t(nbytes))
         return pointer.value
 
     def free(self, pointer: int, stream: int) -> None:
@@ -262,12 +272,12 @@ def synchronize(device: int = 0, handle: int | None = None) -> None:
 class _Memory:
     """An allocation. It is given back in the order of the stream that was current when it was made."""
 
-    def __init__(self, nbytes: int, device: int):
+    def __init__(self, nbytes: int, device: int, managed: bool = False):
         self.runtime = runtime()
         self.device, self.stream, self.pointer = device, current_stream(), 0
         if nbytes:
             with self.runtime.on(device):
-                self.pointer = self.runtime.allocate(nbytes)
+                self.pointer = (self.runtime.allocate_managed if managed else self.runtime.allocate)(nbytes)
 
     def __del__(self):
         if getattr(self, "pointer", 0):

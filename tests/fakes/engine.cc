@@ -31,7 +31,9 @@ constexpr size_t grain = 512;  // of addresses, as cuMemAlloc aligns
 constexpr unsigned char junk = 0xA5;
 constexpr size_t junk_bytes = 16 << 20;
 
-size_t up(size_t bytes) { return (std::max<size_t>(bytes, 1) + grain - 1) / grain * grain; }
+const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // of the host, which reaches whole ones or none
+
+size_t up(size_t bytes, size_t to = grain) { return (std::max<size_t>(bytes, 1) + to - 1) / to * to; }
 
 class Queue;
 
@@ -158,6 +160,9 @@ struct Allocation {
   Where where = Where::device;
   int device = -1;
   int users = 0;  // running work that holds it open
+  bool managed = false;
+
+  size_t room() const { return up(bytes, managed ? page : grain); }
 };
 
 struct Device {
@@ -224,18 +229,21 @@ class Machine : public Engine {
   int current() const override { return current_device; }
   void set_current(int device) override { current_device = device; }
 
-  Address allocate(int device, size_t bytes) override {
+  Address allocate(int device, size_t bytes, bool managed) override {
     std::lock_guard lock(mutex_);
     Device& on = devices_[static_cast<size_t>(device)];
-    const size_t wanted = up(bytes);
+    const Allocation allocation{bytes, ++ids_, Where::device, device, 0, managed};
+    const size_t wanted = allocation.room();
     for (auto hole = on.holes.begin(); hole != on.holes.end(); ++hole) {
-      if (hole->second < wanted) continue;
-      const Address address = hole->first;
-      const size_t left = hole->second - wanted;
+      const auto [begin, length] = *hole;
+      const Address address = managed ? up(begin, page) : begin;
+      if (address - begin + wanted > length) continue;
       on.holes.erase(hole);
-      if (left) on.holes[address + wanted] = left;
+      if (address > begin) on.holes[begin] = address - begin;
+      if (const size_t left = begin + length - address - wanted) on.holes[address + wanted] = left;
       on.used += wanted;
-      allocations_[address] = {bytes, ++ids_, Where::device, device, 0};
+      allocations_[address] = allocation;
+      if (managed) protect(address, wanted, PROT_READ | PROT_WRITE);
       memset(shadow(address), junk, std::min(bytes, junk_bytes));
       return address;
     }
@@ -249,15 +257,16 @@ class Machine : public Engine {
     const Allocation allocation = found->second;
     allocations_.erase(found);
     Device& on = devices_[static_cast<size_t>(allocation.device)];
-    on.used -= up(allocation.bytes);
+    on.used -= allocation.room();
+    if (allocation.managed) protect(address, allocation.room(), PROT_NONE);
     if (allocation.users) {
       // Nobody gets it again: the work that runs would write into the next owner's memory.
       note("freed_in_use", "device memory was freed while work on it was running");
       return true;
     }
     fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(address - seen_),
-              static_cast<off_t>(up(allocation.bytes)));
-    give_back(on, address, up(allocation.bytes));
+              static_cast<off_t>(allocation.room()));
+    give_back(on, address, allocation.room());
     return true;
   }
 
@@ -267,7 +276,7 @@ class Machine : public Engine {
     if (memory == MAP_FAILED) return 0;
     std::lock_guard lock(mutex_);
     const auto address = reinterpret_cast<Address>(memory);
-    allocations_[address] = {bytes, ++ids_, Where::pinned, std::max(current_device, 0), 0};
+    allocations_[address] = {bytes, ++ids_, Where::pinned, std::max(current_device, 0)};
     return address;
   }
 
@@ -286,10 +295,10 @@ class Machine : public Engine {
     const auto found = at(address);
     if (found == allocations_.end()) {
       const bool ours = address >= seen_ && address < seen_ + slice_ * devices_.size();
-      return {address, bytes, ours ? Where::device : Where::host, -1, 0, 0, 0};
+      return {address, bytes, ours ? Where::device : Where::host};
     }
     const Allocation& in = found->second;
-    return {address, bytes, in.where, in.device, in.id, found->first, in.bytes};
+    return {address, bytes, in.where, in.device, in.id, found->first, in.bytes, in.managed};
   }
 
   std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any) override {
@@ -500,6 +509,11 @@ class Machine : public Engine {
   }
 
   char* shadow(Address address) const { return shadow_ + (address - seen_); }
+
+  // What the host may do with it where users see it.
+  static void protect(Address address, size_t bytes, int how) {
+    if (mprotect(reinterpret_cast<void*>(address), bytes, how)) die("mprotect");
+  }
 
   std::map<Address, Allocation>::const_iterator at(Address address) const {
     auto found = allocations_.upper_bound(address);

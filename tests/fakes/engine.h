@@ -30,6 +30,7 @@ struct Buffer {
   uint64_t allocation = 0;  // 0: none that the engine knows
   Address start = 0;        // of the allocation
   size_t length = 0;
+  bool managed = false;  // the host reaches it, too
 };
 
 class Stream {
@@ -70,8 +71,8 @@ class Engine {
   virtual int current() const = 0;
   virtual void set_current(int device) = 0;
 
-  // 0: no memory left. The host cannot read or write what it gets; memory is not zero.
-  virtual Address allocate(int device, size_t bytes) = 0;
+  // 0: no memory left. The host can read and write what it gets if that is managed, and not otherwise; memory is not zero.
+  virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
   virtual Address allocate_pinned(size_t bytes) = 0;
   virtual bool release_pinned(Address address) = 0;

@@ -21,6 +21,12 @@ FAKE_EXPORT Engine* fake_engine() { return &engine(); }
 // Handles that live, and what was done wrong, as JSON. Gives the bytes that it needs.
 FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
 
+// The device whose managed memory begins before that address and ends after it; -1: none.
+FAKE_EXPORT int fake_managed(Address address) {
+  const Buffer buffer = engine().find(address, 0);
+  return buffer.managed ? buffer.device : -1;
+}
+
 FAKE_EXPORT int fake_set_capturing(Handle handle, int capturing) {
   const auto stream = engine().stream(handle, engine().current());
   if (!stream) return no_stream;

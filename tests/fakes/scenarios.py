@@ -241,6 +241,30 @@ def reads_device_memory(r: Rank):
 
 
 @scenario
+def managed(r: Rank):
+    """Memory that both sides reach, until it is freed; what lies beside it is the device's alone."""
+    r.array(np.ones(1))  # so that the device's memory has an odd piece before it
+    memory = da._Memory(20, r.device, managed=True)
+    values = (ctypes.c_float * 5).from_address(memory.pointer)
+    values[:] = [1, 2, 3, 4, 5]
+    x = DeviceArray(memory, 0, (5,), (4,), np.dtype(np.float32))
+    with compute.hold(r.device):
+        compute.add(x, 1.0)
+        early = list(values)
+    da.synchronize(r.device)
+    kind = ctypes.c_uint()
+    r.cuda.call("cuPointerGetAttribute", ctypes.byref(kind), ctypes.c_int(8), ctypes.c_uint64(x[2:].ptr))
+    library = r.cuda.library
+    inside = [library.fake_managed(ctypes.c_uint64(memory.pointer + at)) for at in (-1, 0, 19, 20)]
+    found = {"early": early, "later": list(values), "managed": kind.value, "inside": inside}
+    if r.arguments["freed"]:
+        del memory, x
+        da.synchronize(r.device)
+        ctypes.string_at(ctypes.addressof(values), 1)
+    return found
+
+
+@scenario
 def mismatches(r: Rank):
     """Each kind of disagreement with rank 1: nobody gets on until all abort, and then the stream is free."""
     f32, f64 = np.float32, np.float64

@@ -1,0 +1,141 @@
+"""PyTorch on a stand-in's device, without a GPU: CPU tensors in managed memory, which mscomm takes for the device's.
+
+In a rank's process, that of tests/devices.py, importing this puts it between mscomm and mscomm.arrays.torch: a tensor
+whose memory is managed is on this rank's device, any other one is the CPU's. So PyTorch's own modules, autograd and
+optimizers work on memory of the device. They do so on the host, at once, where a GPU's kernels would wait for their
+turn in the stream: settle() comes before PyTorch reads what mscomm has enqueued, and before it writes what mscomm may
+still read. What PyTorch makes of a managed tensor is the CPU's; tensor() and module() put it where a GPU's would be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from fakes import device_array, library
+
+from mscomm import arrays
+from mscomm.arrays import torch as real
+from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.numpy import dtype_of
+
+
+class _Managed:
+    """What NumPy makes an array of over an allocation, which lives as long as that array."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = device_array._Memory(max(nbytes, 1), device(), managed=True)
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self._memory.pointer, False),
+        }
+
+
+def device() -> int:
+    """This rank's."""
+    return int(os.environ["MSCOMM_RANK"])
+
+
+def settle() -> None:
+    """Wait until the device has done what the current stream has now."""
+    device_array.synchronize(device())
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = int(np.prod(shape, dtype=np.int64))
+    if not count:
+        return torch.empty(shape, dtype=dtype)  # it has no address by which it could be known
+    return torch.from_numpy(np.asarray(_Managed(count * dtype.itemsize))).view(dtype).reshape(shape)
+
+
+def tensor(x: Any) -> torch.Tensor:
+    """A copy of an array, a tensor or numbers on this rank's device, with the same strides where it has no gaps."""
+    if isinstance(x, torch.Tensor):
+        settle()
+        x = x.detach()
+    else:
+        x = torch.as_tensor(x)
+    flat = empty((x.numel(),), x.dtype)
+    strides = torch.empty_like(x).stride()  # as PyTorch gives them to a copy
+    return (flat.as_strided(x.shape, strides) if x.numel() else flat.reshape(x.shape)).copy_(x)
+
+
+def module(made: torch.nn.Module) -> torch.nn.Module:
+    """The module on this rank's device, as made.cuda() would have it: its parameters, buffers and gradients."""
+    made._apply(tensor)
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(tensor)
+    return made
+
+
+def is_managed(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and _device_of(x) >= 0
+
+
+def _device_of(x: torch.Tensor) -> int:
+    if x.device.type != "cpu" or not x.numel():
+        return -1
+    return int(device_array.runtime().library.fake_managed(ctypes.c_uint64(x.data_ptr())))
+
+
+# -- what mscomm.arrays.torch has, for tensors of the device
+
+
+def memory(x: torch.Tensor) -> OnDevice:
+    if x.is_conj() or x.is_neg():
+        raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
+    x = x.detach()
+    dtype = dtype_of(real._CODES[x.dtype])
+    repeats = any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
+    return on_device(
+        x,
+        x.data_ptr(),
+        tuple(x.shape),
+        dtype,
+        None if x.is_contiguous() else tuple(stride * dtype.itemsize for stride in x.stride()),
+        _device_of(x),
+        device_array.current_stream,
+        backend=library.BACKEND,
+        writable=not repeats,
+    )
+
+
+def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], torch.Tensor]]:
+    made = empty(shape, x.dtype)
+    return arrays.library(made, "x", "new").memory(made), lambda: made
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    settle()
+    return empty(tuple(x.shape), x.dtype).copy_(x.detach())
+
+
+def assign(out: torch.Tensor, made: torch.Tensor) -> None:
+    settle()
+    out.detach().copy_(made)
+
+
+def register() -> None:
+    """Of a tensor of the device mscomm takes the functions above, of others its own."""
+    for mine in (memory, new, packed, assign):
+        setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
+
+
+def _either(managed: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(others)
+    def one(x: Any, *more: Any) -> Any:
+        return (managed if is_managed(x) else others)(x, *more)
+
+    return one
+
+
+if "MSCOMM_RANK" in os.environ:  # in a rank's process
+    register()
