@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from fakes import device_array
 from fakes.device_array import DeviceArray
 
@@ -35,7 +36,7 @@ def memory(x: DeviceArray) -> OnDevice:
 
 
 def new(x: DeviceArray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], DeviceArray]]:
-    made = DeviceArray.empty(shape, x.dtype, x.device)
+    made = type(x).empty(shape, x.dtype, x.device)
     return memory(made), lambda: made
 
 
@@ -44,4 +45,12 @@ def packed(x: DeviceArray) -> DeviceArray:
 
 
 def assign(out: DeviceArray, made: DeviceArray) -> None:
-    out.copy_(made)
+    out.copy_(made if made.dtype == out.dtype else from_host(out, on_host(made).astype(out.dtype)))
+
+
+def on_host(x: DeviceArray) -> np.ndarray[Any, Any]:
+    return x.to_numpy()
+
+
+def from_host(x: DeviceArray, numbers: np.ndarray[Any, Any]) -> DeviceArray:
+    return type(x).from_numpy(numbers, x.device)

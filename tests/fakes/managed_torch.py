@@ -123,9 +123,18 @@ def assign(out: torch.Tensor, made: torch.Tensor) -> None:
     out.detach().copy_(made)
 
 
+def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    settle()
+    return real.memory(x.detach().clone())
+
+
+def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+    return tensor(real.over(numbers.copy()))
+
+
 def register() -> None:
     """Of a tensor of the device mscomm takes the functions above, of others its own."""
-    for mine in (memory, new, packed, assign):
+    for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
 
