@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from fakes import device_array
 from fakes.device_array import DeviceArray
 
@@ -16,6 +17,7 @@ from mscomm import arrays
 from mscomm.arrays.device import OnDevice, on_device
 
 BACKEND = "nccl"
+namespace = device_array.namespace
 
 
 def register(backend: str = "nccl") -> None:
@@ -41,6 +43,14 @@ def new(x: DeviceArray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], 
 
 def packed(x: DeviceArray) -> DeviceArray:
     return x.contiguous()
+
+
+def on_host(x: DeviceArray) -> np.ndarray[Any, Any]:
+    return x.to_numpy()
+
+
+def fill(x: DeviceArray, numbers: np.ndarray[Any, Any]) -> None:
+    x.copy_(DeviceArray.from_numpy(numbers, x.device))
 
 
 def assign(out: DeviceArray, made: DeviceArray) -> None:

@@ -23,6 +23,7 @@ from mscomm import arrays
 from mscomm.arrays import torch as real
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import dtype_of
+from mscomm.train.device_buckets import DeviceBucket
 
 
 class _Managed:
@@ -118,6 +119,16 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return empty(tuple(x.shape), x.dtype).copy_(x.detach())
 
 
+def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    settle()
+    return np.array(x.detach().numpy())
+
+
+def fill(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> None:
+    settle()
+    x.detach().copy_(torch.from_numpy(numbers))
+
+
 def assign(out: torch.Tensor, made: torch.Tensor) -> None:
     settle()
     out.detach().copy_(made)
@@ -125,8 +136,20 @@ def assign(out: torch.Tensor, made: torch.Tensor) -> None:
 
 def register() -> None:
     """Of a tensor of the device mscomm takes the functions above, of others its own."""
-    for mine in (memory, new, packed, assign):
-        setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
+    for mine in (memory, new, packed, assign, on_host, fill):
+        setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__, mine)))
+
+    for name in ("scale", "_divide", "_widen", "_narrow"):  # what PyTorch computes there
+        setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name)))
+
+
+def _settled(computes: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(computes)
+    def late(*given: Any) -> Any:
+        settle()
+        return computes(*given)
+
+    return late
 
 
 def _either(managed: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:

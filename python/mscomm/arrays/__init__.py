@@ -13,7 +13,8 @@ A library module has
 Of arrays on a device `memory` is an `OnDevice` of device.py, and the module also has
 
 * `packed(x)` -> x, or a copy of it in C order, made in the order of the current stream;
-* `assign(out, made)`: copies made to out in that order.
+* `assign(out, made)`: copies made to out in that order;
+* `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes.
 """
 
 from __future__ import annotations

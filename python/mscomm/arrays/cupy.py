@@ -9,6 +9,8 @@ import cupy
 
 from mscomm.arrays.device import OnDevice, on_device
 
+namespace = cupy
+
 
 def is_array(x: Any) -> bool:
     return isinstance(x, cupy.ndarray)
