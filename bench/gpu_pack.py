@@ -83,20 +83,22 @@ def measure(kind: str, total: int) -> dict[str, float]:
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]
     parts = [memory(x) for x in arrays]
-    line = 16  # as buckets of gradients have it
-    room = sum(-(-x.size // line) * line for x in arrays)
+    line, begins, room = 16, [], 0  # as buckets of gradients have it
+    for x in arrays:
+        begins.append(room)
+        room += -(-x.size // line) * line
     full, half, owed = cupy.zeros(room, np.float32), cupy.zeros(room, np.uint16), cupy.zeros(room, np.float32)
     whole, narrow, residual = memory(full), memory(half).view(ml_dtypes.bfloat16), memory(owed)
     one, other = cupy.ones(count, np.float32), cupy.empty(count, np.float32)
     to_device = cupy.cuda.runtime.memcpyDeviceToDevice
     calls: dict[str, tuple[Callable[[], Any], int]] = {  # with the bytes of an element that are read and written
         "copy": (lambda: cupy.cuda.runtime.memcpyAsync(other.data.ptr, one.data.ptr, total, to_device, stream.ptr), 8),
-        "pack": (lambda: core.pack(whole, parts, stream.ptr, line=line), 8),
-        "unpack": (lambda: core.unpack(whole, parts, stream.ptr, line=line), 8),
+        "pack": (lambda: core.pack(whole, parts, stream.ptr, begins=begins), 8),
+        "unpack": (lambda: core.unpack(whole, parts, stream.ptr, begins=begins), 8),
         "pack tight": (lambda: core.pack(whole, parts, stream.ptr), 8),
-        "pack bf16": (lambda: core.pack(narrow, parts, stream.ptr, line=line, scale=0.5), 6),
-        "unpack bf16": (lambda: core.unpack(narrow, parts, stream.ptr, line=line, scale=0.5), 6),
-        "pack bf16 owing": (lambda: core.pack(narrow, parts, stream.ptr, line=line, residual=residual), 14),
+        "pack bf16": (lambda: core.pack(narrow, parts, stream.ptr, begins=begins, scale=0.5), 6),
+        "unpack bf16": (lambda: core.unpack(narrow, parts, stream.ptr, begins=begins, scale=0.5), 6),
+        "pack bf16 owing": (lambda: core.pack(narrow, parts, stream.ptr, begins=begins, residual=residual), 14),
     }
     taken = times_ms({name: call for name, (call, _) in calls.items()}, max(3, min(50, 512 * MIB // total)))
     rates = {name: bytes_each * count / taken[name] / 1e6 for name, (_, bytes_each) in calls.items()}

@@ -76,26 +76,30 @@ Dtype dtype_of(const py::array& array) {
   throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
 }
 
-// The parts, one after the other, to the bucket, or from it. line: each begins at a multiple of so many elements.
-Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, size_t line) {
-  if (!line || line & (line - 1)) throw py::value_error("mscomm: line is a power of two, not " + std::to_string(line));
+// Where each of the parts begins in the bucket, in elements; none: one after the other.
+using Begins = std::optional<std::vector<uint64_t>>;
+
+Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, const Begins& begins) {
+  if (begins && begins->size() != parts.size()) throw py::value_error("mscomm: begins has a number for each part");
   Packing packing{packs, dtype_of(bucket), dtype_of(bucket), bucket.mutable_data(), {}, scale};
   if (!parts.empty()) packing.dtype = dtype_of(parts.front());
-  uint64_t at = 0;
-  for (py::array& part : parts) {
-    if (!part.dtype().equal(parts.front().dtype())) throw py::type_error("mscomm: the parts of a bucket have one dtype");
-    at = (at + line - 1) & ~(line - 1);
-    const auto count = static_cast<uint64_t>(part.size());
-    if (at + count > static_cast<uint64_t>(bucket.size())) throw py::value_error("mscomm: the parts do not fit into the bucket");
-    packing.parts.push_back({packs ? const_cast<void*>(part.data()) : part.mutable_data(), at, count});
-    at += count;
+  const auto room = static_cast<uint64_t>(bucket.size());
+  uint64_t end = 0;
+  for (size_t i = 0; i < parts.size(); i++) {
+    if (!parts[i].dtype().equal(parts.front().dtype())) throw py::type_error("mscomm: the parts of a bucket have one dtype");
+    const uint64_t at = begins ? (*begins)[i] : end;
+    const auto count = static_cast<uint64_t>(parts[i].size());
+    if (at < end) throw py::value_error("mscomm: the parts come in the order of the bucket, and apart from each other");
+    if (at > room || count > room - at) throw py::value_error("mscomm: the parts do not fit into the bucket");
+    packing.parts.push_back({packs ? const_cast<void*>(parts[i].data()) : parts[i].mutable_data(), at, count});
+    end = at + count;
   }
   return packing;
 }
 
-void pack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, size_t line,
+void pack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, const Begins& begins,
           std::optional<py::array> residual, double largest) {
-  Packing packing = packing_of(true, bucket, parts, scale, line);
+  Packing packing = packing_of(true, bucket, parts, scale, begins);
   if (residual) {
     if (dtype_of(*residual) != Dtype::float32) throw py::type_error("mscomm: a residual is float32");
     const uint64_t end = packing.parts.empty() ? 0 : packing.parts.back().begin + packing.parts.back().count;
@@ -107,9 +111,15 @@ void pack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_
   unlocked([&] { group.communicator->pack(packing, reinterpret_cast<StreamHandle>(stream)); });
 }
 
-void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, size_t line) {
-  const Packing packing = packing_of(false, bucket, parts, scale, line);
+void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintptr_t stream, double scale, const Begins& begins) {
+  const Packing packing = packing_of(false, bucket, parts, scale, begins);
   unlocked([&] { group.communicator->pack(packing, reinterpret_cast<StreamHandle>(stream)); });
+}
+
+void clear(Group& group, py::array memory, uintptr_t stream) {
+  void* const begin = memory.mutable_data();
+  const auto bytes = static_cast<size_t>(memory.nbytes());
+  unlocked([&] { group.communicator->clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });
 }
 
 py::object failure(const Group& group) {
@@ -297,9 +307,11 @@ PYBIND11_MODULE(_core, module) {
       .def("order", [](Group& group, uint64_t number,
                        uintptr_t stream) { group.communicator->order(number, reinterpret_cast<StreamHandle>(stream)); })
       .def("pack", &pack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
-           py::arg("line") = 1, py::arg("residual") = py::none(), py::arg("largest") = std::numeric_limits<double>::infinity())
+           py::arg("begins") = py::none(), py::arg("residual") = py::none(),
+           py::arg("largest") = std::numeric_limits<double>::infinity())
       .def("unpack", &unpack, py::arg("bucket"), py::arg("parts"), py::arg("stream"), py::kw_only(), py::arg("scale") = 1.0,
-           py::arg("line") = 1)
+           py::arg("begins") = py::none())
+      .def("clear", &clear)
       .def("packs",
            [](const Group& group, int dtype, int bucket) {
              return group.communicator->converts(static_cast<Dtype>(dtype), static_cast<Dtype>(bucket));

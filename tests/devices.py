@@ -17,7 +17,10 @@ import pytest
 from fakes import library
 from fakes.build import build
 from fakes.device_array import DeviceArray, counters
+from fakes.kernels import IMAGE, build_kernels
 from ranks import ranks
+
+from mscomm import _core
 
 BACKENDS = ("nccl", "hccl")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -60,6 +63,37 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
         return {"backend_name": backend}
 
     return ranks(n, env=whole, **{"init": init, **options})
+
+
+# -- kernels, which the stand-in for the CUDA driver runs on the CPU
+
+# What a process has: kernels by either way of loading them, or none.
+LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
+WITHOUT = {
+    "no image": "none, this mscomm was built without nvcc",
+    "refused": "none, cuLibraryLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU (209), no kernel image is available",
+    "refused module": "none, cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU (209), no kernel image is available",
+}
+
+
+def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
+    """With which the driver has them so."""
+    if how in LOADED:
+        return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
+    return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
+
+
+def load_kernels(how: str) -> None:
+    """Before init, in a process with those variables."""
+    image = b"" if how == "no image" else _core.embedded_image()[0] or IMAGE
+    _core.open_cuda = functools.partial(_core.open_cuda, image=image)
+
+
+def launches() -> int:
+    return int(counters().get("launches", 0))
+
+
+# -- arrays
 
 
 def on_device(x: Any) -> DeviceArray:

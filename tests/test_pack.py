@@ -6,7 +6,6 @@ at every alignment: tests/core/pack_test.cc.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
@@ -19,10 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from devices import devices, on_device, violations
+from devices import LOADED, WITHOUT, devices, kernel_variables, launches, load_kernels, on_device, violations
 from fakes import device_array, library
-from fakes.device_array import DeviceArray, compute, counters
-from fakes.kernels import CSRC, IMAGE, build_kernels
+from fakes.device_array import DeviceArray, compute
+from fakes.kernels import CSRC
 from functions import DTYPES, bits
 
 import mscomm
@@ -33,43 +32,25 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 EMBEDDED, ARCHITECTURES = _core.embedded_image()
 LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
-# What a process has: kernels by either way of loading them, or none.
-LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
-WITHOUT = {
-    "no image": "none, this mscomm was built without nvcc",
-    "refused": "none, cuLibraryLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU (209), no kernel image is available",
-    "refused module": "none, cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU (209), no kernel image is available",
-}
 every_way = pytest.mark.parametrize("how", [*LOADED, *WITHOUT])
 either_way = pytest.mark.parametrize("how", ["library", "refused"])
 with_kernels = pytest.mark.parametrize("how", ["library"])
 without_kernels = pytest.mark.parametrize("how", ["refused"])
 
 
-def environment(rank: int, how: str, **_: Any) -> dict[str, str]:
-    if how in LOADED:
-        return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
-    return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
-
-
 def packing(n: int = 1) -> Any:
     """A test of n ranks that join with join(how)."""
-    return devices(n, init=None, env=environment)
+    return devices(n, init=None, env=kernel_variables)
 
 
 def join(how: str) -> _core.Group:
-    image = b"" if how == "no image" else EMBEDDED or IMAGE
-    _core.open_cuda = functools.partial(_core.open_cuda, image=image)
+    load_kernels(how)
     mscomm.init("nccl")
     return resolve(None).core
 
 
 def kernels() -> str:
     return accelerators.opened("nccl").runtime.kernels(int(os.environ["MSCOMM_RANK"]))
-
-
-def launches() -> int:
-    return int(counters().get("launches", 0))
 
 
 def pack(
@@ -150,18 +131,30 @@ def test_copies_keep_all_bits_of_every_dtype(rank: int, how: str) -> None:
 
 @either_way
 @packing()
-def test_parts_begin_where_a_line_does(rank: int, how: str) -> None:
+def test_parts_begin_where_they_are_told_to(rank: int, how: str) -> None:
     core = join(how)
     parts = [np.full(n, n, np.float32) for n in (3, 16, 17, 1)]
-    bucket = on_device(np.full(65, -1, np.float32))
-    pack(core, bucket, [on_device(x) for x in parts], line=16)
-    expected = np.full(65, -1, np.float32)
-    for begin, part in zip((0, 16, 32, 64), parts, strict=True):
+    begins = [2, 16, 33, 900]
+    bucket = on_device(np.full(1000, -1, np.float32))
+    pack(core, bucket, [on_device(x) for x in parts], begins=begins)
+    expected = np.full(1000, -1, np.float32)
+    for begin, part in zip(begins, parts, strict=True):
         expected[begin : begin + part.size] = part
     assert (bucket.to_numpy() == expected).all()
     targets = [on_device(np.zeros_like(x)) for x in parts]
-    unpack(core, bucket, targets, line=16)
+    unpack(core, bucket, targets, begins=begins)
     assert all((x.to_numpy() == part).all() for x, part in zip(targets, parts, strict=True))
+    assert violations() == []
+
+
+@either_way
+@packing()
+def test_cleared_memory_is_zero(rank: int, how: str) -> None:
+    core = join(how)
+    x = on_device(np.arange(1, 11, dtype=np.float32))
+    core.clear(library.memory(x)[2:7], device_array.current_stream())
+    core.clear(library.memory(x)[:0], device_array.current_stream())
+    assert x.to_numpy().tolist() == [1, 2, 0, 0, 0, 0, 0, 8, 9, 10]
     assert violations() == []
 
 
@@ -295,7 +288,9 @@ def test_arguments_that_do_not_fit_are_refused(rank: int, how: str) -> None:
     with pytest.raises(ValueError, match="the parts do not fit into the bucket"):
         pack(core, on_device(np.zeros(9, np.float32)), [x, x])
     with pytest.raises(ValueError, match="the parts do not fit into the bucket"):
-        pack(core, on_device(np.zeros(12, np.float32)), [x, x], line=8)
+        pack(core, on_device(np.zeros(12, np.float32)), [x, x], begins=[0, 8])
+    with pytest.raises(ValueError, match="the parts do not fit into the bucket"):
+        pack(core, on_device(np.zeros(12, np.float32)), [x], begins=[1 << 63])
     with pytest.raises(TypeError, match="the parts of a bucket have one dtype"):
         pack(core, on_device(np.zeros(10, np.float32)), [x, y])
     with pytest.raises(TypeError, match="a residual is float32"):
@@ -304,8 +299,10 @@ def test_arguments_that_do_not_fit_are_refused(rank: int, how: str) -> None:
         pack(core, on_device(np.zeros(5, BFLOAT16)), [x], x[:4])
     with pytest.raises(ValueError, match="largest is a positive number"):
         pack(core, on_device(np.zeros(5, BFLOAT16)), [x], x, largest=0.0)
-    with pytest.raises(ValueError, match="line is a power of two, not 3"):
-        pack(core, x, [x], line=3)
+    with pytest.raises(ValueError, match="the parts come in the order of the bucket, and apart from each other"):
+        pack(core, on_device(np.zeros(12, np.float32)), [x, x], begins=[0, 4])
+    with pytest.raises(ValueError, match="begins has a number for each part"):
+        pack(core, x, [x], begins=[])
     with pytest.raises(
         RuntimeError, match=r"casts between int32 parts and a float32 bucket like these.*Kernels: 14 loaded"
     ):

@@ -119,6 +119,10 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   void run(const Call& call, const Wait& wait);
   void order(uint64_t number, StreamHandle stream);
   void pack(const Packing& packing, StreamHandle stream);
+  void clear(void* memory, size_t bytes, StreamHandle stream) {
+    const Runtime::Current current(*runtime_, device_);
+    if (bytes) runtime_->clear(memory, bytes, stream);
+  }
   bool converts(Dtype part, Dtype bucket) const { return runtime_->converts(device_, part, bucket); }
 
   mutable std::mutex mutex_;  // protects what follows; never held while the library is called
@@ -536,6 +540,7 @@ void VendorBackend::run(const Call& call, const Wait& wait) { state_->run(call, 
 void VendorBackend::order(uint64_t number, StreamHandle stream) { state_->order(number, stream); }
 
 void VendorBackend::pack(const Packing& packing, StreamHandle stream) { state_->pack(packing, stream); }
+void VendorBackend::clear(void* memory, size_t bytes, StreamHandle stream) { state_->clear(memory, bytes, stream); }
 
 bool VendorBackend::converts(Dtype part, Dtype bucket) const { return state_->converts(part, bucket); }
 

@@ -131,6 +131,8 @@ class VendorBackend final : public Backend {
   void order(uint64_t number, StreamHandle stream);
   // In the order of the stream: by the device's kernels, else by copies, which can neither scale nor cast; RuntimeError then.
   void pack(const Packing& packing, StreamHandle stream);
+  // All bytes of the device's memory zero, in the order of the stream.
+  void clear(void* memory, size_t bytes, StreamHandle stream);
   // Whether the device has kernels that scale, and cast where the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const;
   // How many calls have not ended.

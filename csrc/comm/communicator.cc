@@ -191,6 +191,11 @@ void Communicator::pack(const Packing& packing, StreamHandle stream) {
   device_->pack(packing, stream);
 }
 
+void Communicator::clear(void* memory, size_t bytes, StreamHandle stream) {
+  check_usable();
+  device_->clear(memory, bytes, stream);
+}
+
 // What the device does is watched by a thread of its own: these three come from there.
 void Communicator::ended(uint64_t number) {
   recorder_.end(number, Record::State::done);

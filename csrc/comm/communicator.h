@@ -110,6 +110,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void order(uint64_t number, StreamHandle stream);
   // Of the device's arrays, by the device.
   void pack(const Packing& packing, StreamHandle stream);
+  void clear(void* memory, size_t bytes, StreamHandle stream);
   // Whether pack() scales, and casts where the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
 

@@ -35,6 +35,7 @@ struct Functions {
     library.need(record_event, "aclrtRecordEvent");
     library.need(query_event, "aclrtQueryEventStatus");
     library.need(copy, "aclrtMemcpyAsync");
+    library.need(set, "aclrtMemsetAsync");
     library.need(allocate, "aclrtMalloc");
     library.need(free, "aclrtFree");
     library.find(soc_name, "aclrtGetSocName");
@@ -56,6 +57,7 @@ struct Functions {
   Result (*record_event)(EventHandle event, StreamHandle stream);
   Result (*query_event)(EventHandle event, int* status);
   Result (*copy)(void* to, size_t room, const void* from, size_t bytes, int kind, StreamHandle stream);
+  Result (*set)(void* memory, size_t room, int32_t byte, size_t bytes, StreamHandle stream);
   Result (*allocate)(void** memory, size_t bytes, int policy);
   Result (*free)(void* memory);
   const char* (*soc_name)();
@@ -133,6 +135,9 @@ class Acl final : public Runtime {
 
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     check(functions_.copy(to, bytes, from, bytes, device_to_device, stream), "aclrtMemcpyAsync");
+  }
+  void clear(void* memory, size_t bytes, StreamHandle stream) override {
+    check(functions_.set(memory, bytes, 0, bytes, stream), "aclrtMemsetAsync");
   }
   void* allocate(size_t bytes) override {
     constexpr int huge_pages_first = 0;

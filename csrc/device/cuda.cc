@@ -51,6 +51,7 @@ struct Driver {
     library.need(event_record, "cuEventRecord");
     library.need(event_query, "cuEventQuery");
     library.need(copy, "cuMemcpyDtoDAsync_v2");
+    library.need(set, "cuMemsetD8Async");
     library.need(pointer_attribute, "cuPointerGetAttribute");
     library.need(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     library.need(allocate, "cuMemAlloc_v2");
@@ -90,6 +91,7 @@ struct Driver {
   Result (*event_record)(EventHandle event, StreamHandle stream);
   Result (*event_query)(EventHandle event);
   Result (*copy)(unsigned long long to, unsigned long long from, size_t bytes, StreamHandle stream);
+  Result (*set)(unsigned long long memory, unsigned char byte, size_t bytes, StreamHandle stream);
   Result (*pointer_attribute)(void* value, int attribute, unsigned long long memory);
   Result (*exchange_capture_mode)(int* mode);
   Result (*allocate)(unsigned long long* memory, size_t bytes);
@@ -172,6 +174,9 @@ class Cuda final : public Runtime {
   }
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     check(driver_.copy(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), bytes, stream), "cuMemcpyDtoDAsync");
+  }
+  void clear(void* memory, size_t bytes, StreamHandle stream) override {
+    check(driver_.set(reinterpret_cast<uintptr_t>(memory), 0, bytes, stream), "cuMemsetD8Async");
   }
   bool events_can_be_used_again() const override { return true; }
   void leave_captures_alone() override {

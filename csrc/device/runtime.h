@@ -53,6 +53,8 @@ class Runtime {
   virtual bool passed(EventHandle event) = 0;
   // From device memory to device memory.
   virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
+  // All bytes zero.
+  virtual void clear(void* memory, size_t bytes, StreamHandle stream) = 0;
   // To which device the memory belongs.
   virtual int device_of(const void* memory) = 0;
   virtual void* allocate(size_t bytes) = 0;

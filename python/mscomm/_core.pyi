@@ -236,16 +236,16 @@ class Group:
         stream: int,
         *,
         scale: float = 1.0,
-        line: int = 1,
+        begins: Sequence[int] | None = None,
         residual: np.ndarray[Any, Any] | None = None,
         largest: float = ...,
     ) -> None:
-        """Bring the parts, all of one dtype, one after the other into the bucket, on the device; each begins at a
-        multiple of `line` elements.
+        """Bring the parts, all of one dtype, into the bucket, on the device: to where `begins` says, in elements and
+        ascending, else one after the other.
 
         Each element is multiplied by scale, and rounded where the bucket has another dtype. residual: float32, by the
         places of the bucket: it is added before the rounding, and is then what rounding took away (error feedback),
-        also what was beyond `largest`. ValueError if there is no room; RuntimeError for what no kernel of the device
+        also what was beyond `largest`. ValueError if they do not fit; RuntimeError for what no kernel of the device
         does: plain copies, the same dtype and scale 1, need none; for the rest see packs.
         """
 
@@ -256,9 +256,12 @@ class Group:
         stream: int,
         *,
         scale: float = 1.0,
-        line: int = 1,
+        begins: Sequence[int] | None = None,
     ) -> None:
         """The same back."""
+
+    def clear(self, memory: np.ndarray[Any, Any], stream: int, /) -> None:
+        """Every byte of a contiguous array of the device becomes zero."""
 
     def packs(self, dtype: int, bucket: int, /) -> bool:
         """Whether the device has kernels that pack and unpack parts of that dtype with a scale and, where the bucket's

@@ -24,6 +24,7 @@ static_assert(same_shape<decltype(&cuStreamIsCapturing), int (*)(void*, int*)>);
 static_assert(same_shape<decltype(&cuEventCreate), int (*)(void**, unsigned)>);
 static_assert(same_shape<decltype(&cuEventRecord), int (*)(void*, void*)>);
 static_assert(same_shape<decltype(&cuMemcpyDtoDAsync), int (*)(unsigned long long, unsigned long long, size_t, void*)>);
+static_assert(same_shape<decltype(&cuMemsetD8Async), int (*)(unsigned long long, unsigned char, size_t, void*)>);
 static_assert(same_shape<decltype(&cuModuleLoadData), int (*)(void**, const void*)>);
 static_assert(same_shape<decltype(&cuModuleGetFunction), int (*)(void**, void*, const char*)>);
 static_assert(

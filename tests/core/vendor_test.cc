@@ -109,6 +109,9 @@ class Device final : public Runtime {
     const auto* seen = static_cast<Event*>(event);
     return seen->queue->reached(seen->number);
   }
+  void clear(void* memory, size_t bytes, StreamHandle stream) override {
+    queue(stream)->push([=] { std::memset(memory, 0, bytes); });
+  }
   void copy(void* to, const void* from, size_t bytes, StreamHandle stream) override {
     queue(stream)->push([=] { std::memcpy(to, from, bytes); });
   }

@@ -14,6 +14,7 @@ import threading
 from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 _runtime: Cuda | Acl | None = None
@@ -384,6 +385,8 @@ class DeviceArray:
         return type(self)(self._memory, offset, tuple(shape), tuple(strides), self.dtype)
 
     def __getitem__(self, key) -> DeviceArray:
+        if key is ...:
+            return self
         keys = list(key) if isinstance(key, tuple) else [key]
         offset, shape, strides = self._offset, [], []
         for one, extent, step in zip(
@@ -400,7 +403,26 @@ class DeviceArray:
         return self._view(offset, shape, strides)
 
     def __setitem__(self, key, value: DeviceArray) -> None:
-        self[key].copy_(value)
+        target = self[key]
+        target.copy_(value if value.dtype == target.dtype else _computed(lambda x: x.astype(target.dtype), value))
+
+    def view(self, dtype) -> DeviceArray:
+        """The same bytes of a contiguous array in one dimension."""
+        dtype = np.dtype(dtype)
+        size = self.nbytes // dtype.itemsize
+        return type(self)(self._memory, self._offset, (size,), (dtype.itemsize,), dtype)
+
+    def __add__(self, other) -> DeviceArray:
+        return _computed(np.add, self, other)
+
+    def __sub__(self, other) -> DeviceArray:
+        return _computed(np.subtract, self, other)
+
+    def __imul__(self, factor: float) -> DeviceArray:
+        return self.copy_(_computed(lambda x: x * x.dtype.type(factor), self))
+
+    def __itruediv__(self, divisor: float) -> DeviceArray:
+        return self.copy_(_computed(lambda x: x / x.dtype.type(divisor), self))
 
     def reshape(self, *shape) -> DeviceArray:
         """A view of a contiguous array."""
@@ -463,6 +485,32 @@ class DeviceArray:
 
     def __repr__(self) -> str:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device}, ptr={self.ptr:#x})"
+
+
+def _computed(function, *operands) -> DeviceArray:
+    """What NumPy makes of it, after all that the current stream has now."""
+    arrays = [one for one in operands if isinstance(one, DeviceArray)]
+    with np.errstate(all="ignore"):
+        made = function(*(one.to_numpy() if isinstance(one, DeviceArray) else one for one in operands))
+    return DeviceArray.from_numpy(made, arrays[0].device)
+
+
+class namespace:
+    """Of the functions that array libraries have, some on these arrays."""
+
+    float16, bfloat16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+
+    @staticmethod
+    def isfinite(x: DeviceArray) -> DeviceArray:
+        return _computed(np.isfinite, x)
+
+    @staticmethod
+    def clip(x: DeviceArray, low: float, high: float) -> DeviceArray:
+        return _computed(lambda there: np.clip(there, low, high).astype(there.dtype), x)
+
+    @staticmethod
+    def where(condition: DeviceArray, x: DeviceArray, y) -> DeviceArray:
+        return _computed(lambda *given: np.where(*given).astype(x.dtype), condition, x, y)
 
 
 # ---- DLPack

@@ -17,6 +17,7 @@ from mscomm import arrays
 from mscomm.arrays.device import OnDevice, on_device
 
 BACKEND = "nccl"
+namespace = device_array.namespace
 
 
 def register(backend: str = "nccl") -> None:

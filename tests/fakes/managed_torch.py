@@ -23,6 +23,8 @@ from mscomm import arrays
 from mscomm.arrays import torch as real
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import dtype_of
+from mscomm.train import GradientReducer
+from mscomm.train.device_buckets import DeviceBucket
 
 
 class _Managed:
@@ -136,6 +138,28 @@ def register() -> None:
     """Of a tensor of the device mscomm takes the functions above, of others its own."""
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
+
+    for name in ("scale", "_divide", "_widen", "_narrow"):  # what PyTorch computes there
+        setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
+
+
+def settle_in_steps() -> None:
+    """For loops that are not the test's own, as Model's: what GradientReducer enqueues is there when it returns."""
+    for name in ("wait", "zero_grad"):
+        setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))
+
+
+def _settled(function: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def late(*given: Any) -> Any:
+        if before:
+            settle()
+        result = function(*given)
+        if not before:
+            settle()
+        return result
+
+    return late
 
 
 def _either(managed: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:

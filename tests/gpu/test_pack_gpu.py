@@ -132,9 +132,9 @@ def test_scale_and_cast(rank: int, group: None) -> None:
             begins.append(-(-end // line) * line)
             end = begins[-1] + x.size
         bucket = Given(np.zeros(end, into))
-        pack(bucket, [Given(x) for x in parts], scale=scale, line=line)
+        pack(bucket, [Given(x) for x in parts], scale=scale, begins=begins)
         packed, back = bucket.take(), [Given(np.zeros_like(x)) for x in parts]
-        unpack(bucket, back, scale=scale, line=line)
+        unpack(bucket, back, scale=scale, begins=begins)
         for begin, x, y in zip(begins, parts, back, strict=True):
             case = (dtype, into, scale, line, x.size)
             assert same(packed[begin : begin + x.size], scaled(x, scale, into)), case

@@ -16,7 +16,8 @@ Of arrays on a device `memory` is an `OnDevice` of device.py, and the module als
 * `assign(out, made)`: copies made to out in that order;
 * `on_host(x)` -> a numpy.ndarray with the numbers that x has when the current stream has got there;
 * `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may
-  change after the call.
+  change after the call;
+* `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import numpy as np
 
 from mscomm.arrays.device import OnDevice, on_device
 
+namespace = cupy
+
 
 def is_array(x: Any) -> bool:
     return isinstance(x, cupy.ndarray)

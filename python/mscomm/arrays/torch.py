@@ -14,6 +14,8 @@ import torch
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import DTYPES, dtype_of
 
+namespace = torch
+
 _BFLOAT16 = DTYPES.index("bfloat16")
 _CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
 

@@ -19,6 +19,7 @@ from mscomm.bench import report
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Array, Case, Contents, times_ns
 from mscomm.groups import resolve
+from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
@@ -151,8 +152,8 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
         [(count,) for count in counts],
         op=op,
         group=resolve(None),
+        make=lambda layout: HostBucket(layout, op, None, resolve(None)),
         bucket_bytes=int(megabytes * (1 << 20)),
-        compression=None,
         in_order=True,
     )
 

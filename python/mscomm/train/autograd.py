@@ -10,19 +10,26 @@ from typing import Any
 import torch
 
 from mscomm.arrays import torch as arrays
+from mscomm.arrays.device import OnDevice
 from mscomm.train.step import Step
 
 _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 
 
 class Autograd:
-    """Keeps the gradients of the parameters in the step's buffers. others: parameters that it only zeroes."""
+    """Keeps the gradients of the parameters in the step's buffers. others: parameters that it only zeroes.
+
+    A gradient that autograd has made elsewhere is copied into its buffer at once on the CPU; on a device it stays where
+    it is until the step's end, and the bucket gathers all such ones.
+    """
 
     def __init__(self, step: Step, parameters: list[Any], others: Iterable[Any]) -> None:
         self._step = step
         self._parameters = parameters
         self._others = list(others)
         self._hooks: list[Any] = []
+        self._elsewhere: list[int] = []  # gradients of this step, on a device, that do not lie in their buffers
+        self._stream: Any = None  # of the gradient before
         self.syncing = True  # False inside no_sync()
         mine = {id(parameter) for parameter in parameters}
         for earlier in list(_alive):  # two would write to one gradient
@@ -45,46 +52,64 @@ class Autograd:
         self.end()
 
     def _look_at_buffers(self) -> None:
-        self._views = [arrays.over(buffer) for buffer in self._step.buffers]
+        self._views = [
+            buffer if isinstance(buffer, torch.Tensor) else arrays.over(buffer) for buffer in self._step.buffers
+        ]
         # A gradient is told by its address: users may exchange the memory of a tensor that they were given.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
     def accumulated(self, index: int) -> None:
         """The backward pass has put this gradient where it belongs."""
-        if self.syncing and self._put(index):
-            self._step.ready(index)
+        if self.syncing:
+            self._put(index)
 
-    def _put(self, index: int) -> bool:
-        """The gradient into its buffer, if autograd made a new tensor for it. False: there is none."""
+    def _put(self, index: int) -> None:
+        """The gradient is there, if there is one: for its buffer, if autograd made a new tensor for it."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:  # a hook before ours took it away
-            return False
+            return
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"GradientReducer: a gradient of layout {gradient.layout}; use dense gradients (sparse=False), or"
                 " exclude the parameter"
             )
+        if gradient.is_cuda:
+            self._follow(torch.cuda.current_stream(gradient.device))
+        source = None
         if gradient.data_ptr() != self._addresses[index] or gradient.stride() != self._strides[index]:
             view = self._views[index]
-            view.copy_(gradient.detach())
-            parameter.grad = view.detach()
-        return True
+            there = arrays.memory(gradient) if gradient.is_contiguous() else None
+            if isinstance(there, OnDevice):
+                source = there
+                self._elsewhere.append(index)
+            else:
+                view.copy_(gradient.detach())
+                parameter.grad = view.detach()
+        self._step.ready(index, source)
+
+    def _follow(self, stream: Any) -> None:
+        """A bucket is started on the stream of its last gradient: that one comes after those of the others."""
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def gather(self) -> list[int]:
         """At the end of the backward pass: what took no part in it, but has a gradient of passes before. What this rank
         does not have."""
         for index in self._step.missing():
-            if self._put(index):
-                self._step.ready(index)
+            self._put(index)
         return self._step.missing()
 
     def hand_out(self, missing: list[int]) -> None:
-        """After the step: the gradients that only other ranks had."""
-        for index in missing:
-            if self._step.was_used(index):
-                self._parameters[index].grad = self._views[index].detach()
+        """After the step: the gradients that only other ranks had, and those that lie in their buffers from now on."""
+        used = [index for index in missing if self._step.was_used(index)]
+        moved = [index for index in self._elsewhere if self._parameters[index].grad is not None]
+        for index in (*used, *moved):
+            self._parameters[index].grad = self._views[index].detach()
+        self._elsewhere.clear()
+        self._stream = None
 
     def move(self) -> None:
         """The gradients are in new buffers."""

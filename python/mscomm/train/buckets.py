@@ -1,12 +1,15 @@
-"""Fusion buckets: gradients of one dtype side by side in shared memory, reduced by one call.
+"""Fusion buckets: gradients of one dtype side by side, reduced by one call. Here their layout and those of the CPU,
+in memory that the ranks share; in device_buckets.py those of a device.
 
-Behind the gradients a bucket has a mark for each of them, in the same dtype: 1 where this rank has that gradient. The
-reduction adds the marks up with the rest, so that every rank learns which gradients nobody has.
+A bucket has a mark for each of its gradients: 1 where this rank has it. The marks are added up with the gradients, so
+that every rank learns which ones nobody has. On the CPU they lie behind the gradients, in the same dtype, and behind
+them a number that is carried; of a device they cannot be read without waiting for it, so Step sends them beside.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +38,10 @@ class Place(NamedTuple):
     number: int  # of the parameter
     begin: int
     size: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.begin, self.begin + self.size)
 
 
 class Layout(NamedTuple):
@@ -82,74 +89,154 @@ def _layout(content: list[int], kinds: Sequence[tuple[np.dtype[Any], int]]) -> L
     return Layout(dtype, tuple(places), at, at + len(places) + 1)
 
 
-class Bucket:
+def is_narrowed(dtype: np.dtype[Any], compression: str | None) -> bool:
+    """Whether gradients of that dtype go over the wire in 16 bits."""
+    return compression is not None and dtype.itemsize > 2 and dtype.kind == "f"
+
+
+class Bucket(ABC):
     """A bucket's memory, and where it stands in the current step."""
 
-    def __init__(self, layout: Layout, compression: str | None) -> None:
+    carries = False
+    """Whether marks and carried number go with the gradients; else Step sends them beside."""
+
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.memory = collectives.zeros(layout.size, layout.dtype)
         self.there = bytearray(len(layout.places))  # 1 where this step's gradient has come
         self.missing = len(layout.places)
         self._work: Work | None = None
-        self.residual: np.ndarray[Any, Any] | None = None
-        self._wire = self.memory
-        if compression is not None and layout.dtype.itemsize > 2 and layout.dtype.kind == "f":
-            self._wire = collectives.zeros(layout.size, dtype_of(DTYPES.index(COMPRESSIONS[compression])))
-            self.residual = np.zeros(layout.marks, layout.dtype)
-
-    def of(self, place: Place) -> np.ndarray[Any, Any]:
-        """That gradient's memory."""
-        return self.memory[place.begin : place.begin + place.size]
 
     @property
+    @abstractmethod
     def marks(self) -> np.ndarray[Any, Any]:
-        return self.memory[self.layout.marks : -1]
+        """After the step: not 0 where some rank had that gradient."""
 
-    @property
-    def carried(self) -> float:
-        """A number that goes along."""
-        return float(self.memory[-1].real)
+    @abstractmethod
+    def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
+        """That gradient's memory, in one dimension."""
 
-    @carried.setter
-    def carried(self, value: float) -> None:
-        self.memory[-1] = value
+    @abstractmethod
+    def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
+        """An array over it: NumPy's, of a device its library's."""
 
-    def take(self, turn: int, other: Bucket, its_turn: int) -> None:
-        """A gradient with its mark from another bucket, and what compression owes it."""
-        here, there = self.layout.places[turn], other.layout.places[its_turn]
-        self.of(here)[:] = other.of(there)
-        self.marks[turn] = other.marks[its_turn]
-        if self.residual is not None and other.residual is not None:
-            mine, its = (slice(one.begin, one.begin + one.size) for one in (here, there))
-            self.residual[mine] = other.residual[its]
+    @abstractmethod
+    def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
+        """This step's gradient lies there, in C order. A device reads it when the bucket is started."""
 
-    def clear_missing(self) -> None:
-        """Zeros for the gradients that have not come."""
-        if self.missing:
-            for place, there in zip(self.layout.places, self.there, strict=True):
-                if not there:
-                    self.of(place)[:] = 0
+    @abstractmethod
+    def take(self, turn: int, other: Any, its_turn: int) -> None:
+        """A gradient with its mark from another bucket of the kind, and what compression owes it."""
 
-    def start(self, op: str, group: Group, async_op: bool) -> None:
-        """Begin to reduce it, in place; without async_op it is done on return."""
-        self.marks[:] = np.frombuffer(self.there, np.uint8)
-        if self.residual is not None:
-            self._narrow(self.residual, largest(self._wire.dtype, group.size if op == "sum" else 1))
-        started = collectives.all_reduce(self._wire, op, out=self._wire, group=group, async_op=async_op)
-        self._work = started if async_op else None
+    @abstractmethod
+    def clear(self) -> None:
+        """All gradients zero."""
 
+    @abstractmethod
+    def start(self, async_op: bool) -> None:
+        """Begin to reduce it, in place, with zeros for what is missing; without async_op it is done on return."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Wait for the reduction."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._wire is not self.memory:
-            self.memory[:] = self._wire
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+
+    @abstractmethod
+    def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
+        """A copy of what compression owes that gradient; None without compression."""
+
+    @abstractmethod
+    def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
+        """From now on it owes that."""
 
     def forget(self) -> None:
         """The step is over."""
         self.there[:] = bytes(len(self.there))
         self.missing = len(self.there)
+
+
+class HostBucket(Bucket):
+    """In memory that the ranks of the host share."""
+
+    carries = True
+
+    def __init__(self, layout: Layout, op: str, compression: str | None, group: Group) -> None:
+        super().__init__(layout)
+        self._op, self._group = op, group
+        self._memory = collectives.zeros(layout.size, layout.dtype)
+        self._residual: np.ndarray[Any, Any] | None = None
+        self._wire = self._memory
+        if is_narrowed(layout.dtype, compression):
+            assert compression is not None
+            self._wire = collectives.zeros(layout.size, dtype_of(DTYPES.index(COMPRESSIONS[compression])))
+            self._residual = np.zeros(layout.marks, layout.dtype)
+
+    @property
+    def marks(self) -> np.ndarray[Any, Any]:
+        return self._memory[self.layout.marks : -1]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its dtype holds a loss well enough, also on the wire."""
+        return self.layout.dtype.itemsize >= 4 and self._residual is None
+
+    @property
+    def carried(self) -> float:
+        """A number that goes along."""
+        return float(self._memory[-1].real)
+
+    @carried.setter
+    def carried(self, value: float) -> None:
+        self._memory[-1] = value
+
+    def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
+        return self._memory[self.layout.places[turn].span]
+
+    def array_of(self, turn: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return self.memory_of(turn).reshape(shape)
+
+    def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
+        self.memory_of(turn)[:] = source.reshape(-1)
+
+    def take(self, turn: int, other: HostBucket, its_turn: int) -> None:
+        self.memory_of(turn)[:] = other.memory_of(its_turn)
+        self.marks[turn] = other.marks[its_turn]
+        if self._residual is not None and other._residual is not None:
+            mine, its = self.layout.places[turn].span, other.layout.places[its_turn].span
+            self._residual[mine] = other._residual[its]
+
+    def clear(self) -> None:
+        self._memory[: self.layout.marks] = 0
+
+    def start(self, async_op: bool) -> None:
+        if self.missing:
+            for turn, there in enumerate(self.there):
+                if not there:
+                    self.memory_of(turn)[:] = 0
+        self.marks[:] = np.frombuffer(self.there, np.uint8)
+        if self._residual is not None:
+            self._narrow(self._residual, largest(self._wire.dtype, self._group.size if self._op == "sum" else 1))
+        started = collectives.all_reduce(self._wire, self._op, out=self._wire, group=self._group, async_op=async_op)
+        self._work = started if async_op else None
+
+    def finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._wire is not self._memory:
+            self._memory[:] = self._wire
+
+    def scale(self, factor: float) -> None:
+        self._memory[: self.layout.marks] *= self.layout.dtype.type(factor)
+
+    def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
+        return None if self._residual is None else self._residual[self.layout.places[turn].span].copy()
+
+    def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
+        if self._residual is not None:
+            self._residual[self.layout.places[turn].span] = residual.reshape(-1)
 
     def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
         """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et
@@ -157,11 +244,11 @@ class Bucket:
         go as they are, for who looks for them, and leave nothing behind. What is owed to a gradient that this rank does
         not have waits until it has: where no rank has it, nobody takes the result."""
         end = self.layout.marks
-        gradients, wire = self.memory[:end], self._wire[:end]
+        gradients, wire = self._memory[:end], self._wire[:end]
         absent = [place for place, mark in zip(self.layout.places, self.marks, strict=True) if mark == 0]
-        waiting = [residual[place.begin : place.begin + place.size].copy() for place in absent]
+        waiting = [residual[place.span].copy() for place in absent]
         for place in absent:
-            residual[place.begin : place.begin + place.size] = 0
+            residual[place.span] = 0
         gradients += residual
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(gradients.sum()):
@@ -171,5 +258,5 @@ class Bucket:
                 wire[:] = gradients
                 residual[:] = 0
         for place, owed in zip(absent, waiting, strict=True):
-            residual[place.begin : place.begin + place.size] = owed
-        self._wire[end:] = self.memory[end:]  # marks are 0 or 1
+            residual[place.span] = owed
+        self._wire[end:] = self._memory[end:]  # marks are 0 or 1

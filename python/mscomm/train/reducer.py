@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from mscomm import collectives, objects
-from mscomm.arrays import library, memory
+from mscomm.arrays import library, memory_anywhere
+from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import readable
 from mscomm.group import Group
 from mscomm.groups import resolve
-from mscomm.train.buckets import COMPRESSIONS
+from mscomm.train.buckets import COMPRESSIONS, Bucket, HostBucket, Layout
+from mscomm.train.device_buckets import DeviceBucket
 from mscomm.train.step import Step
 
 BUCKET_MB = 4.0  # where ranks share a host, larger ones gain nothing: see docs/performance.md
@@ -26,8 +28,9 @@ _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 class GradientReducer:
     """Combines the gradients of all ranks, so that each takes the step that the whole batch asks for.
 
-    parameters: PyTorch: `model.parameters()` or `model.named_parameters()`. NumPy, JAX, MindSpore: arrays of the shapes
-    and dtypes of the gradients, as a list or a dict. All ranks give the same, in the same order; ValueError on all
+    parameters: PyTorch: `model.parameters()` or `model.named_parameters()`. NumPy, JAX, MindSpore, CuPy: arrays of the
+    shapes and dtypes of the gradients, as a list or a dict. PyTorch's on a GPU and CuPy's lie on the device with which
+    this rank has joined. All ranks give the same, in the same order; ValueError on all
     ranks, naming the first that differs. mean: divide by the number of ranks; else the sum. bucket_mb: MiB in a bucket
     (4; the first of each dtype has at most 1). compression: "bf16" or "fp16": what goes from rank to rank has 16 bits;
     what the rounding takes away is added in the next step. exclude: parameters or their names that each rank keeps for
@@ -51,6 +54,11 @@ class GradientReducer:
 
     >>> gradients = reducer.reduce(gradients)
 
+    On a device everything is enqueued on the library's current stream, buckets that are full while the backward pass
+    still runs beside it; wait() and reduce() return when the ranks have all enqueued theirs, and do not wait for the
+    device. Gradients that lie elsewhere come into a bucket in one launch, with the compression on the way, where this
+    mscomm has kernels (see `mscomm doctor`); else by copies, and the array library computes the compression.
+
     Parameters that need no gradient (`requires_grad`) are left out. The reducer works as long as somebody refers to it.
     The bits are those of all_reduce of each gradient, whatever the buckets. Errors as in all_reduce; then the group is
     broken and the gradients are undefined. After rejoin() each rank makes a new one.
@@ -72,39 +80,64 @@ class GradientReducer:
             raise ValueError(f"GradientReducer: bucket_mb is {bucket_mb}; it must be more than 0")
         self._names, self._parameters, self._others = _chosen(parameters, list(exclude))
         self._arrays = _one_library(self._names, self._parameters)
-        seen = [memory(p, name, "GradientReducer") for name, p in zip(self._names, self._parameters, strict=True)]
+        self._group = resolve(group)
+        seen = [self._memory(p, name, "GradientReducer") for name, p in zip(self._names, self._parameters, strict=True)]
+        self._on_device = isinstance(seen[0], OnDevice)
+        for name, p in zip(self._names, seen, strict=True):
+            if isinstance(p, OnDevice) != self._on_device:
+                there = "a device's" if self._on_device else "the CPU's"
+                raise TypeError(f"GradientReducer: {self._names[0]} is {there}, {name} is not; exclude one of them")
+        if self._on_device and not hasattr(self._arrays, "namespace"):
+            kind = type(self._parameters[0]).__name__
+            raise TypeError(f"GradientReducer: of {kind} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays")
         self._shapes = [p.shape for p in seen]
         self._kinds = [(p.dtype, p.size) for p in seen]
         for name, (dtype, _) in zip(self._names, self._kinds, strict=True):
             if dtype.kind not in "fc" and dtype.name != "bfloat16":
                 raise TypeError(f"GradientReducer: {name} is of dtype {dtype}, which has no gradient; exclude it")
         library_name = self._arrays.__name__.rpartition(".")[2]
-        self._group = resolve(group)
         options: dict[str, Any] = {
             "library": library_name,
+            "where they are": "a device" if self._on_device else "the CPU",
             "mean": bool(mean),
             "bucket_mb": float(bucket_mb or BUCKET_MB),
             "compression": compression,
         }
         _check_alike(options, self._names, self._kinds, self._shapes, self._group)
         path = _AUTOGRAD.get(library_name)
+        op = "avg" if mean else "sum"
+
+        def make(layout: Layout) -> Bucket:
+            if not self._on_device:
+                return HostBucket(layout, op, compression, self._group)
+            return DeviceBucket(layout, op, compression, self._group, self._parameters[layout.places[0].number])
+
         self._step = Step(
             self._names,
             self._kinds,
             self._shapes,
-            op="avg" if mean else "sum",
+            op=op,
             group=self._group,
+            make=make,
             bucket_bytes=int(options["bucket_mb"] * (1 << 20)),
-            compression=compression,
             in_order=path is None,
         )
         self._autograd: Any = None
         if path is not None:
             self._autograd = importlib.import_module(path).Autograd(self._step, self._parameters, self._others.values())
 
+    def _memory(self, x: Any, name: str, function: str) -> np.ndarray[Any, Any]:
+        there = memory_anywhere(x, name, function)
+        if isinstance(there, OnDevice):
+            self._group.check_device(function, name, there)
+        return there
+
     @property
-    def buffers(self) -> list[np.ndarray[Any, Any]]:
-        """NumPy arrays, one a parameter and of its shape: where its gradient lies when it is reduced."""
+    def buffers(self) -> list[Any]:
+        """Arrays, one a parameter and of its shape: where its gradient lies when it is reduced.
+
+        NumPy's, on a device the library's own.
+        """
         return list(self._step.buffers)
 
     def carry(self, value: float) -> None:
@@ -155,11 +188,11 @@ class GradientReducer:
         """What a later reducer of the same parameters needs to go on with the same bits, between two steps.
 
         {"order": the parameters' numbers as the buckets have them, or None; "residual": {name: array}}, where the
-        arrays are what compression still owes, copies of the parameters' shapes; {} without compression.
+        arrays are what compression still owes, NumPy's, of the parameters' shapes; {} without compression.
         """
         self._step.check_between("state_dict")
         owed = {name: self._step.residual(index) for index, name in enumerate(self._names)}
-        residual = {name: array.copy() for name, array in owed.items() if array is not None}
+        residual = {name: array for name, array in owed.items() if array is not None}
         return {"order": self._step.order_of_rank_0, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,7 +219,7 @@ class GradientReducer:
             if residual[name].shape != owed.shape:
                 theirs, mine = list(residual[name].shape), list(owed.shape)
                 raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
-            owed[...] = residual[name]
+            self._step.owe(index, residual[name])
 
     # -- PyTorch
 
@@ -240,29 +273,28 @@ class GradientReducer:
 
         A list has the order of the parameters, without those that are excluded; a dict has their names, and entries
         that are excluded come back as they are. Shapes and dtypes are those of the parameters; ValueError otherwise.
-        NumPy's and MindSpore's results lie in the buckets, where the next call overwrites them; who computes gradients
-        into `buffers` in the first place saves a copy. JAX's are arrays of their own.
+        The results lie in the buckets, where the next call overwrites them; who computes gradients into `buffers` at
+        once saves a copy. JAX's are arrays of their own.
         """
         if self._autograd is not None:
             raise RuntimeError("GradientReducer.reduce: PyTorch's gradients are reduced by backward() and wait()")
         self._step.check_between("reduce")
         given = self._in_order(gradients)
-        sources = [readable(memory(x, name, "reduce")) for name, x in zip(self._names, given, strict=True)]
+        sources = [self._source(x, name) for name, x in zip(self._names, given, strict=True)]
         for name, x, shape, (dtype, _) in zip(self._names, sources, self._shapes, self._kinds, strict=True):
             if (x.shape, x.dtype) != (shape, dtype):
                 theirs = f"{x.dtype}{list(x.shape)}"
                 raise ValueError(f"reduce: the gradient of {name} is {theirs}, the parameter {dtype}{list(shape)}")
-        buffers = self._step.buffers
-        for index, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
-            if not _is_same(source, buffer) and any(np.may_share_memory(source, other) for other in buffers):
-                sources[index] = source.copy()  # it would be overwritten before its turn
+        places = self._step.memories
+        for index, (source, place) in enumerate(zip(sources, places, strict=True)):
+            if not _is_same(source, place) and any(np.may_share_memory(source, other) for other in places):
+                sources[index] = self._copy(source, given[index])  # it would be overwritten before its turn
         with self._step.owed():
             for index in self._step.order:
-                if not _is_same(sources[index], buffers[index]):
-                    buffers[index][...] = sources[index]
-                self._step.ready(index)
+                is_there = _is_same(sources[index], places[index])
+                self._step.ready(index, None if is_there else sources[index])
             self._step.finish()
-        results = [self._result(p, buffer) for p, buffer in zip(self._parameters, buffers, strict=True)]
+        results = [self._result(p, buffer) for p, buffer in zip(self._parameters, self._step.buffers, strict=True)]
         if isinstance(gradients, dict):
             return {**gradients, **dict(zip(self._names, results, strict=True))}
         return tuple(results) if isinstance(gradients, tuple) else results
@@ -280,7 +312,27 @@ class GradientReducer:
             raise ValueError(f"reduce: there is {wrong}; the parameters are {', '.join(self._names)}")
         return [gradients[name] for name in self._names]
 
-    def _result(self, parameter: Any, buffer: np.ndarray[Any, Any]) -> Any:
+    def _source(self, x: Any, name: str) -> np.ndarray[Any, Any]:
+        """A gradient's memory, in C order."""
+        there = self._memory(x, name, "reduce")
+        if isinstance(there, OnDevice) != self._on_device:
+            where = "the CPU's, the parameter a device's" if self._on_device else "a device's, the parameter the CPU's"
+            raise TypeError(f"reduce: the gradient of {name} is {where}")
+        if not self._on_device:
+            return readable(there)
+        return there if there.flags.c_contiguous else self._memory(self._arrays.packed(x), name, "reduce")
+
+    def _copy(self, source: np.ndarray[Any, Any], x: Any) -> np.ndarray[Any, Any]:
+        if not isinstance(source, OnDevice):
+            return source.copy()
+        made: OnDevice = self._arrays.new(x, source.shape)[0]
+        with self._group.failing():
+            self._group.core.pack(made, [source], made.stream)
+        return made
+
+    def _result(self, parameter: Any, buffer: Any) -> Any:
+        if self._on_device:
+            return buffer
         if hasattr(self._arrays, "over"):
             return self._arrays.over(buffer)
         target, result = self._arrays.new(parameter, buffer.shape)
@@ -299,7 +351,7 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str |
     resolved = resolve(group)
     works, results = [], []
     for name, x in _named(parameters):
-        writable = memory(x, name, "broadcast_parameters").flags.writeable
+        writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
         works.append(collectives.broadcast(x, root, out=x if writable else None, group=resolved, async_op=True))
     for work in works:
         results.append(work.wait())

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mscomm import collectives, objects
 from mscomm.group import Group
-from mscomm.train.buckets import Bucket, layouts
+from mscomm.train.buckets import Bucket, HostBucket, Layout, layouts
 
 
 class Step:
     """The buckets and the state of the current step. Between two steps nothing is on its way.
 
-    kinds: dtype and number of elements of each gradient; names and shapes likewise. in_order: they become ready in this
-    order; else in the reverse, until the first step has shown rank 0's.
+    kinds: dtype and number of elements of each gradient; names and shapes likewise. make: a bucket of that layout, in
+    which op is done by the group's ranks. in_order: they become ready in this order; else in the reverse, until the
+    first step has shown rank 0's.
     """
 
     def __init__(
@@ -29,8 +30,8 @@ class Step:
         *,
         op: str,
         group: Group,
+        make: Callable[[Layout], Bucket],
         bucket_bytes: int,
-        compression: str | None,
         in_order: bool,
     ) -> None:
         self._names = names
@@ -38,8 +39,8 @@ class Step:
         self._shapes = shapes
         self._op = op
         self._group = group
+        self._make = make
         self._bucket_bytes = bucket_bytes
-        self._compression = compression
         self._order_is_final = in_order
         self.order_of_rank_0: list[int] | None = None  # when it is known
         self._order: list[int] = []  # in which this step's gradients became ready
@@ -82,8 +83,9 @@ class Step:
 
     # -- a gradient
 
-    def ready(self, index: int) -> None:
-        """That gradient lies in its buffer; what is complete is reduced, strictly in the order of the buckets.
+    def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> None:
+        """That gradient lies in its buffer, or is in this memory; what is complete is reduced, strictly in the order of
+        the buckets.
 
         The last bucket waits for finish(), which follows: the calling thread reduces it with no switch of threads.
         """
@@ -94,6 +96,8 @@ class Step:
                 f"GradientReducer: the gradient of {self._names[index]} came twice in one step: call wait() after each"
                 " backward pass, or use no_sync() to add several up"
             )
+        if source is not None:
+            bucket.put(turn, source)
         bucket.there[turn] = 1
         bucket.missing -= 1
         self._order.append(index)
@@ -119,11 +123,11 @@ class Step:
     def clear(self) -> None:
         """All gradients zero."""
         for bucket in self._buckets:
-            bucket.memory[: bucket.layout.marks] = 0
+            bucket.clear()
 
     def carry(self, value: float) -> None:
         self._check_usable()
-        if self._carrier in self._buckets[: self._started]:
+        if any(bucket is self._carrier for bucket in self._buckets[: self._started]):
             raise RuntimeError("GradientReducer.carry: too late for this step; call it before backward()")
         self._carry = value
 
@@ -142,18 +146,19 @@ class Step:
         """Reduce all that has not been, with zeros for what is missing, and wait. How many ranks had a batch; whether
         the buffers were laid out anew."""
         began = time.monotonic()
-        for bucket in self._buckets[self._started :]:
-            bucket.clear_missing()
         while self._started < len(self._buckets):
             self._start_next(async_op=self._started < len(self._buckets) - 1)
         active = self._group.size
         if self.joining or self._carrier is None:
-            facts = np.array([self._carry * self.active, self.active])
-            total, active = collectives.all_reduce(facts, group=self._group)
+            marks = [bucket.marks for bucket in self._buckets if not bucket.carries]
+            facts = np.concatenate([[self._carry * self.active, self.active], *marks])
+            total, active, *sums = collectives.all_reduce(facts, group=self._group)
+            for one in marks:
+                one[:], sums = sums[: one.size], sums[one.size :]
         for bucket in self._buckets:
             bucket.finish()
             if self._op == "avg" and 0 < active < self._group.size:
-                bucket.memory[: bucket.layout.marks] *= bucket.layout.dtype.type(self._group.size / active)
+                bucket.scale(self._group.size / active)
         if self._carrier is not None and not self.joining:
             total = self._carrier.carried * (self._group.size if self._op == "avg" else 1)
         self.carried, self._carry = float(total) / max(active, 1), 0.0
@@ -171,23 +176,25 @@ class Step:
     def _start_next(self, *, async_op: bool) -> None:
         """Begin to reduce the bucket that is next in turn."""
         bucket = self._buckets[self._started]
-        bucket.carried = self._carry if bucket is self._carrier else 0.0
-        bucket.start(self._op, self._group, async_op)
+        if isinstance(bucket, HostBucket):
+            bucket.carried = self._carry if bucket is self._carrier else 0.0
+        bucket.start(async_op)
         self._started += 1
 
     def _lay_out(self, order: list[int]) -> None:
         """The buckets, for gradients that become ready in that order."""
-        self._buckets = [Bucket(one, self._compression) for one in layouts(self._kinds, order, self._bucket_bytes)]
+        self._buckets = [self._make(one) for one in layouts(self._kinds, order, self._bucket_bytes)]
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
         # The last bucket whose dtype holds a loss well enough; None: it has a call of its own.
-        wide = [bucket for bucket in self._buckets if bucket.layout.dtype.itemsize >= 4]
-        self._carrier = wide[-1] if wide and self._compression is None else None
-        self.buffers: list[np.ndarray[Any, Any]] = []
-        for index, shape in enumerate(self._shapes):
-            bucket, turn = self._bucket_of[index]
-            self.buffers.append(bucket.of(bucket.layout.places[turn]).reshape(shape))
+        wide = [one for one in self._buckets if isinstance(one, HostBucket) and one.is_wide]
+        self._carrier = wide[-1] if wide else None
+        places = [self._bucket_of[index] for index in range(len(self._kinds))]
+        self.memories = [bucket.memory_of(turn) for bucket, turn in places]
+        self.buffers = [
+            bucket.array_of(turn, shape) for (bucket, turn), shape in zip(places, self._shapes, strict=True)
+        ]
 
     # -- what a later one needs to go on
 
@@ -200,9 +207,12 @@ class Step:
             bucket.take(turn, *before[index])
 
     def residual(self, index: int) -> np.ndarray[Any, Any] | None:
-        """What compression owes that gradient, to be read and written; None without compression."""
+        """A copy of what compression owes that gradient; None without compression."""
         bucket, turn = self._bucket_of[index]
-        if bucket.residual is None:
-            return None
-        place = bucket.layout.places[turn]
-        return bucket.residual[place.begin : place.begin + place.size].reshape(self._shapes[index])
+        owed = bucket.residual_of(turn)
+        return None if owed is None else owed.reshape(self._shapes[index])
+
+    def owe(self, index: int, residual: np.ndarray[Any, Any]) -> None:
+        """From now on it owes that."""
+        bucket, turn = self._bucket_of[index]
+        bucket.owe(turn, residual)

@@ -1,0 +1,183 @@
+"""Fusion buckets in a device's memory, which is the array library's own.
+
+Where the gradients of a step lie elsewhere they come into the bucket in one launch, on the way with scale, cast and
+error feedback, by the kernels of csrc/cuda. Without kernels copies gather them, and what is to be computed the array
+library computes. All is enqueued on the library's current stream; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from mscomm.arguments import OPS
+from mscomm.arrays import library
+from mscomm.arrays.device import OnDevice
+from mscomm.arrays.numpy import DTYPES, dtype_code, dtype_of
+from mscomm.collectives import WHAT
+from mscomm.group import Call, Group
+from mscomm.train.buckets import COMPRESSIONS, Bucket, Layout, is_narrowed, largest
+
+
+class DeviceBucket(Bucket):
+    """model: an array of the bucket's dtype on the device, of the library whose arrays it shall have.
+
+    TypeError for a dtype that the accelerator does not reduce, or that cannot be compressed here.
+    """
+
+    def __init__(self, layout: Layout, op: str, compression: str | None, group: Group, model: Any) -> None:
+        super().__init__(layout)
+        self._group = group
+        self._arrays = library(model, "parameters", "GradientReducer")
+        self._marks = np.zeros(len(layout.places))
+        self._array, self._memory = self._new(model, layout.marks)
+        self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
+        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: in its place
+        self._wire_array, self._wire, self._limit = self._array, self._memory, np.inf
+        self._residual_array: Any = None
+        self._residual: OnDevice | None = None
+        self._has_kernel = False
+        wired = layout.dtype
+        if is_narrowed(layout.dtype, compression):
+            assert compression is not None
+            wired = dtype_of(DTYPES.index(COMPRESSIONS[compression]))
+            self._residual_array, self._residual = self._new(model, layout.marks)
+            bits, memory = self._new(model, layout.marks * wired.itemsize // layout.dtype.itemsize)
+            self._wire = cast(OnDevice, memory.view(wired))
+            self._has_kernel = group.core.packs(dtype_code(layout.dtype), dtype_code(wired))
+            self._wire_array = bits if self._has_kernel else self._as_narrow(bits, wired)
+        code = dtype_code(wired)
+        # What the library has no mean for is divided when the sum is there.
+        self._divides = op == "avg" and bool(group.refuses(code, OPS["avg"]))
+        self._op = OPS["sum" if self._divides else op]
+        if why := group.refuses(code, self._op):
+            raise TypeError(f"GradientReducer: {why}")
+        if wired != layout.dtype:
+            self._limit = largest(wired, group.size if op == "sum" or self._divides else 1)
+
+    def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
+        """An array of zeros in model's dtype, and its memory."""
+        memory, made = self._arrays.new(model, (size,))
+        with self._group.failing():
+            self._group.core.clear(memory, memory.stream)
+        return made(), memory
+
+    def _as_narrow(self, bits: Any, wired: np.dtype[Any]) -> Any:
+        narrow = getattr(self._arrays.namespace, wired.name, None)
+        if narrow is None:
+            raise TypeError(
+                f"GradientReducer: {type(bits).__name__} has no {wired.name}, and mscomm no kernels that make one of"
+                f" {self.layout.dtype} (see mscomm doctor); use another compression"
+            )
+        return bits.view(narrow)
+
+    @property
+    def marks(self) -> np.ndarray[Any, Any]:
+        return self._marks
+
+    def memory_of(self, turn: int) -> OnDevice:
+        return self._parts[turn]
+
+    def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
+        return self._array[self.layout.places[turn].span].reshape(shape)
+
+    def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
+        assert isinstance(source, OnDevice)
+        self._sources[turn] = source
+
+    def take(self, turn: int, other: DeviceBucket, its_turn: int) -> None:
+        self._marks[turn] = other._marks[its_turn]
+        stream = self._memory.current()
+        with self._group.failing():
+            self._group.core.pack(self._parts[turn], [other._parts[its_turn]], stream)
+            if self._residual is not None and other._residual is not None:
+                mine, its = self.layout.places[turn].span, other.layout.places[its_turn].span
+                self._group.core.pack(self._residual[mine], [other._residual[its]], stream)
+
+    def clear(self) -> None:
+        with self._group.failing():
+            self._group.core.clear(self._memory, self._memory.current())
+
+    def start(self, async_op: bool) -> None:
+        self._marks[:] = np.frombuffer(self.there, np.uint8)
+        stream = self._memory.current()
+        with self._group.failing():
+            if self._has_kernel:
+                self._pack(self._wire, stream)
+            else:
+                self._pack(self._memory, stream)
+                if self._residual is not None:
+                    self._narrow()
+        self._sources = [None] * len(self._sources)
+        self._wire.stream = stream
+        code = dtype_code(self._wire.dtype)
+        call = Call(WHAT["all_reduce"], self._wire, self._wire, dtype=code, op=self._op)
+        started = self._group.call(call, None, async_op, lambda: None)
+        self._work = started if async_op else None
+
+    def _pack(self, bucket: OnDevice, stream: int) -> None:
+        """Bring the gradients into the bucket, with zeros for those that this rank does not have."""
+        begins, parts = [], []
+        for place, there, source, here in zip(self.layout.places, self.there, self._sources, self._parts, strict=True):
+            if not there:
+                self._group.core.clear(bucket[place.span], stream)
+            elif source is not None or bucket is not self._memory:
+                begins.append(place.begin)
+                parts.append(here if source is None else source)
+        if not parts:
+            return
+        if bucket is self._memory:
+            self._group.core.pack(bucket, parts, stream, begins=begins)
+        else:
+            self._group.core.pack(bucket, parts, stream, begins=begins, residual=self._residual, largest=self._limit)
+
+    def finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._has_kernel:
+            with self._group.failing():
+                self._group.core.unpack(self._wire, [self._memory], self._memory.current())
+        elif self._residual is not None:
+            self._widen()
+        if self._divides:
+            self._divide()
+
+    def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
+        if self._residual_array is None:
+            return None
+        there: np.ndarray[Any, Any] = self._arrays.on_host(self._residual_array[self.layout.places[turn].span])
+        return there
+
+    def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
+        if self._residual_array is not None:
+            there = self._residual_array[self.layout.places[turn].span]
+            self._arrays.assign(there, self._arrays.from_host(there, residual.reshape(-1)))
+
+    # -- by the array library
+
+    def scale(self, factor: float) -> None:
+        self._array *= factor
+
+    def _divide(self) -> None:
+        self._array /= self._group.size
+
+    def _widen(self) -> None:
+        self._array[...] = self._wire_array
+
+    def _narrow(self) -> None:
+        """See HostBucket._narrow for its meaning; the bits are those that the kernels give."""
+        use = self._arrays.namespace
+        spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
+        if len(spans) == len(self.there):
+            spans = [slice(None)]
+        for span in spans:
+            residual, wire = self._residual_array[span], self._wire_array[span]
+            whole = self._array[span] + residual
+            finite = use.isfinite(whole)
+            wire[...] = use.where(finite, use.clip(whole, -self._limit, self._limit), whole)
+            residual[...] = use.where(finite, whole - wire, 0.0)
+        for place, there in zip(self.layout.places, self.there, strict=True):
+            if not there:
+                self._group.core.clear(self._wire[place.span], self._wire.current())

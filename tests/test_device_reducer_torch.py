@@ -1,0 +1,269 @@
+"""GradientReducer under PyTorch's backward pass, on a device: PyTorch's own autograd over the stand-ins' memory.
+
+See fakes/managed_torch.py: PyTorch computes on the host at once, so settle() stands where a stream would wait.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from devices import BACKENDS, kernel_variables, launches, load_kernels, variables, violations
+from ranks import ranks
+
+import mscomm
+from mscomm.train import GradientReducer, broadcast_parameters
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("nccl", "refused"), ("hccl", "refused")])
+
+
+def devices(n: int | str) -> Any:
+    """A test of ranks that join with join(...), which gives PyTorch on the device."""
+
+    def env(rank: int, backend: str = "nccl", how: str = "refused", **_: Any) -> dict[str, str]:
+        return {**variables(backend), **kernel_variables(rank, how)}
+
+    return ranks(n, init=None, env=env, timeout_s=120)
+
+
+def join(backend: str = "nccl", how: str = "refused") -> Any:
+    from fakes import managed_torch
+
+    if backend == "nccl":
+        load_kernels(how)
+    mscomm.init(backend)
+    return managed_torch
+
+
+def network(seed: int) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    layers = [torch.nn.Linear(20, 300), torch.nn.GroupNorm(4, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10)]
+    return torch.nn.Sequential(*layers)
+
+
+def batch(step: int, rows: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 20, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+
+
+def loss_of(model: Any, images: Any, labels: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.cross_entropy(model(images), labels)
+
+
+def trained_alone(steps: int, rows: int) -> Any:
+    import torch
+
+    model = network(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step, rows)).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("n", "micro"), [(1, 1), (2, 3), (4, 1)])
+@each_way
+@devices("n")
+def test_the_weights_are_those_of_one_process_with_the_whole_batch(
+    rank: int, n: int, micro: int, backend: str, how: str
+) -> None:
+    import torch
+
+    device = join(backend, how)
+    steps, rows = 10, 16 * micro
+    model = device.module(network(seed=rank))
+    broadcast_parameters(model.state_dict())
+    device.settle()
+    reducer = GradientReducer(model.named_parameters(), bucket_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        reducer.zero_grad() if step % 2 else optimizer.zero_grad()
+        device.settle()
+        images, labels = (part.chunk(n)[rank].chunk(micro) for part in batch(step, rows))
+        for i in range(micro - 1):
+            with reducer.no_sync():
+                (loss_of(model, images[i], labels[i]) / micro).backward()
+        loss = loss_of(model, images[-1], labels[-1]) / micro
+        reducer.carry(rank)
+        loss.backward()
+        reducer.wait()
+        assert reducer.carried == (n - 1) / 2
+        device.settle()
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), trained_alone(steps, rows).parameters(), strict=True):
+        assert ((mine - theirs).norm() <= 1e-4 * theirs.norm()).all()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert (mscomm.all_gather(flat[None]) == flat).all()  # to the bit
+    assert violations() == []
+
+
+@pytest.mark.parametrize("how", ["library"])
+@devices(2)
+def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(rank: int, how: str) -> None:
+    import torch
+
+    device = join("nccl", how)
+    model = device.module(torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(20))))
+    x = torch.ones(2, 10)
+    for compression in (None, "bf16"):
+        reducer = GradientReducer(model.parameters(), compression=compression)
+        for step in range(4):
+            new = step % 2 == 0
+            if new:
+                model.zero_grad()
+            else:
+                reducer.zero_grad()
+            device.settle()
+            before = launches()
+            model(x * (rank + 1)).sum().backward()
+            assert launches() == before  # one bucket, which waits for the end
+            here = [p.grad.data_ptr() for p in model.parameters()]
+            reducer.wait()
+            device.settle()
+            moved = [at != p.grad.data_ptr() for at, p in zip(here, model.parameters(), strict=True)]
+            assert (all(moved) if new else not any(moved)) and len(moved) == 40
+            expected = 2 if compression else int(new)
+            # After the first step the buckets are laid out anew: each gradient is copied, and what is owed to it.
+            assert launches() - before == expected + (step == 0) * 40 * (2 if compression else 1)
+    assert violations() == []
+
+
+class Branches:
+    """A module whose forward pass uses other parts on other ranks and in other steps."""
+
+    def __new__(cls) -> Any:
+        import torch
+
+        class Module(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.always, self.sometimes, self.never = (torch.nn.Linear(4, 4) for _ in range(3))
+
+            def forward(self, x: Any, also: bool) -> Any:
+                return self.sometimes(self.always(x)) if also else self.always(x)
+
+        torch.manual_seed(0)
+        return Module()
+
+
+@each_backend
+@devices(2)
+def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
+    import torch
+
+    device = join(backend)
+    model = device.module(Branches())
+    reducer = GradientReducer(model.named_parameters(), bucket_mb=1e-4)
+    for step in range(4):
+        model.zero_grad()
+        also = (step + rank) % 2 == 0 if step < 3 else False
+        model(torch.ones(2, 4), also).sum().backward()
+        mine = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        reducer.wait()
+        device.settle()
+        assert model.never.weight.grad is None
+        assert (model.sometimes.weight.grad is None) == (step == 3)
+        for p, given in zip(model.parameters(), mine, strict=True):
+            if p.grad is not None:
+                assert (p.grad == mscomm.all_reduce(torch.zeros_like(p) if given is None else given, "avg")).all()
+            else:
+                assert given is None
+    model.zero_grad()
+    with reducer.no_sync():  # a gradient of an earlier pass counts, though it takes no part in the last one
+        model(torch.ones(2, 4), True).sum().backward()
+    model(torch.ones(2, 4), False).sum().backward()
+    reducer.wait()
+    device.settle()
+    assert (model.sometimes.bias.grad == 2).all()
+    assert violations() == []
+
+
+@each_way
+@devices(2)
+def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: str, how: str) -> None:
+    import torch
+
+    device = join(backend, how)
+    a, b = (torch.nn.Parameter(device.tensor(torch.zeros(8))) for _ in range(2))
+    for p in (a, b):
+        p.register_hook(device.tensor)
+    reducer = GradientReducer({"a": a, "b": b}, compression="bf16")
+    odd = 1 + 2.0**-9
+    for used in (True, False, False, True):
+        a.grad = b.grad = None
+        ((odd * a).sum() + ((odd * b).sum() if used else 0)).backward()
+        reducer.wait()
+        device.settle()
+        assert (b.grad is not None and bool((b.grad == 1).all())) == used
+    owed = reducer.state_dict()["residual"]
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent what four have left
+    assert (owed["b"] == 2 * 2.0**-9).all()  # of the two steps that it took part in
+    assert violations() == []
+
+
+@each_backend
+@devices(2)
+def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str) -> None:
+    import torch
+
+    device = join(backend)
+    weight = torch.nn.Parameter(device.tensor(torch.zeros(2, 3, 4, 5)).to(memory_format=torch.channels_last))
+    weight.data = device.tensor(weight.data)
+    weight.register_hook(device.tensor)
+    factors = torch.arange(120.0).reshape(2, 3, 4, 5) * (rank + 1)
+    reducer = GradientReducer([weight])
+
+    def step() -> None:
+        device.settle()
+        (weight * factors).sum().backward()
+        reducer.wait()
+        device.settle()
+        assert (weight.grad == 1.5 * torch.arange(120.0).reshape(2, 3, 4, 5)).all()
+
+    step()
+    weight.grad = device.tensor(weight.grad)
+    reducer.zero_grad()
+    step()
+    weight.grad = None
+    reducer.zero_grad()
+    step()
+    # Taken away between the backward pass and wait(): what others have is theirs alone.
+    weight.grad = None
+    (weight * factors).sum().backward()
+    weight.grad = None
+    reducer.wait()
+    assert weight.grad is None
+    assert violations() == []
+
+
+@each_backend
+@devices(3)
+def test_uneven_data_under_pytorch(rank: int, backend: str) -> None:
+    import torch
+
+    device = join(backend)
+    weight = torch.nn.Parameter(device.tensor(torch.zeros(4)))
+    weight.register_hook(device.tensor)
+    reducer = GradientReducer([weight])
+    seen = []
+    with reducer.join():
+        for _ in range(rank + 1):
+            reducer.zero_grad()
+            device.settle()
+            (weight * (rank + 1)).sum().backward()
+            reducer.wait()
+            device.settle()
+            seen.append(weight.grad[0].item())
+    assert seen == [2.0, 2.5, 3.0][: rank + 1]
+    assert violations() == []
