@@ -15,9 +15,11 @@ from fakes.device_array import compute
 from fakes.device_numbers import DeviceNumbers
 from functions import bits
 from test_checkpoint import some_arrays
-from test_train import BATCHES, Batches, Line, Losses, start
+from test_train import BATCHES, COLUMNS, Batches, Line, Losses, data_parallel, start
 
+import mscomm
 from mscomm import arrays
+from mscomm.arrays.device import OnDevice
 from mscomm.train import (
     SGD,
     CheckpointConfig,
@@ -133,8 +135,8 @@ def test_arrays_that_are_known_by_their_protocol_alone_are_refused(tmp_path: Pat
 class LineOnDevice(Line):
     """The same by arrays that compute on the device."""
 
-    def __init__(self) -> None:
-        super().__init__({name: self.there(x) for name, x in start().items()})
+    def __init__(self, bias: float = 0) -> None:
+        super().__init__({name: self.there(x) for name, x in start(bias).items()})
 
     @staticmethod
     def there(x: Any) -> DeviceNumbers:
@@ -212,6 +214,98 @@ def test_modules_on_the_device_are_trained_and_resumed(rank: int, group: None, b
     for name, x in plain.state_dict().items():
         there = again.state_dict()[name]
         assert is_managed(there) and (bits(arrays.on_host(there, name, "test")) == bits(x.numpy())).all(), name
+    assert violations() == []
+
+
+# --- one model on two ranks -----------------------------------------------------------------------------------------
+
+
+def numbers_line(bias: float = 0, **options: Any) -> tuple[Model, Any]:
+    net = LineOnDevice(bias)
+    return Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9), **options), lambda: net.parameters
+
+
+def torch_line(bias: float = 0, **options: Any) -> tuple[Model, Any]:
+    net = torch.nn.Linear(COLUMNS, 1)
+    net.load_state_dict({name: torch.from_numpy(x) for name, x in start(bias).items()})
+    managed_torch.module(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    return Model(net, torch.nn.MSELoss(), optimizer, **options), net.state_dict
+
+
+LINES = {"torch": torch_line, "numbers": numbers_line}
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("library", LINES)
+@each_backend
+@devices(2, timeout_s=120)
+def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
+    rank: int, group: None, backend: str, library: str, compression: str | None
+) -> None:
+    managed_torch.settle_in_steps()
+    data_parallel(parameter_broadcast=True)
+
+    def made(bias: float) -> tuple[Model, Any]:
+        return LINES[library](bias, compression=compression)
+
+    model, weights = made(rank)
+    losses = Losses()
+    with tempfile.TemporaryDirectory() as folder:
+        model.train(2, Batches(rank, 2), [losses, ModelCheckpoint("line", folder, CheckpointConfig(4))])
+        again, weights_again = made(7)
+        (Path(folder) / "line-2_6.safetensors").unlink()
+        assert again.resume(folder) == (2, 2)
+        again.train(2, Batches(rank, 2))
+        by_name = load_checkpoint(folder)
+    for name, x in weights().items():
+        mine = arrays.on_host(x, name, "test")
+        assert isinstance(arrays.memory_anywhere(x, name, "test"), OnDevice)
+        assert (bits(mine) == bits(arrays.on_host(weights_again()[name], name, "test"))).all(), name
+        assert (mscomm.all_gather(mine[None]) == mine).all()  # on all ranks
+        assert by_name[name].shape == mine.shape
+    assert losses.local[0] != losses.mean[0] == mscomm.all_reduce(np.array(losses.local[0]), "avg")
+    assert violations() == []
+
+    mscomm.reset_auto_parallel_context()
+    net, alone = Line(), Losses()
+    Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)).train(2, Batches(), alone)
+    close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}  # 8 bits of mantissa
+    np.testing.assert_allclose(losses.mean, alone.mean, **close)
+    for name, x in weights().items():
+        np.testing.assert_allclose(arrays.on_host(x, name, "test"), net.parameters[name], **close)
+
+
+@pytest.mark.parametrize("library", LINES)
+@each_backend
+@devices(2)
+def test_ranks_that_begin_with_different_weights_are_told(rank: int, group: None, backend: str, library: str) -> None:
+    data_parallel()
+    with pytest.raises(ValueError, match="ranks 0 and 1 of the group begin with different weights, of bias; use the"):
+        LINES[library](rank)[0].train(1, Batches(rank, 2))
+
+
+@each_backend
+@devices(2, timeout_s=120)
+def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend: str) -> None:
+    managed_torch.settle_in_steps()
+    data_parallel(parameter_broadcast=True)
+    net = managed_torch.module(torch_net())
+    torch.manual_seed(rank)  # each drops others
+    with torch.no_grad():
+        net[1].running_mean.fill_(rank)
+    with tempfile.TemporaryDirectory() as folder:
+        torch_model(net).train(2, Batches(rank, 2), ModelCheckpoint("net", folder, CheckpointConfig(5)))
+        means = mscomm.all_gather_object([float(one) for one in net[1].running_mean])
+        assert means[0] != means[1]  # of each rank's own batches
+        again = managed_torch.module(torch_net())
+        model = torch_model(again)
+        (Path(folder) / "net-2_6.safetensors").unlink()
+        assert model.resume(folder) == (2, 4)
+        model.train(2, Batches(rank, 2))
+    for name, x in net.state_dict().items():
+        there = again.state_dict()[name]
+        assert is_managed(there) and (bits(there.numpy()) == bits(x.numpy())).all(), name
     assert violations() == []
 
 
