@@ -81,6 +81,10 @@ class DeviceBucket(Bucket):
     def marks(self) -> np.ndarray[Any, Any]:
         return self._marks
 
+    @property
+    def memory(self) -> OnDevice:
+        return self._memory
+
     def memory_of(self, turn: int) -> OnDevice:
         return self._parts[turn]
 
