@@ -37,7 +37,7 @@ def memory(x: DeviceArray) -> OnDevice:
 
 
 def new(x: DeviceArray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], DeviceArray]]:
-    made = DeviceArray.empty(shape, x.dtype, x.device)
+    made = type(x).empty(shape, x.dtype, x.device)
     return memory(made), lambda: made
 
 
@@ -45,13 +45,13 @@ def packed(x: DeviceArray) -> DeviceArray:
     return x.contiguous()
 
 
+def assign(out: DeviceArray, made: DeviceArray) -> None:
+    out.copy_(made if made.dtype == out.dtype else from_host(out, on_host(made).astype(out.dtype)))
+
+
 def on_host(x: DeviceArray) -> np.ndarray[Any, Any]:
     return x.to_numpy()
 
 
-def fill(x: DeviceArray, numbers: np.ndarray[Any, Any]) -> None:
-    x.copy_(DeviceArray.from_numpy(numbers, x.device))
-
-
-def assign(out: DeviceArray, made: DeviceArray) -> None:
-    out.copy_(made)
+def from_host(x: DeviceArray, numbers: np.ndarray[Any, Any]) -> DeviceArray:
+    return type(x).from_numpy(numbers, x.device)

@@ -23,6 +23,7 @@ from mscomm import arrays
 from mscomm.arrays import torch as real
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import dtype_of
+from mscomm.train import GradientReducer
 from mscomm.train.device_buckets import DeviceBucket
 
 
@@ -119,35 +120,44 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return empty(tuple(x.shape), x.dtype).copy_(x.detach())
 
 
-def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    settle()
-    return np.array(x.detach().numpy())
-
-
-def fill(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> None:
-    settle()
-    x.detach().copy_(torch.from_numpy(numbers))
-
-
 def assign(out: torch.Tensor, made: torch.Tensor) -> None:
     settle()
     out.detach().copy_(made)
 
 
+def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    settle()
+    return real.memory(x.detach().clone())
+
+
+def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+    return tensor(real.over(numbers.copy()))
+
+
 def register() -> None:
     """Of a tensor of the device mscomm takes the functions above, of others its own."""
-    for mine in (memory, new, packed, assign, on_host, fill):
-        setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__, mine)))
+    for mine in (memory, new, packed, assign, on_host, from_host):
+        setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
     for name in ("scale", "_divide", "_widen", "_narrow"):  # what PyTorch computes there
-        setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name)))
+        setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
 
 
-def _settled(computes: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(computes)
+def settle_in_steps() -> None:
+    """For loops that are not the test's own, as Model's: what GradientReducer enqueues is there when it returns."""
+    for name in ("wait", "zero_grad"):
+        setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))
+
+
+def _settled(function: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
+    @functools.wraps(function)
     def late(*given: Any) -> Any:
-        settle()
-        return computes(*given)
+        if before:
+            settle()
+        result = function(*given)
+        if not before:
+            settle()
+        return result
 
     return late
 

@@ -14,6 +14,9 @@ Of arrays on a device `memory` is an `OnDevice` of device.py, and the module als
 
 * `packed(x)` -> x, or a copy of it in C order, made in the order of the current stream;
 * `assign(out, made)`: copies made to out in that order;
+* `on_host(x)` -> a numpy.ndarray with the numbers that x has when the current stream has got there;
+* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may
+  change after the call;
 * `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes.
 """
 
@@ -83,6 +86,55 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
         return arrays.memory(x)  # type: ignore[no-any-return]
     except TypeError as error:
         raise TypeError(f"{function}: {argument} {error}") from None
+
+
+def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
+    """The numbers of x: its memory on the CPU, or a copy of what a device has when it has done what was enqueued."""
+    there = memory_anywhere(x, argument, function)
+    if not isinstance(there, OnDevice):
+        return there
+    try:
+        return library(x, argument, function).on_host(x)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument}: {error}") from None
+
+
+def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) -> None:
+    """Write numbers of x's shape into x, wherever its memory is; they are converted to its dtype."""
+    there = memory_anywhere(x, argument, function)
+    if not isinstance(there, OnDevice):
+        there[...] = numbers
+        return
+    arrays = library(x, argument, function)
+    try:
+        arrays.assign(x, arrays.from_host(x, numbers))
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument}: {error}") from None
+
+
+def assigned(out: Any, made: Any) -> Any:
+    """What has the numbers of made, an array of the same library, then: out, or made where out cannot be written."""
+    if isinstance(out, np.ndarray):
+        out[...] = made
+        return out
+    assign = getattr(_library_of_its_own(out), "assign", None)
+    if assign is None:
+        return made
+    assign(out, made)
+    return out
+
+
+def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    """The numbers as an array of x's library on its device; where that is the CPU, they are what they were."""
+    arrays = _library_of_its_own(x)
+    if arrays is None or not isinstance(arrays.memory(x), OnDevice):
+        return numbers
+    return arrays.from_host(x, numbers)
+
+
+def _library_of_its_own(x: Any) -> ModuleType | None:
+    """None for NumPy's arrays and scalars, and for what is known by a protocol alone, or not at all."""
+    return library(x, "x", "library") if next(names(x), "numpy") != "numpy" else None
 
 
 def written(x: Any) -> None:

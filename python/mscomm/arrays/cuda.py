@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mscomm.arrays.device import OnDevice, on_device
-from mscomm.arrays.foreign import assign, new, packed
+from mscomm.arrays.foreign import assign, from_host, new, on_host, packed
 
-__all__ = ["assign", "is_array", "memory", "new", "packed"]
+__all__ = ["assign", "from_host", "is_array", "memory", "new", "on_host", "packed"]
 
 
 def is_array(x: Any) -> bool:

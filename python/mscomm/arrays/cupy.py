@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cupy
+import numpy as np
 
 from mscomm.arrays.device import OnDevice, on_device
 
@@ -35,3 +36,12 @@ def packed(x: cupy.ndarray) -> cupy.ndarray:
 
 def assign(out: cupy.ndarray, made: cupy.ndarray) -> None:
     out[...] = made
+
+
+def on_host(x: cupy.ndarray) -> np.ndarray[Any, Any]:
+    return x.get()  # type: ignore[no-any-return]
+
+
+def from_host(x: cupy.ndarray, numbers: np.ndarray[Any, Any]) -> cupy.ndarray:
+    with cupy.cuda.Device(x.data.device_id):
+        return cupy.array(numbers)

@@ -10,10 +10,10 @@ from typing import Any
 
 from mscomm import _core
 from mscomm.arrays.device import OnDevice, on_device
-from mscomm.arrays.foreign import assign, new, packed
+from mscomm.arrays.foreign import assign, from_host, new, on_host, packed
 from mscomm.arrays.numpy import DTYPES, dtype_of
 
-__all__ = ["assign", "is_array", "memory", "new", "packed"]
+__all__ = ["assign", "from_host", "is_array", "memory", "new", "on_host", "packed"]
 
 # DLDeviceType, and the backend that reaches it.
 _BACKENDS = {2: "nccl", 13: "nccl", 12: "hccl"}  # CUDA, CUDA's managed memory; torch_npu says kDLExtDev

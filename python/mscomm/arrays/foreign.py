@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mscomm.arrays.device import OnDevice
 
 
@@ -18,6 +20,14 @@ def packed(x: Any) -> Any:
 
 def assign(out: Any, made: Any) -> None:
     _refuse(out, "give out in C order")
+
+
+def on_host(x: Any) -> np.ndarray[Any, Any]:
+    _refuse(x, "copy it to the host yourself, and give that")
+
+
+def from_host(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    _refuse(x, "copy the numbers to the device yourself")
 
 
 def _refuse(x: Any, advice: str) -> NoReturn:

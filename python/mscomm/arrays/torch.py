@@ -86,6 +86,16 @@ def assign(out: torch.Tensor, made: torch.Tensor) -> None:
     out.detach().copy_(made)
 
 
+def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    return memory(x.detach().cpu())
+
+
+def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+    # PyTorch knows no negative strides, and warns of memory that cannot be written.
+    owned = numbers if numbers.flags.carray else np.array(numbers, order="C")
+    return over(owned).to(x.device)
+
+
 def written(x: torch.Tensor) -> None:
     """As an operation in place does: a backward pass that needs the old values raises then."""
     if not x.is_inference():

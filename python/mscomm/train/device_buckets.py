@@ -161,7 +161,8 @@ class DeviceBucket(Bucket):
 
     def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
         if self._residual_array is not None:
-            self._arrays.fill(self._residual_array[self.layout.places[turn].span], residual.reshape(-1))
+            there = self._residual_array[self.layout.places[turn].span]
+            self._arrays.assign(there, self._arrays.from_host(there, residual.reshape(-1)))
 
     # -- by the array library
 

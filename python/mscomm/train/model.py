@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mscomm import collectives, context, log, objects
-from mscomm.arrays import memory
+from mscomm.arrays import on_host
 from mscomm.arrays.numpy import readable
 from mscomm.context import ParallelMode
 from mscomm.group import Group
@@ -109,7 +109,8 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            self._network.load({name: memory(x, name, "Model.train") for name, x in sent.items()})
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # where they cannot be written
+            self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(group, self._network.trained())
         reducer = self._reducer(group)
         if reducer is not None and state is not None and state["reducer"] is not None:
@@ -431,7 +432,8 @@ def _check_same_start(group: Group | None, parameters: dict[str, Any]) -> None:
     if group is None or group.size == 1:
         return
     sums = [
-        zlib.crc32(readable(memory(x, name, "Model")).reshape(-1).view(np.uint8).data) for name, x in parameters.items()
+        zlib.crc32(readable(on_host(x, name, "Model")).reshape(-1).view(np.uint8).data)
+        for name, x in parameters.items()
     ]
     everybodys = objects.all_gather_object([list(parameters), sums], group=group)
     names, first = everybodys[0]

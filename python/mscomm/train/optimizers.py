@@ -1,6 +1,6 @@
-"""Momentum and SGD for NumPy and JAX arrays. PyTorch and MindSpore have optimizers of their own.
+"""Momentum and SGD for NumPy, CuPy and JAX arrays. PyTorch and MindSpore have optimizers of their own.
 
-NumPy arrays are changed in place. JAX's cannot be: `parameters` then holds new ones after each step.
+NumPy's and CuPy's arrays are changed in place. JAX's cannot be: `parameters` then holds new ones after each step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mscomm.arrays import assigned, beside
 from mscomm.train import trees
 
 
@@ -48,10 +49,7 @@ class _Optimizer:
                     self._velocities[i] = self._next(self._velocities[i], gradient)
                 gradient = self._direction(gradient, self._velocities[i])
             changed = parameter - self.learning_rate * gradient
-            if isinstance(parameter, np.ndarray):
-                parameter[...] = changed
-                changed = parameter
-            after.append(changed)
+            after.append(assigned(parameter, changed))
         self.parameters = trees.rebuilt(self.parameters, after)
 
     def _next(self, velocity: Any, gradient: Any) -> Any:
@@ -66,11 +64,15 @@ class _Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as state_dict() says; ValueError if it is of other parameters."""
-        shapes = [np.shape(one) for one in trees.leaves(self.parameters).values()]
+        parameters = list(trees.leaves(self.parameters).values())
         velocities = list(state["velocities"])
-        if velocities and [np.shape(one) for one in velocities] != shapes:
+        if velocities and [_shape(one) for one in velocities] != [_shape(one) for one in parameters]:
             raise ValueError(f"{type(self).__name__}.load_state_dict: the state is of other parameters")
-        self.learning_rate, self._velocities = state["learning_rate"], velocities
+        self.learning_rate = state["learning_rate"]
+        self._velocities = [
+            beside(parameter, one) if isinstance(one, np.ndarray) else one
+            for parameter, one in zip(parameters, velocities, strict=bool(velocities))
+        ]
 
 
 class Momentum(_Optimizer):
@@ -125,3 +127,7 @@ class SGD(_Optimizer):
 
     def _direction(self, gradient: Any, velocity: Any) -> Any:
         return gradient + self.momentum * velocity if self.nesterov else velocity
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)

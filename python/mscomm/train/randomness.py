@@ -1,4 +1,7 @@
-"""The states of the random number generators that programs share: Python's, NumPy's and PyTorch's."""
+"""The states of the random number generators that programs share: Python's, NumPy's and PyTorch's.
+
+CuPy's are not among them: its library does not give them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ import numpy as np
 
 
 def states() -> dict[str, Any]:
-    """What restore() takes: numbers, tuples and arrays. PyTorch's if the program has imported it."""
+    """What restore() takes: numbers, tuples and arrays. PyTorch's if the program has imported it, those of its GPUs if
+    it has used them."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = torch.get_rng_state().numpy()
+        if torch.cuda.is_initialized():
+            generators = [state.numpy() for state in torch.cuda.get_rng_state_all()]
+            found["torch.cuda"] = {"current": torch.cuda.current_device(), "all": generators}
     return found
 
 
@@ -26,3 +33,15 @@ def restore(states: dict[str, Any]) -> None:
         import torch
 
         torch.set_rng_state(torch.from_numpy(states["torch"]))
+        if "torch.cuda" in states and torch.cuda.is_available():
+            _restore_cuda(states["torch.cuda"]["current"], states["torch.cuda"]["all"])
+
+
+def _restore_cuda(current: int, generators: list[np.ndarray[Any, Any]]) -> None:
+    """There may be other GPUs now: this rank's goes on as this rank's did, whatever its number."""
+    import torch
+
+    chosen = dict(enumerate(generators[: torch.cuda.device_count()]))
+    chosen[torch.cuda.current_device()] = generators[current]
+    for device, state in chosen.items():
+        torch.cuda.set_rng_state(torch.from_numpy(state), device)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mscomm import log
-from mscomm.arrays import memory
+from mscomm.arrays import memory_anywhere, on_host
 from mscomm.train import networks, states, tensorfile, trees
 
 SUFFIX = ".safetensors"
@@ -50,7 +50,7 @@ def save_checkpoint(
     """
     del integrated_save, async_save
     weights = trees.leaves(save_obj) if isinstance(save_obj, dict) else networks.adapt(save_obj).weights()
-    arrays = {name: memory(x, name, "save_checkpoint") for name, x in weights.items()}
+    arrays = {name: on_host(x, name, "save_checkpoint") for name, x in weights.items()}
     for name, value in (append_dict or {}).items():
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected a number")
@@ -107,10 +107,10 @@ def load_param_into_net(
     """
     network = networks.adapt(net)
     there = network.weights()
-    given = {name: memory(x, name, "load_param_into_net") for name, x in parameter_dict.items() if name in there}
+    given = {name: on_host(x, name, "load_param_into_net") for name, x in parameter_dict.items() if name in there}
     if strict_load:
         for name, x in given.items():
-            mine = memory(there[name], name, "load_param_into_net").dtype
+            mine = memory_anywhere(there[name], name, "load_param_into_net").dtype
             if x.dtype != mine:
                 raise ValueError(f"load_param_into_net: {name} is {x.dtype}, the network's is {mine}")
     try:
@@ -123,7 +123,7 @@ def load_param_into_net(
 def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float) -> None:
     """What load_training gives. state has at least epoch and step."""
     text, arrays = states.to_text(state)
-    arrays |= {name: memory(x, name, "ModelCheckpoint") for name, x in weights.items()}
+    arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
     tensorfile.write(path, arrays, {**place, STATE: text})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mscomm.arrays import memory, names
+from mscomm.arrays import names, on_host
 
 PREFIX = "mscomm.state."  # of the names of the arrays; what a file has beside them are weights
 
@@ -34,7 +34,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
             return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
         if next(names(x), None) is not None:
             name = f"{PREFIX}{len(arrays)}"
-            arrays[name] = memory(x, where, "checkpoint")
+            arrays[name] = on_host(x, where, "checkpoint")
             return {"array": name}
         raise TypeError(f"checkpoint: {where} is a {type(x).__name__}; a checkpoint holds numbers, text and arrays")
 

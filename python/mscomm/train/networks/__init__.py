@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mscomm.arrays import memory, names
+from mscomm.arrays import fill, memory_anywhere, names
 from mscomm.train.reducer import GradientReducer
 
 
@@ -64,13 +64,13 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
     """Put the given numbers where the weights of these names lie. ValueError for another shape or kind of dtype."""
     for name, x in given.items():
-        there = memory(weights[name], name, "load")
+        there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:
             raise ValueError(f"{name} is {list(x.shape)} in the file, the network's is {list(there.shape)}")
         if there.dtype != x.dtype and not (_is_float(there.dtype) and _is_float(x.dtype)):
             raise ValueError(f"{name} is {x.dtype} in the file, the network's is {there.dtype}")
     for name, x in given.items():
-        memory(weights[name], name, "load")[...] = x
+        fill(weights[name], x, name, "load")
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:

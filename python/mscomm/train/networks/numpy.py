@@ -1,8 +1,9 @@
-"""NumPy: an object that computes its gradients by itself.
+"""NumPy and CuPy: an object that computes its gradients by itself.
 
-`parameters`: float arrays in a dict (a list, nested ones). `loss_and_gradients(*batch)` gives the loss, and the
-gradients in the form of the parameters. The optimizer is mscomm.train.Momentum or SGD over the same `parameters`, or an
-object of your own with step(gradients), state_dict() and load_state_dict().
+`parameters`: float arrays in a dict (a list, nested ones). `loss_and_gradients(*batch)` gives the loss, a number or an
+array of one, and the gradients in the form of the parameters; batches come as the dataset gives them. The optimizer is
+mscomm.train.Momentum or SGD over the same `parameters`, or an object of your own with step(gradients), state_dict() and
+load_state_dict().
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mscomm.arrays import names, on_host
 from mscomm.train import trees
 from mscomm.train.networks import write_over
 from mscomm.train.reducer import GradientReducer
@@ -42,7 +44,7 @@ class Network:
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         loss, gradients = self._network.loss_and_gradients(*batch)
-        result: Any = np.asarray(loss)[()]
+        result: Any = _numbers(loss)[()]
         if reducer is not None:
             reducer.carry(float(result))
             gradients = trees.rebuilt(gradients, list(reducer.reduce(trees.leaves(gradients)).values()))
@@ -54,3 +56,8 @@ class Network:
 
     def load_optimizer_state(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
+
+
+def _numbers(loss: Any) -> np.ndarray[Any, Any]:
+    is_another_librarys = next(names(loss), "numpy") != "numpy"
+    return on_host(loss, "the loss", "Model.train") if is_another_librarys else np.asarray(loss)

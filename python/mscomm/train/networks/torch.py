@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mscomm.arrays import on_host
 from mscomm.arrays import torch as arrays
 from mscomm.train.networks import data_and_label, write_over
 from mscomm.train.reducer import GradientReducer
@@ -14,12 +15,14 @@ from mscomm.train.states import with_arrays
 
 
 class Network:
-    """loss_fn(output, label), or without one what the module gives is the loss."""
+    """loss_fn(output, label), or without one what the module gives is the loss. Batches of the CPU go to the device of
+    the module's first parameter."""
 
     def __init__(self, network: torch.nn.Module, loss_fn: Any, optimizer: Any) -> None:
         self._module = network
         self._loss_fn = loss_fn
         self._optimizer = optimizer
+        self._device = torch.device("cpu")
 
     def trained(self) -> dict[str, Any]:
         return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
@@ -35,14 +38,15 @@ class Network:
 
     def begin(self) -> None:
         self._module.train()
+        self._device = next((p.device for p in self._module.parameters()), self._device)
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         if reducer is None:
             self._optimizer.zero_grad()
         else:
             reducer.zero_grad()
-        loss = self._loss(tuple(_tensor(x) for x in batch))
-        result: Any = arrays.memory(loss.detach())[()]
+        loss = self._loss(tuple(self._there(x) for x in batch))
+        result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
         if reducer is not None:
             reducer.carry(float(result))
         loss.backward()
@@ -50,6 +54,10 @@ class Network:
             reducer.wait()
         self._optimizer.step()
         return result  # type: ignore[no-any-return]
+
+    def _there(self, x: Any) -> Any:
+        x = _tensor(x)
+        return x.to(self._device, non_blocking=True) if x.device.type == "cpu" else x
 
     def _loss(self, batch: tuple[Any, ...]) -> torch.Tensor:
         if self._loss_fn is None:
@@ -63,7 +71,13 @@ class Network:
         return self._optimizer.state_dict()
 
     def load_optimizer_state(self, state: Any) -> None:
-        self._optimizer.load_state_dict(with_arrays(state, arrays.over))
+        loaded = with_arrays(state, arrays.over)
+        # PyTorch puts moments on the device of their parameter, but leaves a learning rate where it is.
+        for mine, theirs in zip(self._optimizer.param_groups, loaded["param_groups"], strict=False):
+            for name, x in theirs.items():
+                if isinstance(x, torch.Tensor) and isinstance(mine.get(name), torch.Tensor):
+                    theirs[name] = x.to(mine[name].device)
+        self._optimizer.load_state_dict(loaded)
 
 
 def _tensor(x: Any) -> Any:

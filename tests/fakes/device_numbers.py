@@ -1,0 +1,37 @@
+"""A DeviceArray that computes, as CuPy's arrays do: each result is a new array on the device, in the order of the
+current stream. The numbers are the host's, by NumPy, so the bits are those of the same program on NumPy arrays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fakes.device_array import DeviceArray
+
+
+def _on_the_host(function: Callable[..., Any]) -> Callable[..., DeviceNumbers]:
+    def compute(self: DeviceNumbers, *others: Any, **options: Any) -> DeviceNumbers:
+        given = [one.to_numpy() if isinstance(one, DeviceArray) else one for one in (self, *others)]
+        return type(self).from_numpy(function(*given, **options), self.device)
+
+    return compute
+
+
+def _swapped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda x, y: function(y, x)
+
+
+class DeviceNumbers(DeviceArray):
+    __array_ufunc__ = None  # so that NumPy's scalars leave it to this class
+
+    __add__, __radd__ = _on_the_host(operator.add), _on_the_host(_swapped(operator.add))
+    __sub__, __rsub__ = _on_the_host(operator.sub), _on_the_host(_swapped(operator.sub))
+    __mul__, __rmul__ = _on_the_host(operator.mul), _on_the_host(_swapped(operator.mul))
+    __matmul__ = _on_the_host(operator.matmul)
+    __pow__ = _on_the_host(operator.pow)
+    sum, mean = _on_the_host(np.sum), _on_the_host(np.mean)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("an array of a device becomes none of NumPy's by itself")  # as CuPy says
