@@ -111,9 +111,14 @@ class Bucket(ABC):
     def marks(self) -> np.ndarray[Any, Any]:
         """After the step: not 0 where some rank had that gradient."""
 
+    @property
+    @abstractmethod
+    def memory(self) -> np.ndarray[Any, Any]:
+        """Where the gradients lie."""
+
     @abstractmethod
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        """That gradient's memory, in one dimension."""
+        """That gradient's part of it, in one dimension."""
 
     @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
@@ -190,6 +195,10 @@ class HostBucket(Bucket):
     @carried.setter
     def carried(self, value: float) -> None:
         self._memory[-1] = value
+
+    @property
+    def memory(self) -> np.ndarray[Any, Any]:
+        return self._memory
 
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
         return self._memory[self.layout.places[turn].span]

@@ -20,6 +20,11 @@ from mscomm.group import Call, Group
 from mscomm.train.buckets import COMPRESSIONS, Bucket, Layout, is_narrowed, largest
 
 
+def has_kernel(group: Group, dtype: np.dtype[Any], wired: np.dtype[Any]) -> bool:
+    """Whether gradients of dtype become those of the wire by a kernel, and back."""
+    return group.core.packs(dtype_code(dtype), dtype_code(wired))
+
+
 class DeviceBucket(Bucket):
     """model: an array of the bucket's dtype on the device, of the library whose arrays it shall have.
 
@@ -45,7 +50,7 @@ class DeviceBucket(Bucket):
             self._residual_array, self._residual = self._new(model, layout.marks)
             bits, memory = self._new(model, layout.marks * wired.itemsize // layout.dtype.itemsize)
             self._wire = cast(OnDevice, memory.view(wired))
-            self._has_kernel = group.core.packs(dtype_code(layout.dtype), dtype_code(wired))
+            self._has_kernel = has_kernel(group, layout.dtype, wired)
             self._wire_array = bits if self._has_kernel else self._as_narrow(bits, wired)
         code = dtype_code(wired)
         # What the library has no mean for is divided when the sum is there.
@@ -75,6 +80,10 @@ class DeviceBucket(Bucket):
     @property
     def marks(self) -> np.ndarray[Any, Any]:
         return self._marks
+
+    @property
+    def memory(self) -> OnDevice:
+        return self._memory
 
     def memory_of(self, turn: int) -> OnDevice:
         return self._parts[turn]

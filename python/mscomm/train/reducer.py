@@ -285,14 +285,16 @@ class GradientReducer:
             if (x.shape, x.dtype) != (shape, dtype):
                 theirs = f"{x.dtype}{list(x.shape)}"
                 raise ValueError(f"reduce: the gradient of {name} is {theirs}, the parameter {dtype}{list(shape)}")
-        places = self._step.memories
-        for index, (source, place) in enumerate(zip(sources, places, strict=True)):
-            if not _is_same(source, place) and any(np.may_share_memory(source, other) for other in places):
-                sources[index] = self._copy(source, given[index])  # it would be overwritten before its turn
+        elsewhere: list[np.ndarray[Any, Any] | None] = []
+        for index, source in enumerate(sources):
+            at = self._step.where_is(source)
+            if at is None:
+                elsewhere.append(source)
+            else:  # in another one's place it would be overwritten before its turn
+                elsewhere.append(None if at == index else self._copy(source, given[index]))
         with self._step.owed():
             for index in self._step.order:
-                is_there = _is_same(sources[index], places[index])
-                self._step.ready(index, None if is_there else sources[index])
+                self._step.ready(index, elsewhere[index])
             self._step.finish()
         results = [self._result(p, buffer) for p, buffer in zip(self._parameters, self._step.buffers, strict=True)]
         if isinstance(gradients, dict):
@@ -383,10 +385,6 @@ def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], 
             names.append(name)
             kept.append(p)
     return names, kept, others
-
-
-def _is_same(source: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any]) -> bool:
-    return bool(source.__array_interface__["data"][0] == buffer.__array_interface__["data"][0])
 
 
 def _check_alike(

@@ -131,6 +131,13 @@ class Step:
             raise RuntimeError("GradientReducer.carry: too late for this step; call it before backward()")
         self._carry = value
 
+    def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
+        """The one in whose buffer it lies, -1: somewhere in the buckets, None: elsewhere. It is in C order."""
+        begin, end = span = _span(gradient)
+        if not any(begin < last and first < end for first, last in self._spans):
+            return None
+        return self._gradient_at.get(span, -1)
+
     @property
     def order(self) -> list[int]:
         """The gradients in the order of the buckets."""
@@ -191,7 +198,8 @@ class Step:
         wide = [one for one in self._buckets if isinstance(one, HostBucket) and one.is_wide]
         self._carrier = wide[-1] if wide else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
-        self.memories = [bucket.memory_of(turn) for bucket, turn in places]
+        self._gradient_at = {_span(bucket.memory_of(turn)): i for i, (bucket, turn) in enumerate(places)}
+        self._spans = [_span(bucket.memory) for bucket in self._buckets]
         self.buffers = [
             bucket.array_of(turn, shape) for (bucket, turn), shape in zip(places, self._shapes, strict=True)
         ]
@@ -216,3 +224,9 @@ class Step:
         """From now on it owes that."""
         bucket, turn = self._bucket_of[index]
         bucket.owe(turn, residual)
+
+
+def _span(memory: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """The addresses between which it lies."""
+    begin: int = memory.__array_interface__["data"][0]
+    return begin, begin + memory.nbytes
