@@ -181,7 +181,7 @@ def stderr() -> Any:
 
 def test_every_library_is_tried():
     tried = {name.partition(",")[0] for name in LINES}
-    assert set(arrays.LIBRARIES.values()) == tried | {"cupy"}  # whose arrays are a GPU's, where training is not yet
+    assert set(arrays.LIBRARIES.values()) == tried | {"cupy"}  # a GPU's: see test_device_train.py
 
 
 def if_here(library: str) -> Any:

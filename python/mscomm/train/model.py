@@ -36,11 +36,12 @@ class Model:
     * MindSpore, in graph or PyNative mode: a cell, a loss, an optimizer of mindspore.nn.
     * JAX: a function loss(parameters, *batch), or with a loss_fn output(parameters, *data); mscomm.train.Momentum or
       SGD over the parameters, which after training are `optimizer.parameters`.
-    * NumPy: an object with `parameters`, float arrays in a dict, and `loss_and_gradients(*batch)`, which gives the loss
-      and the gradients in a dict; Momentum or SGD over the same parameters, which are changed in place.
+    * NumPy, CuPy: an object with `parameters`, float arrays in a dict, and `loss_and_gradients(*batch)`, which gives
+      the loss and the gradients in a dict; Momentum or SGD over the same parameters, which are changed in place.
 
-    Without a loss_fn the network gives the loss. compression: "bf16" or "fp16", as GradientReducer's. group: the ranks
-    that train together, None for all. TypeError for a network of another kind.
+    PyTorch's modules and CuPy's arrays are trained on the device where they are. Without a loss_fn the network gives
+    the loss. compression: "bf16" or "fp16", as GradientReducer's. group: the ranks that train together, None for all.
+    TypeError for a network of another kind.
 
     >>> mscomm.init()
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
@@ -80,7 +81,8 @@ class Model:
 
         epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len(),
         which gives an epoch's batches each time: tuples, lists or dicts of arrays, NumPy's or the network's own; with a
-        loss_fn (data, ..., label). For PyTorch a label of integers becomes int64. callbacks: a Callback or several,
+        loss_fn (data, ..., label). For PyTorch a label of integers becomes int64, and what is on the CPU goes to the
+        device of the module's first parameter. callbacks: a Callback or several,
         which are called in their order, ModelCheckpoint after the others. dataset_sink_mode, sink_size: accepted; as on
         MindSpore's CPU each step is one of its own. initial_epoch: begin after that epoch; 0 after resume(), which
         knows it.
