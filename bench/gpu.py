@@ -21,6 +21,7 @@ from cupy.cuda import nccl
 
 import mscomm
 from mscomm import accelerators
+from mscomm.train import GradientReducer
 
 ROUNDS = 10
 PARAMETERS = [3 * 3 * 64 * 64] * 20 + [1 << 20] * 4 + [64] * 100  # the gradients of a small network
@@ -98,11 +99,14 @@ def main() -> None:
         for gradient in gradients:
             mscomm.all_reduce(gradient, out=gradient)
 
+    plain, narrow = (GradientReducer(gradients, compression=how) for how in (None, "bf16"))
     steps = {
         "single": step_ms(single),
         "fused": step_ms(lambda: mscomm.all_reduce_many(gradients, out=gradients)),
+        "GradientReducer": step_ms(lambda: plain.reduce(gradients)),
+        "GradientReducer, bf16": step_ms(lambda: narrow.reduce(gradients)),
     }
-    print(f"a step of {len(PARAMETERS)} gradients: single {steps['single']:.3f} ms, fused {steps['fused']:.3f} ms")
+    print(f"a step of {len(PARAMETERS)} gradients, in ms: {', '.join(f'{k} {v:.3f}' for k, v in steps.items())}")
     found["step"] = steps
     if options.json:
         with open(options.json, "w") as file:

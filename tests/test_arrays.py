@@ -94,7 +94,7 @@ def test_every_function_takes_and_gives_its_arrays(rank, group, name):
                 assert got is None, (function, dtype)
                 continue
             assert library.is_one(got), (function, dtype, type(got))
-            there = mscomm.arrays.memory(got, "got", function)
+            there = mscomm.arrays.memory_anywhere(got, "got", function)
             assert there.dtype == expected.dtype and there.shape == expected.shape, (function, dtype)
             assert (there == expected).all(), (function, dtype)
 
@@ -107,7 +107,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     if library.writable:
         assert mscomm.all_reduce_(x) is x
         assert mscomm.broadcast(library.made(np.ones((3, 2), np.float32)), out=x) is x
-        assert (mscomm.arrays.memory(x, "x", "test") == 1).all()
+        assert (mscomm.arrays.memory_anywhere(x, "x", "test") == 1).all()
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
@@ -115,7 +115,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
         whole = library.made(np.zeros((3, 4), np.float32))
         try:
             assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None
-            assert (mscomm.arrays.memory(whole, "x", "test")[1] == 2).all()
+            assert (mscomm.arrays.memory_anywhere(whole, "x", "test")[1] == 2).all()
         except TypeError as error:
             assert name == "mindspore" and "all_reduce: out is read-only" in str(error)
     sums = mscomm.all_reduce_many([library.made(np.ones(2)), np.ones(1, np.float32)])

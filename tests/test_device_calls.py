@@ -16,7 +16,8 @@ from fakes.device_array import DeviceArray, compute
 from functions import DTYPES, FUNCTIONS, Array, How, bits, ops_of
 
 import mscomm
-from mscomm import _core, train
+from mscomm import _core
+from mscomm.communication import comm_func
 from mscomm.groups import resolve
 
 SIZES = [1, 2, 3, 4]
@@ -364,20 +365,41 @@ def test_bfloat16_is_known_by_its_name(rank: int, group: None, backend: str) -> 
     check(mscomm.all_reduce(on_device(x)), 2 * x, "bfloat16")
 
 
+@each_backend
 @devices(2)
-def test_what_works_on_the_cpu_alone_refuses_a_devices_array(rank: int, group: None) -> None:
-    """Whose memory the CPU cannot touch: to try would end the process."""
-    x = on_device(np.ones(3, np.float32))
-    for name, call in {
-        "send": lambda: mscomm.send(x, 1 - rank),
-        "recv": lambda: mscomm.recv(x, 1 - rank),
-        "GradientReducer": lambda: train.GradientReducer([x]),
-        "save_checkpoint": lambda: train.save_checkpoint({"x": x}, "x.safetensors"),
-    }.items():
-        with pytest.raises(TypeError, match=f"{name}: .* is on a device, and {name} works on arrays of the CPU alone"):
-            call()
-    with pytest.raises(TypeError):
-        mscomm.all_gather_object({"x": x})
+def test_messages_go_by_the_host(rank: int, group: None, backend: str) -> None:
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.int16):
+        whole = np.arange(24).reshape(4, 6).astype(dtype)
+        if rank == 0:
+            with device_array.stream(device_array.new_stream(rank)):
+                late = on_device(np.zeros(3, np.float32))
+                compute.add(late, 7, delay=0.1)
+                mscomm.send(late, 1)  # when the stream has come there
+            work = mscomm.send(on_device(whole), 1, tag=1, async_op=True)
+            mscomm.send(whole, 1, tag=2)
+            mscomm.send(on_device(whole).T, 1, tag=3)
+            work.wait()
+        else:
+            out = on_device(np.zeros((4, 6), dtype))
+            turned = on_device(np.zeros((4, 6), dtype)).T
+            assert (mscomm.recv(np.zeros(3, np.float32), 0) == 7).all()
+            work = mscomm.recv(out, 0, tag=1, async_op=True)
+            assert work.wait() is out and (out.to_numpy() == whole).all()
+            mscomm.recv(out[:, ::-1], 0, tag=2)
+            assert (out.to_numpy() == whole[:, ::-1]).all()
+            mscomm.recv(turned, 0, tag=3)
+            assert (turned.to_numpy() == whole.T).all()
+    other = comm_func.recv(on_device(np.zeros(2, np.float32)), src=1) if rank == 0 else None
+    if rank == 1:
+        comm_func.send(on_device(np.full(2, 5, np.float32)), dst=0)
+    assert other is None or (other.to_numpy() == 5).all()
+    assert violations() == []
+
+
+@devices(2)
+def test_objects_are_the_cpus(rank: int, group: None) -> None:
+    with pytest.raises(TypeError, match=r'obj\["x"\]: a .*DeviceArray cannot be sent'):
+        mscomm.all_gather_object({"x": on_device(np.ones(3, np.float32))})
     mscomm.barrier()
 
 
@@ -438,4 +460,8 @@ def test_arrays_of_other_libraries_are_reached_by_what_they_have(rank: int, grou
         mscomm.all_reduce(made(x.T), out=made(on_device(np.zeros((3, 2), np.float32))))
     with pytest.raises(TypeError, match="mscomm does not move"):
         mscomm.all_reduce(made(on_device(np.zeros(3, ml_dtypes.float8_e4m3fn))), out=out)
+    with pytest.raises(TypeError, match=r"send: x: .* known by its protocol alone"):
+        mscomm.send(out, 1 - rank)
+    with pytest.raises(TypeError, match=r"recv: out is a By.* knows by its protocol alone: receive to the CPU"):
+        mscomm.recv(out, 1 - rank)
     assert violations() == []

@@ -68,11 +68,11 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """HCCL has no mean: the sum is divided."""
+    """HCCL has no mean: the sum is multiplied."""
     if backend == "nccl":
         return mscomm.all_reduce(x, "avg").to_numpy()
     total = mscomm.all_reduce(x).to_numpy()
-    return np.asarray(total / total.dtype.type(n))
+    return np.asarray(total * total.dtype.type(1 / n))
 
 
 @each_backend
@@ -187,7 +187,8 @@ def test_a_mean_in_few_bits(rank: int, backend: str, how: str) -> None:
         reducer = GradientReducer([on_device(np.zeros(100, np.float32))], compression=compression)
         odd = np.full(100, 1 + 2.0**-12 + rank, np.float32)
         got = sum(reducer.reduce([on_device(odd)])[0].to_numpy().astype(np.float64) for _ in range(64))
-        assert np.abs(got - 64 * (2 + 2.0**-12)).max() < 2.0**-4
+        # At most a last place is owed; a third in bfloat16 would be off by half of one in each step.
+        assert np.abs(got - 64 * (2 + 2.0**-12)).max() < 2.0**-6
     assert violations() == []
 
 

@@ -121,4 +121,4 @@ def test_plain_memory_of_the_host_is_none_of_the_device_s(rank: int, group: None
 
 def test_other_processes_know_nothing_of_it() -> None:
     assert "MSCOMM_RANK" not in os.environ
-    assert type(arrays.memory(torch.ones(2), "x", "test")) is np.ndarray
+    assert type(arrays.memory_anywhere(torch.ones(2), "x", "test")) is np.ndarray

@@ -3,6 +3,9 @@
 They match by source and tag, in the order in which they were sent. Each thread of a rank may send and receive while
 others do, and while others are in collectives of the same group. Strided arrays are read and written in C order.
 
+Messages are the CPU's. An array of a device is copied to the host when it is sent, after what its library's current
+stream has, and from there to a device when it is received; either side may have it on a device, of any backend.
+
 Both raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
 Mismatch or Aborted (see mscomm.errors) if the message fails. Then the group is broken, as after a failed collective,
 and the contents of out are undefined.
@@ -11,10 +14,14 @@ and the contents of out are undefined.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from mscomm.arrays import memory, written
+import numpy as np
+
+from mscomm.arrays import fill, library, memory_anywhere, on_host, written
+from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
 from mscomm.groups import Group, resolve
 
@@ -56,7 +63,7 @@ def send(
     [0. 1. 2.]
     """
     group = resolve(group)
-    source = readable(memory(x, "x", "send"))
+    source = readable(on_host(x, "x", "send"))
     code, dst, tag = dtype_code(source.dtype), _checked_rank("send", "dst", dst, group), _checked_tag("send", tag)
     seconds = group.seconds(timeout)
     if not async_op:
@@ -94,11 +101,11 @@ def recv(
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
     group = resolve(group)
-    there = memory(out, "out", "recv")
+    there = memory_anywhere(out, "out", "recv")
     if not there.flags.writeable:
         raise TypeError("recv: out is read-only")
     code, src, tag = dtype_code(there.dtype), _checked_rank("recv", "src", src, group), _checked_tag("recv", tag)
-    target, finish = writable(there)
+    target, finish = _on_host_for(out, there) if isinstance(there, OnDevice) else writable(there)
     seconds = group.seconds(timeout)
 
     def result() -> Any:
@@ -111,6 +118,15 @@ def recv(
         return group.watch(target, result, [lambda: group.start_recv(src, tag, code, target, seconds)])
     group.recv(src, tag, code, target, seconds)
     return result()
+
+
+def _on_host_for(out: Any, there: OnDevice) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
+    """Where the numbers for an array of a device come, and what brings them there."""
+    if not hasattr(library(out, "out", "recv"), "namespace"):
+        kind = type(out).__name__
+        raise TypeError(f"recv: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")
+    target = np.empty(there.shape, there.dtype)
+    return target, lambda: fill(out, target, "out", "recv")
 
 
 def _checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:

@@ -421,9 +421,6 @@ class DeviceArray:
     def __imul__(self, factor: float) -> DeviceArray:
         return self.copy_(_computed(lambda x: x * x.dtype.type(factor), self))
 
-    def __itruediv__(self, divisor: float) -> DeviceArray:
-        return self.copy_(_computed(lambda x: x / x.dtype.type(divisor), self))
-
     def reshape(self, *shape) -> DeviceArray:
         """A view of a contiguous array."""
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape

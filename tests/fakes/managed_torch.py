@@ -139,7 +139,7 @@ def register() -> None:
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
-    for name in ("scale", "_divide", "_widen", "_narrow"):  # what PyTorch computes there
+    for name in ("scale", "_widen", "_narrow"):  # what PyTorch computes there
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
 
 

@@ -69,16 +69,11 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
     )
 
 
-def memory(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The memory of an array of the CPU; TypeError, naming the function and its argument, if x is none."""
-    there = memory_anywhere(x, argument, function)
-    if isinstance(there, OnDevice):
-        raise TypeError(f"{function}: {argument} is on a device, and {function} works on arrays of the CPU alone")
-    return there
-
-
 def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The same, or an OnDevice of an array on a device; TypeError if x is no array or cannot be reached."""
+    """The memory of an array of the CPU, or an OnDevice of one on a device.
+
+    TypeError, naming the function and its argument, if x is no array or cannot be reached.
+    """
     if type(x) is np.ndarray:  # as most are, and small calls count microseconds
         return x
     arrays = library(x, argument, function)

@@ -11,7 +11,8 @@ import operator
 from typing import Any
 
 from mscomm import collectives, messages
-from mscomm.arrays import library, memory
+from mscomm.arrays import library, memory_anywhere
+from mscomm.arrays.device import OnDevice
 from mscomm.communication.management import GlobalComm
 from mscomm.groups import Group, resolve
 
@@ -65,8 +66,10 @@ def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int
 
 def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
     """mscomm.recv from rank src of the world, into a new array of the shape and dtype that tensor has."""
-    shape = memory(tensor, "tensor", "recv").shape
+    shape = memory_anywhere(tensor, "tensor", "recv").shape
     target, result = library(tensor, "tensor", "recv").new(tensor, shape)
+    if isinstance(target, OnDevice):
+        return messages.recv(result(), _rank_in(group, "recv", "src", src), tag, group=group)
     messages.recv(target, _rank_in(group, "recv", "src", src), tag, group=group)
     return result()
 

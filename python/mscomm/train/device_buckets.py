@@ -52,14 +52,15 @@ class DeviceBucket(Bucket):
             self._wire = cast(OnDevice, memory.view(wired))
             self._has_kernel = has_kernel(group, layout.dtype, wired)
             self._wire_array = bits if self._has_kernel else self._as_narrow(bits, wired)
+            self._limit = largest(wired, group.size)
+        # Of what is narrow, and where the library has no mean, that is made of the sum: NCCL's mean multiplies by 1 / n
+        # in the dtype on the wire (hostToDevRedOp in its enqueue.cc), of which bfloat16 is off by up to a 512th.
         code = dtype_code(wired)
-        # What the library has no mean for is divided when the sum is there.
-        self._divides = op == "avg" and bool(group.refuses(code, OPS["avg"]))
-        self._op = OPS["sum" if self._divides else op]
+        sums = op == "sum" or wired != layout.dtype or bool(group.refuses(code, OPS["avg"]))
+        self._op = OPS["sum" if sums else "avg"]
+        self._factor = 1 / group.size if op == "avg" and sums else 1.0
         if why := group.refuses(code, self._op):
             raise TypeError(f"GradientReducer: {why}")
-        if wired != layout.dtype:
-            self._limit = largest(wired, group.size if op == "sum" or self._divides else 1)
 
     def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
         """An array of zeros in model's dtype, and its memory."""
@@ -147,11 +148,12 @@ class DeviceBucket(Bucket):
             self._work = None
         if self._has_kernel:
             with self._group.failing():
-                self._group.core.unpack(self._wire, [self._memory], self._memory.current())
-        elif self._residual is not None:
+                self._group.core.unpack(self._wire, [self._memory], self._memory.current(), scale=self._factor)
+            return
+        if self._residual is not None:
             self._widen()
-        if self._divides:
-            self._divide()
+        if self._factor != 1:
+            self.scale(self._factor)
 
     def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
         if self._residual_array is None:
@@ -168,9 +170,6 @@ class DeviceBucket(Bucket):
 
     def scale(self, factor: float) -> None:
         self._array *= factor
-
-    def _divide(self) -> None:
-        self._array /= self._group.size
 
     def _widen(self) -> None:
         self._array[...] = self._wire_array
