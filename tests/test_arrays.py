@@ -146,6 +146,8 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (mscomm.all_reduce(same) == 2).all()
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
         mscomm.all_reduce(torch.ones(3), out=same)
+    nothing = torch.from_numpy(np.zeros((0, 4)))  # with strides of 0
+    assert mscomm.all_reduce_(nothing) is nothing and mscomm.all_gather(nothing).shape == (0, 4)
     with torch.device("meta"):
         assert mscomm.all_reduce(torch.ones(3, device="cpu")).tolist() == [2, 2, 2]
     with pytest.raises(TypeError, match="recv: tensor is on meta"):

@@ -312,6 +312,19 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
 # --- PyTorch's devices, of which this machine may have none ----------------------------------------------------------
 
 
+def test_numbers_of_pytorch_s_tensors() -> None:
+    real = arrays.torch
+    for name, x in some_arrays().items():
+        backwards = x[::-1] if x.ndim else x
+        backwards.flags.writeable = False
+        made = real.from_host(torch.empty(0), backwards)
+        there = real.on_host(made)
+        assert there.dtype == x.dtype and (bits(there) == bits(np.array(backwards, order="C"))).all(), name
+        assert made.shape == x.shape and not np.shares_memory(there, x)
+    assert real.on_host(torch.ones(3, requires_grad=True)).tolist() == [1, 1, 1]
+    assert np.isnan(arrays.on_host(torch.tensor(float("nan")), "the loss", "test")[()])
+
+
 def test_batches_go_to_the_device_of_the_module() -> None:
     from mscomm.train.networks.torch import Network
 

@@ -96,7 +96,6 @@ def memory(x: torch.Tensor) -> OnDevice:
         raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
     x = x.detach()
     dtype = dtype_of(real._CODES[x.dtype])
-    repeats = any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
     return on_device(
         x,
         x.data_ptr(),
@@ -106,7 +105,7 @@ def memory(x: torch.Tensor) -> OnDevice:
         _device_of(x),
         device_array.current_stream,
         backend=library.BACKEND,
-        writable=not repeats,
+        writable=not real._repeats(x),
     )
 
 

@@ -38,8 +38,8 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         return _on_cuda(x)
     if x.device.type != "cpu":
         raise TypeError(f"is on {x.device}; mscomm moves tensors of the CPU and of NVIDIA GPUs: use x.cpu()")
-    if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
-        expanded = memory(x.contiguous())  # one element stands for several
+    if _repeats(x):
+        expanded = memory(x.contiguous())
         expanded.flags.writeable = False
         return expanded
     if x.dtype is torch.bfloat16:  # which NumPy has not of itself
@@ -54,7 +54,6 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
     if x.dtype not in _CODES:
         raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}")
     dtype, index = dtype_of(_CODES[x.dtype]), x.get_device()
-    repeats = any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
     return on_device(
         x,
         x.data_ptr(),
@@ -63,8 +62,13 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
         None if x.is_contiguous() else tuple(stride * dtype.itemsize for stride in x.stride()),
         index,
         lambda: int(torch.cuda.current_stream(index).cuda_stream),
-        writable=not repeats,  # where one element stands for several
+        writable=not _repeats(x),
     )
+
+
+def _repeats(x: torch.Tensor) -> bool:
+    """Whether one element stands for several."""
+    return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 
 
 def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], torch.Tensor]]:
