@@ -135,6 +135,17 @@ def test_a_step_comes_after_what_the_stream_has_and_before_what_follows(rank: in
     assert violations() == []
 
 
+@each_backend
+@devices(2)
+def test_gradients_without_elements(rank: int, group: None, backend: str) -> None:
+    for compression in (None, "bf16"):
+        reducer = GradientReducer([on_device(np.zeros((0, 3), np.float32))], compression=compression)
+        reducer.carry(rank)
+        (got,) = reducer.reduce([on_device(np.zeros((0, 3), np.float32))])
+        assert got.shape == (0, 3) and reducer.carried == 0.5
+    assert violations() == []
+
+
 # -- compression
 
 
