@@ -150,11 +150,14 @@ class Acl final : public Runtime {
   bool captures(StreamHandle) override { return false; }
 
  private:
-  void push(int device) override {
+  bool push(int device) override {
     Context old = nullptr;
     if (functions_.get_context(&old) != success) old = nullptr;  // the thread has none yet
-    check(functions_.set_context(context_of(device)), "aclrtSetCurrentContext");
+    Context const wanted = context_of(device);
+    if (old == wanted) return false;
+    check(functions_.set_context(wanted), "aclrtSetCurrentContext");
     before.push_back(old);
+    return true;
   }
   void pop() noexcept override {
     const Context old = before.back();

@@ -38,6 +38,7 @@ struct Driver {
     library.need(device_attribute, "cuDeviceGetAttribute");
     library.need(retain, "cuDevicePrimaryCtxRetain");
     library.need(current_device, "cuCtxGetDevice");
+    library.need(current, "cuCtxGetCurrent");
     library.need(set_current, "cuCtxSetCurrent");
     library.need(push, "cuCtxPushCurrent_v2");
     library.need(pop, "cuCtxPopCurrent_v2");
@@ -78,6 +79,7 @@ struct Driver {
   Result (*device_attribute)(int* value, int attribute, Device device);
   Result (*current_device)(Device* device);
   Result (*retain)(Context* context, Device device);
+  Result (*current)(Context* context);
   Result (*set_current)(Context context);
   Result (*push)(Context context);
   Result (*pop)(Context* context);
@@ -225,7 +227,13 @@ class Cuda final : public Runtime {
   }
 
  private:
-  void push(int device) override { check(driver_.push(used(device).context), "cuCtxPushCurrent"); }
+  bool push(int device) override {
+    Context const wanted = used(device).context;
+    Context current = nullptr;
+    if (driver_.current(&current) == success && current == wanted) return false;
+    check(driver_.push(wanted), "cuCtxPushCurrent");
+    return true;
+  }
   void pop() noexcept override {
     Context context;
     (void)driver_.pop(&context);

@@ -27,13 +27,16 @@ class Runtime {
   // The device of the thread until the guard is gone.
   class Current {
    public:
-    Current(Runtime& runtime, int device) : runtime_(runtime) { runtime_.push(device); }
-    ~Current() { runtime_.pop(); }
+    Current(Runtime& runtime, int device) : runtime_(runtime), pushed_(runtime.push(device)) {}
+    ~Current() {
+      if (pushed_) runtime_.pop();
+    }
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
 
    private:
     Runtime& runtime_;
+    const bool pushed_;
   };
 
   // For a thread that only watches: what it asks must not end a capture that another one has begun.
@@ -70,7 +73,8 @@ class Runtime {
   virtual bool captures(StreamHandle stream) = 0;
 
  protected:
-  virtual void push(int device) = 0;
+  // False: it is the thread's device already, as for most calls, and nothing was done.
+  virtual bool push(int device) = 0;
   virtual void pop() noexcept = 0;
 };
 

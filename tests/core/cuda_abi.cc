@@ -17,6 +17,7 @@ static_assert(sizeof(CUuuid) == 16 && sizeof(CUdeviceptr) == 8);
 
 static_assert(same_shape<decltype(&cuDeviceGetAttribute), int (*)(int*, int, int)>);
 static_assert(same_shape<decltype(&cuCtxGetDevice), int (*)(int*)>);
+static_assert(same_shape<decltype(&cuCtxGetCurrent), int (*)(void**)>);
 static_assert(same_shape<decltype(&cuDevicePrimaryCtxRetain), int (*)(void**, int)>);
 static_assert(same_shape<decltype(&cuStreamCreateWithPriority), int (*)(void**, unsigned, int)>);
 static_assert(same_shape<decltype(&cuStreamWaitEvent), int (*)(void*, void*, unsigned)>);

@@ -127,7 +127,7 @@ class Device final : public Runtime {
   std::atomic<bool> capturing{false};
 
  private:
-  void push(int) override {}
+  bool push(int) override { return false; }
   void pop() noexcept override {}
 };
 
