@@ -16,13 +16,18 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// The watching thread looks this often at what is on the device, at first and later on.
+// The watching thread looks this often at what is on the device, at first and later on. It goes on a while when there is nothing:
+// to wake it costs the next caller a system call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
 // After that long on the device the ranks compare what they have called.
 constexpr double compares_after_s = 1;
 // How long the library may take to free a group, or to abort it, before nobody waits for it any more.
 constexpr double frees_within_s = 5, aborts_within_s = 10;
+
+// So long the library is asked again and again whether it has set up a call, which is about what a thread takes that it starts
+// for it; from then on between sleeps, of which each costs 50 us more than it is told.
+constexpr auto asks_at_once = 200us;
 
 // What of a group the library is asked by one thread at a time; abort() waits for that at most so long.
 constexpr auto call_takes_at_most = 1s;
@@ -124,11 +129,13 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
     if (bytes) runtime_->clear(memory, bytes, stream);
   }
   bool converts(Dtype part, Dtype bucket) const { return runtime_->converts(device_, part, bucket); }
+  std::string refuses(Dtype dtype, Op op) const { return vendor_->refuses(dtype, op); }
 
   mutable std::mutex mutex_;  // protects what follows; never held while the library is called
   std::condition_variable changed_;
   struct Pending {
     Signature call;
+    StreamHandle stream;
     EventHandle event;
     EventHandle before;  // of a call beside the caller's stream: what it waits for
     Deadline deadline;
@@ -137,6 +144,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   std::deque<Pending> pending_;      // in the order of their numbers
   std::vector<EventHandle> events_;  // free ones
   bool aborting_ = false, finishing_ = false, stopping_ = false;
+  bool asleep_ = false;      // the thread does not look by itself: who enqueues wakes it
   bool captured_ = false;    // a graph may have calls of the group in it
   Clock::time_point moved_;  // when a call ended last, or one was enqueued where there was none
   bool over_ = false;        // the library has freed the group
@@ -240,8 +248,9 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
   {
     const std::lock_guard lock(mutex_);
     if (pending_.empty()) moved_ = Clock::now();
-    pending_.push_back({call.signature, event, before, wait.deadline});
-    if (pending_.size() > 1) return;  // the thread is awake
+    pending_.push_back({call.signature, stream, event, before, wait.deadline});
+    if (!asleep_) return;
+    asleep_ = false;
   }
   changed_.notify_all();
 }
@@ -259,7 +268,14 @@ void VendorBackend::State::take(std::unique_lock<Turn>& issuing, const Wait& wai
 // call of another group first. So the device's turn is not held meanwhile.
 void VendorBackend::State::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
+  std::optional<Clock::time_point> asked;
   while (ask([](VendorGroup& group) { return group.busy(); })) {
+    if (!asked) asked = Clock::now();
+    if (Clock::now() - *asked < asks_at_once) {
+      if (issuing) issuing.unlock();
+      std::this_thread::yield();
+      continue;
+    }
     if (wait.deadline.passed())
       throw Error("CollectiveTimeout", "it could not be enqueued within " + seconds_text(wait.deadline.timeout_s()) + ": " +
                                            std::string(vendor_->name()) + " waits for other ranks");
@@ -402,11 +418,13 @@ void VendorBackend::State::watch_pending() {
   while (!stopping_ && !finishing_) {
     if (aborting_ && !over_) {
       free_group(lock, &State::abort_group);
-    } else if (pending_.empty()) {
+    } else if (pending_.empty() && seconds_since(moved_) >= looks_often_s) {
+      asleep_ = true;
       changed_.wait(lock);
+      asleep_ = false;
     } else {
-      look_at_pending(lock);
-      if (pending_.empty() || (aborting_ && !over_) || finishing_ || stopping_) continue;
+      if (!pending_.empty()) look_at_pending(lock);
+      if ((aborting_ && !over_) || finishing_ || stopping_) continue;
       changed_.wait_for(lock, seconds_since(moved_) < looks_often_s ? first_look : later_look);
     }
   }
@@ -430,14 +448,18 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
   std::vector<std::pair<Signature, double>> waiting;
   std::optional<std::pair<Signature, Error>> failed;
   try {
-    // Streams may be several: the calls of one can pass those of another.
+    // Streams may be several: the calls of one can pass those of another. On one of them nothing passes what has not ended.
+    std::vector<StreamHandle> behind;
     for (auto one = pending_.begin(); one != pending_.end();) {
-      if (runtime_->passed(one->event)) {
+      if (std::find(behind.begin(), behind.end(), one->stream) != behind.end()) {
+        ++one;
+      } else if (runtime_->passed(one->event)) {
         ended.push_back(one->call.number);
         give_back(*one);
         one = pending_.erase(one);
         moved_ = Clock::now();
       } else {
+        behind.push_back(one->stream);
         ++one;
       }
     }
@@ -543,6 +565,8 @@ void VendorBackend::pack(const Packing& packing, StreamHandle stream) { state_->
 void VendorBackend::clear(void* memory, size_t bytes, StreamHandle stream) { state_->clear(memory, bytes, stream); }
 
 bool VendorBackend::converts(Dtype part, Dtype bucket) const { return state_->converts(part, bucket); }
+
+std::string VendorBackend::refuses(Dtype dtype, Op op) const { return state_->refuses(dtype, op); }
 
 size_t VendorBackend::pending() const {
   const std::lock_guard lock(state_->mutex_);

@@ -135,6 +135,8 @@ class VendorBackend final : public Backend {
   void clear(void* memory, size_t bytes, StreamHandle stream);
   // Whether the device has kernels that scale, and cast where the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const;
+  // Why the library cannot reduce such elements so; empty: it can.
+  std::string refuses(Dtype dtype, Op op) const;
   // How many calls have not ended.
   size_t pending() const;
 
