@@ -53,17 +53,42 @@ struct Shape {
 
 // An array whose memory is the elements one after the other, as the core reads them.
 struct Plain {
-  const py::detail::PyArray_Proxy* array;
+  char* begin;
   Dtype dtype;
   Shape shape;
   size_t bytes;
+  std::optional<StreamHandle> stream{};  // of an array on the device: its library's current one
 
-  char* begin() const { return array->data; }
-  bool apart_from(const Plain& other) const { return begin() + bytes <= other.begin() || other.begin() + other.bytes <= begin(); }
+  bool apart_from(const Plain& other) const { return begin + bytes <= other.begin || other.begin + other.bytes <= begin; }
 };
 
+// What an array library has for this way: a tuple, which is the table's.
+struct Library {
+  PyObject *plain, *empty, *written;
+};
+
+// What the function is bound to.
+struct Bound {
+  py::object owner;
+  Group* group;
+  double timeout_s;
+  py::list beside;
+  py::function failed;
+  py::dict libraries;
+  int device;
+
+  std::optional<Library> library_of(PyObject* array) const {
+    PyObject* const row = PyDict_GetItemWithError(libraries.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(array)));
+    if (!row && PyErr_Occurred()) throw py::error_already_set();
+    if (!row || !PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 3) return std::nullopt;
+    return Library{PyTuple_GET_ITEM(row, 0), PyTuple_GET_ITEM(row, 1), PyTuple_GET_ITEM(row, 2)};
+  }
+};
+
+bool is_numpy(PyObject* object) { return Py_TYPE(object) == Numpy::get().PyArray_Type_; }  // no subclass: a masked array is one
+
 std::optional<Plain> plain(PyObject* object, int flags) {
-  if (Py_TYPE(object) != Numpy::get().PyArray_Type_) return std::nullopt;  // no subclass: a masked array is one
+  if (!is_numpy(object)) return std::nullopt;
   const auto* array = py::detail::array_proxy(object);
   const auto* descriptor = py::detail::array_descriptor_proxy(array->descr);
   const int number = descriptor->type_num;
@@ -71,12 +96,47 @@ std::optional<Plain> plain(PyObject* object, int flags) {
     return std::nullopt;
   const auto dtype = dtype_of_number[static_cast<size_t>(number)];
   if (!dtype || array->nd > max_dims) return std::nullopt;
-  Plain found{array, *dtype, {array->nd, {}}, size_of(*dtype)};
+  Plain found{array->data, *dtype, {array->nd, {}}, size_of(*dtype)};
   for (int i = 0; i < array->nd; i++) {
     found.shape.extents[static_cast<size_t>(i)] = array->dimensions[i];
     found.bytes *= static_cast<size_t>(array->dimensions[i]);
   }
   return found;
+}
+
+// The result of a function of Python.
+py::object checked(PyObject* result) {
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// Of an array on the group's device, as its library tells it: (address, shape, dtype, device, stream), or None.
+std::optional<Plain> plain(PyObject* object, const Library& library, int device) {
+  const py::object told = checked(PyObject_CallOneArg(library.plain, object));
+  if (!PyTuple_Check(told.ptr()) || PyTuple_GET_SIZE(told.ptr()) != 5) return std::nullopt;
+  const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(told.ptr(), i); };
+  PyObject* const shape = item(1);
+  if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) > max_dims) return std::nullopt;
+  for (const Py_ssize_t i : {0, 2, 3, 4})
+    if (!PyLong_Check(item(i))) return std::nullopt;
+  const long dtype = PyLong_AsLong(item(2));
+  if (PyLong_AsLong(item(3)) != device || dtype < 0 || dtype >= static_cast<long>(dtypes.size())) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  Plain found{static_cast<char*>(PyLong_AsVoidPtr(item(0))),
+              static_cast<Dtype>(dtype),
+              {static_cast<int>(PyTuple_GET_SIZE(shape)), {}},
+              size_of(static_cast<Dtype>(dtype)),
+              PyLong_AsVoidPtr(item(4))};
+  for (int i = 0; i < found.shape.dims; i++) {
+    const Py_ssize_t extent = PyNumber_AsSsize_t(PyTuple_GET_ITEM(shape, i), nullptr);
+    found.shape.extents[static_cast<size_t>(i)] = extent;
+    found.bytes *= static_cast<size_t>(extent);
+  }
+  if (!PyErr_Occurred()) return found;
+  PyErr_Clear();
+  return std::nullopt;
 }
 
 // Of what a rank gets from an x of that shape, in a group of n; none: x cannot be divided, or what comes is not of one shape.
@@ -121,17 +181,23 @@ std::optional<int> int_of(PyObject* object) {
   return value >= -1 && value <= INT_MAX ? std::optional(static_cast<int>(value)) : std::nullopt;
 }
 
-py::object new_array(const Plain& like, const Shape& shape) {
+py::object new_array(PyObject* like, const Shape& shape) {
   const auto& api = Numpy::get();
-  auto array = py::reinterpret_steal<py::object>(
-      api.PyArray_NewFromDescr_(api.PyArray_Type_, py::handle(like.array->descr).inc_ref().ptr(), shape.dims,
-                                shape.extents.data(), nullptr, nullptr, 0, nullptr));
-  if (!array) throw py::error_already_set();
-  return array;
+  PyObject* const descriptor = py::handle(py::detail::array_proxy(like)->descr).inc_ref().ptr();
+  return checked(
+      api.PyArray_NewFromDescr_(api.PyArray_Type_, descriptor, shape.dims, shape.extents.data(), nullptr, nullptr, 0, nullptr));
 }
 
-py::object call_plain(Group& group, double timeout_s, PyObject* what_object, PyObject* x_object, PyObject* op_object,
-                      PyObject* root_object, PyObject* out_object) {
+py::object new_array(PyObject* like, const Shape& shape, const Library& library) {
+  py::tuple extents(shape.dims);
+  for (int i = 0; i < shape.dims; i++)
+    PyTuple_SET_ITEM(extents.ptr(), i, checked(PyLong_FromSsize_t(shape.extents[static_cast<size_t>(i)])).release().ptr());
+  return checked(PyObject_CallFunctionObjArgs(library.empty, like, extents.ptr(), nullptr));
+}
+
+py::object call_plain(const Bound& bound, PyObject* what_object, PyObject* x_object, PyObject* op_object, PyObject* root_object,
+                      PyObject* out_object) {
+  Group& group = *bound.group;
   constexpr int readable = Numpy::NPY_ARRAY_C_CONTIGUOUS_ | Numpy::NPY_ARRAY_ALIGNED_;
   constexpr int writable = readable | Numpy::NPY_ARRAY_WRITEABLE_;
   const py::object not_for_us = py::reinterpret_borrow<py::object>(Py_NotImplemented);
@@ -147,48 +213,56 @@ py::object call_plain(Group& group, double timeout_s, PyObject* what_object, PyO
   signature.root = *root;
   signature.dtype = Dtype::boolean;  // of a barrier, as the general way says it
   py::object result = py::none();
+  std::optional<Library> library;  // of out
   if (signature.what != Collective::barrier) {
-    const auto x = plain(x_object, readable);
+    const bool on_device = !is_numpy(x_object);
+    if (on_device && !(library = bound.library_of(x_object))) return not_for_us;
+    const auto x = on_device ? plain(x_object, *library, bound.device) : plain(x_object, readable);
     const auto shape = x ? result_of(signature.what, x->shape, n) : std::nullopt;
     if (!shape) return not_for_us;
     if (reduces(signature.what)) {
       const auto op = op_of(op_object);
       if (!op || !supports(x->dtype, *op)) return not_for_us;
+      if (on_device && !group.communicator->reduces_on_device(x->dtype, *op)) return not_for_us;
       signature.op = *op;
     }
-    result = out_object == Py_None ? new_array(*x, *shape) : py::reinterpret_borrow<py::object>(out_object);
-    const auto out = plain(result.ptr(), writable);
+    if (out_object != Py_None) result = py::reinterpret_borrow<py::object>(out_object);
+    else result = on_device ? new_array(x_object, *shape, *library) : new_array(x_object, *shape);
+    std::optional<Plain> out;
+    if (!on_device) {
+      out = plain(result.ptr(), writable);
+    } else if (out_object == x_object) {
+      out = x;
+    } else if (out_object == Py_None || (library = bound.library_of(out_object))) {
+      out = plain(result.ptr(), *library, bound.device);
+    }
     if (!out || out->dtype != x->dtype || !(out->shape == *shape)) return not_for_us;
-    // In place as a whole; other ways to lie in each other are looked at in Python.
-    if (!(out_object == x_object && *shape == x->shape) && !out->apart_from(*x)) return not_for_us;
+    // In place as a whole; other ways to lie in each other are looked at in Python. A device exchanges parts while others come.
+    const bool in_place =
+        out_object == x_object && *shape == x->shape && !(on_device && signature.what == Collective::all_to_all);
+    if (!in_place && !out->apart_from(*x)) return not_for_us;
     signature.dtype = x->dtype;
     signature.dims = static_cast<uint8_t>(x->shape.dims);
     signature.count = x->bytes / size_of(x->dtype);
     for (size_t i = 0; i < signature.dims; i++) signature.shape[i] = static_cast<uint64_t>(x->shape.extents[i]);
-    call.x = x->begin();
+    signature.device = on_device;
+    call.stream = x->stream;
+    call.x = x->begin;
     call.x_bytes = x->bytes;
-    call.out = out->begin();
+    call.out = out->begin;
     call.out_bytes = out->bytes;
   }
-  group.called([&] { group.communicator->run(std::move(call), timeout_s); });
+  group.called([&] { group.communicator->run(std::move(call), bound.timeout_s); });
+  if (library && library->written != Py_None && out_object != Py_None) checked(PyObject_CallOneArg(library->written, out_object));
   return result;
 }
-
-// What the function is bound to.
-struct Bound {
-  py::object owner;
-  Group* group;
-  double timeout_s;
-  py::list beside;
-  py::function failed;
-};
 
 PyObject* call_bound(const Bound& bound, PyObject* const* arguments) {
   try {
     try {
       PyObject *const what = arguments[0], *const x = arguments[1], *const op = arguments[2], *const root = arguments[3],
                       *const out = arguments[4];
-      return call_plain(*bound.group, bound.timeout_s, what, x, op, root, out).release().ptr();
+      return call_plain(bound, what, x, op, root, out).release().ptr();
     } catch (const Error& error) {
       raise(error);  // by Python, where a signal's handler may raise something else
     }
@@ -224,10 +298,11 @@ PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_
 
 }  // namespace
 
-py::object plain_calls(py::object group, double timeout_s, py::list beside, py::function failed) {
+py::object plain_calls(py::object group, double timeout_s, py::list beside, py::function failed, py::dict libraries, int device) {
   static PyMethodDef definition{"plain_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_by_python)),
                                 METH_FASTCALL, nullptr};
-  auto bound = std::make_unique<Bound>(Bound{group, group.cast<Group*>(), timeout_s, std::move(beside), std::move(failed)});
+  auto bound = std::make_unique<Bound>(
+      Bound{group, group.cast<Group*>(), timeout_s, std::move(beside), std::move(failed), std::move(libraries), device});
   const py::capsule self(bound.get(), nullptr,
                          [](PyObject* capsule) { delete static_cast<Bound*>(PyCapsule_GetPointer(capsule, nullptr)); });
   (void)bound.release();

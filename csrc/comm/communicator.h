@@ -113,6 +113,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void clear(void* memory, size_t bytes, StreamHandle stream);
   // Whether pack() scales, and casts where the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
+  // Whether there is a device whose library can reduce such elements so.
+  bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
 
   // One message, start to end, as run(); any number of threads at once, beside the calls. The link to a peer must be there before
   // the first send to it.

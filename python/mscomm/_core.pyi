@@ -3,7 +3,7 @@
 The place of a name in collectives, functions, ops and dtypes() is its number in the other functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, final
 
 import numpy as np
@@ -268,10 +268,17 @@ class Group:
         is another, with a cast and a residual."""
 
     def plain_calls(
-        self, timeout_s: float, beside: list[Any], failed: Callable[[BaseException], NoReturn], /
+        self,
+        timeout_s: float,
+        beside: list[Any],
+        failed: Callable[[BaseException], NoReturn],
+        libraries: Mapping[type, tuple[Any, ...]],
+        device: int,
+        /,
     ) -> Callable[[Any, Any, Any, Any, Any], Any]:
-        """call(what, x, op, root, out) of plain arrays; it returns NotImplemented for what else it is given, and while
-        there is something in beside. An exception of the call is handed to failed, which raises it or another."""
+        """call(what, x, op, root, out) of plain arrays: NumPy's, and those of the device whose type has a row (plain,
+        empty, written) in libraries; it returns NotImplemented for what else it is given, and while there is something
+        in beside. An exception of the call is handed to failed, which raises it or another."""
 
     def reserve(self, count: int, /) -> int:
         """That many call numbers in a row; returns the first."""

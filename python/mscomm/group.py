@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from mscomm import _core, environment, log
+from mscomm.arrays import plain_types
 from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
@@ -231,14 +232,19 @@ class Group:
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         noted = self._lines is not None or self._traced is not None
-        # call_plain(what, x, op, root, out): a call on plain NumPy arrays in one step; NotImplemented, and nothing was
-        # done, for all that is not plain: other collectives and arrays, wrong arguments, lines that are to be noted,
-        # calls beside that may have ended.
+        # call_plain(what, x, op, root, out): a call on plain arrays, NumPy's or of the rank's device, in one step;
+        # NotImplemented, and nothing was done, for all that is not plain: other collectives and arrays, wrong
+        # arguments, lines that are to be noted, calls beside that may have ended.
         self.call_plain = _not_plain
         if not noted:
             me = weakref.ref(self)  # the garbage collector does not see what the core's function refers to
+            mine = job.accelerator
             self.call_plain = founded.core.plain_calls(
-                self.timeout_s, self._running, lambda error: _failed(me(), error)
+                self.timeout_s,
+                self._running,
+                lambda error: _failed(me(), error),
+                plain_types(mine.name) if mine else {},
+                mine.device if mine else -1,
             )
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._letters = Letters(job, self.core, id, self.ranks)

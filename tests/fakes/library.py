@@ -15,14 +15,16 @@ from fakes.device_array import DeviceArray
 
 from mscomm import arrays
 from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.numpy import CODES
 
 BACKEND = "nccl"
 namespace = device_array.namespace
+PLAIN = {DeviceArray: BACKEND}
 
 
 def register(backend: str = "nccl") -> None:
     global BACKEND
-    BACKEND = backend
+    BACKEND = PLAIN[DeviceArray] = backend
     arrays.LIBRARIES["fakes"] = "fakes"
     sys.modules["mscomm.arrays.fakes"] = sys.modules[__name__]
 
@@ -36,8 +38,19 @@ def memory(x: DeviceArray) -> OnDevice:
     return on_device(x, x.ptr, x.shape, x.dtype, strides, x.device, device_array.current_stream, backend=BACKEND)
 
 
+def plain(x: DeviceArray) -> tuple[int, tuple[int, ...], int, int, int] | None:
+    code = CODES.get(x.dtype)
+    if code is None or not x.is_contiguous():
+        return None
+    return x.ptr, x.shape, code, x.device, device_array.current_stream()
+
+
+def empty(x: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
+    return type(x).empty(shape, x.dtype, x.device)
+
+
 def new(x: DeviceArray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], DeviceArray]]:
-    made = type(x).empty(shape, x.dtype, x.device)
+    made = empty(x, shape)
     return memory(made), lambda: made
 
 

@@ -18,14 +18,21 @@ Of arrays on a device `memory` is an `OnDevice` of device.py, and the module als
 * `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may
   change after the call;
 * `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes.
+
+And, if its calls shall be cheap (src/plain_calls.h, which knows the names of `Plain`),
+
+* `PLAIN`: its types of arrays, and no subclass, with the backend that reaches them;
+* `plain(x)` -> (address, shape, dtype's number, device, current stream), if the elements lie one after the other and
+  nothing is to be said against writing them; None for all others, which go the general way and are refused there;
+* `empty(x, shape)` -> an array of x's type, dtype and device.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +49,22 @@ LIBRARIES = {
 }
 
 _found: dict[type, ModuleType] = {}
+
+
+class Plain(NamedTuple):
+    """What a library has for the short way into the collectives."""
+
+    plain: Callable[[Any], tuple[int, tuple[int, ...], int, int, int] | None]
+    empty: Callable[[Any, tuple[int, ...]], Any]
+    written: Callable[[Any], None] | None
+
+
+_plain: dict[str, dict[type, Plain]] = {}
+
+
+def plain_types(backend: str) -> dict[type, Plain]:
+    """Of the arrays that this backend reaches: it grows, a type is there when one of it was seen."""
+    return _plain.setdefault(backend, {})
 
 
 def names(x: Any) -> Iterator[str]:
@@ -61,6 +84,9 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
     for name in (*names(x), "cuda", "dlpack"):
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
+            backend = getattr(module, "PLAIN", {}).get(type(x))
+            if backend is not None:
+                plain_types(backend)[type(x)] = Plain(module.plain, module.empty, getattr(module, "written", None))
             return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(

@@ -9,6 +9,9 @@ import cupy
 import numpy as np
 
 from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.numpy import CODES
+
+PLAIN = {cupy.ndarray: "nccl"}
 
 namespace = cupy
 
@@ -24,9 +27,21 @@ def memory(x: cupy.ndarray) -> OnDevice:
     )
 
 
-def new(x: cupy.ndarray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], cupy.ndarray]]:
+def plain(x: cupy.ndarray) -> tuple[int, tuple[int, ...], int, int, int] | None:
+    data, code = x.data, CODES.get(x.dtype)
+    if code is None or not x.flags.c_contiguous:
+        return None
+    index = data.device_id
+    return data.ptr, x.shape, code, index, cupy.cuda.get_current_stream(index).ptr
+
+
+def empty(x: cupy.ndarray, shape: tuple[int, ...]) -> cupy.ndarray:
     with cupy.cuda.Device(x.data.device_id):
-        made = cupy.empty(shape, x.dtype)
+        return cupy.empty(shape, x.dtype)
+
+
+def new(x: cupy.ndarray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], cupy.ndarray]]:
+    made = empty(x, shape)
     return memory(made), lambda: made
 
 

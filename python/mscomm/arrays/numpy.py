@@ -13,7 +13,7 @@ from mscomm import _core
 Array = np.ndarray[Any, Any]
 
 DTYPES = tuple(_core.dtypes())
-_codes: dict[np.dtype[Any], int] = {}
+CODES: dict[np.dtype[Any], int] = {}  # of the dtypes that dtype_code was asked for
 
 
 def is_array(x: Any) -> bool:
@@ -26,14 +26,14 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     bfloat16 is known by its name (ml_dtypes).
     """
     try:
-        return _codes[dtype]
+        return CODES[dtype]
     except KeyError:
         pass
     if dtype.name not in DTYPES:
         raise TypeError(f"mscomm does not move elements of dtype {dtype}; it knows {', '.join(DTYPES)}")
     if not dtype.isnative:
         raise TypeError(f"dtype {dtype!r} is big-endian; convert the array first: np.asarray(x, dtype=np.{dtype.name})")
-    return _codes.setdefault(dtype, DTYPES.index(dtype.name))
+    return CODES.setdefault(dtype, DTYPES.index(dtype.name))
 
 
 @functools.cache

@@ -18,6 +18,17 @@ namespace = torch
 
 _BFLOAT16 = DTYPES.index("bfloat16")
 _CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
+_STRIDED = torch.strided
+
+PLAIN = {torch.Tensor: "nccl", torch.nn.Parameter: "nccl"}
+
+
+def _by_object(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# The current stream of a device. PyTorch's own compiled code asks it like that; it has no public name.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _by_object)
 
 
 def is_array(x: Any) -> bool:
@@ -61,7 +72,7 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
         dtype,
         None if x.is_contiguous() else tuple(stride * dtype.itemsize for stride in x.stride()),
         index,
-        lambda: int(torch.cuda.current_stream(index).cuda_stream),
+        lambda: int(_current_stream(index)),
         writable=not _repeats(x),
     )
 
@@ -71,8 +82,19 @@ def _repeats(x: torch.Tensor) -> bool:
     return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 
 
+def plain(x: torch.Tensor) -> tuple[int, tuple[int, ...], int, int, int] | None:
+    if not x.is_cuda or x.layout is not _STRIDED or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        return None
+    code, index = _CODES.get(x.dtype), x.get_device()
+    return None if code is None else (x.data_ptr(), x.shape, code, index, _current_stream(index))
+
+
+def empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
 def new(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], torch.Tensor]]:
-    made = torch.empty(shape, dtype=x.dtype, device=x.device)
+    made = empty(x, shape)
     return memory(made), lambda: made
 
 
