@@ -20,7 +20,8 @@ from functions import FUNCTIONS, How, bits
 from ranks import everybody_is_here, ranks
 
 import mscomm
-from mscomm import accelerators
+from mscomm import _core, accelerators
+from mscomm.groups import resolve
 
 pytestmark = pytest.mark.gpu
 BOUND_S = 60  # generous: what a fault may take to be told
@@ -121,6 +122,18 @@ def test_in_place_out_and_strides(rank: int, group: None, library: str) -> None:
     many = [give(library, np.full(s, rank, np.float32)) for s in (3, 1000, 2_000_000, 7)]
     for y in mscomm.all_reduce_many(many):
         assert (take(y) == 1).all()
+
+
+@each_library
+@on_gpu(2)
+def test_plain_arrays_go_the_short_way(rank: int, group: None, library: str) -> None:
+    x = give(library, np.full((2, 3), rank + 1, np.float32))
+    mscomm.all_reduce(x)  # from now on the library is known
+    call = resolve(None).call_plain
+    for out in (None, give(library, np.zeros((2, 3), np.float32)), x):
+        got = call(_core.collectives.index("all_reduce"), x, "sum", -1, out)
+        assert got is not NotImplemented and (out is None or got is out)
+        assert (take(got) == 3).all()
 
 
 @pytest.mark.skipif(not has("torch"), reason="no torch here")

@@ -1,0 +1,75 @@
+"""What mscomm itself takes on the host to enqueue a call on an accelerator, where there is none.
+
+    python bench/enqueue.py [--calls 10000]
+
+A job of one rank over a driver and an NCCL that do nothing (tests/fakes/idle.cc), and arrays that are an address, a
+shape and a dtype, with a current stream that costs nothing: what is left is mscomm. Medians of all calls, in rounds
+taken in turn. What NCCL, the driver and an array library add is not in it: see bench/gpu.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from fakes.build import build
+
+idle = str(build(names=["idle"])["idle"])
+os.environ |= {"MSCOMM_CUDA_LIBRARY": idle, "MSCOMM_NCCL_LIBRARY": idle}
+
+import numpy as np  # noqa: E402
+from fakes import idle_array  # noqa: E402
+from fakes.idle_array import IdleArray  # noqa: E402
+
+import mscomm  # noqa: E402
+
+ROUNDS = 10
+
+
+def times(call: Callable[[], Any], calls: int) -> list[float]:
+    """Of each call, in microseconds."""
+    taken = []
+    clock = time.perf_counter_ns
+    for _ in range(calls):
+        began = clock()
+        call()
+        taken.append((clock() - began) / 1e3)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=10_000)
+    options = parser.parse_args()
+    idle_array.register()
+    mscomm.init("nccl")
+    x, out = (IdleArray((4,), np.dtype(np.float32)) for _ in range(2))
+    contenders: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "all_reduce in place": lambda: mscomm.all_reduce(x, out=x),
+        "all_reduce into out": lambda: mscomm.all_reduce(x, out=out),
+        "all_reduce into a new array": lambda: mscomm.all_reduce(x),
+        "all_gather into a new array": lambda: mscomm.all_gather(x),
+        "the general way, in place": lambda: mscomm.all_reduce(x, out=x, timeout=60),
+        "beside, in place": lambda: mscomm.all_reduce(x, out=x, async_op=True).wait(),
+    }
+    seen: dict[str, list[float]] = {name: [] for name in contenders}
+    for call in contenders.values():
+        times(call, 200)
+    for _ in range(ROUNDS):
+        for name, call in contenders.items():
+            seen[name] += times(call, options.calls // ROUNDS)
+    for name, taken in seen.items():
+        print(f"{name:32} {statistics.median(taken):7.2f} us")
+    mscomm.release()
+
+
+if __name__ == "__main__":
+    main()
