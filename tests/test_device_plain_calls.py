@@ -264,6 +264,20 @@ def test_it_comes_after_what_the_stream_has_and_before_what_comes(rank: int, gro
     assert violations() == []
 
 
+@each_backend
+@devices(2)
+def test_the_threads_device_stays_what_it_was(rank: int, group: None, backend: str) -> None:
+    runtime, current = device_array.runtime(), device_array.c_int()
+    x = on_device(np.full(4, rank + 1, np.float32))
+    known(x)
+    for device in (rank, 3):
+        with runtime.on(device):
+            got = mscomm.all_reduce(x)
+            runtime.call("cuCtxGetDevice" if backend == "nccl" else "aclrtGetDevice", device_array.byref(current))
+        assert (current.value, got.device) == (device, rank) and (got.to_numpy() == 3).all()
+    assert violations() == []
+
+
 @devices(2)
 def test_a_call_after_those_beside_it_goes_the_general_way_once(rank: int, group: None) -> None:
     x = on_device(np.ones(4, np.float32))

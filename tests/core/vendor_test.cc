@@ -396,6 +396,19 @@ void test_calls_beside_and_their_order() {
   CHECK(job.device->alive == 0);
 }
 
+void test_a_call_after_a_pause_is_seen() {
+  Job job(1);
+  Rank& rank = *job.ranks[0];
+  Numbers x(8, 1), out(8);
+  // In the second one the watching thread still looks; before the third it has gone to sleep.
+  for (const int pause_ms : {0, 5, 300}) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+    const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
+    CHECK(work->wait(60) && !work->error());
+  }
+  rank.group->close();
+}
+
 void test_a_missing_rank_ends_at_the_deadline() {
   Job job(2);
   Rank& rank = *job.ranks[0];
@@ -513,6 +526,7 @@ void test_what_the_library_refuses() {
 int main() {
   test_composed_collectives();
   test_calls_beside_and_their_order();
+  test_a_call_after_a_pause_is_seen();
   test_a_missing_rank_ends_at_the_deadline();
   test_an_error_of_the_device_breaks_the_group();
   test_abort_ends_a_call_that_cannot_be_enqueued();
