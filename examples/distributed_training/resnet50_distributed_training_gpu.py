@@ -1,14 +1,14 @@
 """ResNet-50 on CIFAR-10, data parallel: mpirun -n 8 pytest -s -v ./resnet50_distributed_training_gpu.py
 
-The tutorial calls init("nccl"), which needs a GPU for each rank. init() decides for all ranks together. The network and
-the images stay on the CPU.
+The tutorial calls init("nccl"), which needs a GPU for each rank. init() takes these where every rank has one, elsewhere
+the CPU for all ranks.
 """
 
 import torch
 from parts import EPOCH_SIZE, create_dataset, data_path, share_cpus
 from resnet import resnet50
 
-from mscomm import LossMonitor, Model, ParallelMode, init, set_auto_parallel_context
+from mscomm import LossMonitor, Model, ParallelMode, get_backend, init, set_auto_parallel_context
 
 init()
 share_cpus()
@@ -21,6 +21,8 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
     dataset = create_dataset(data_path())
     num_classes = 10
     net = resnet50(num_classes)
+    if get_backend() == "nccl":
+        net.cuda()  # the rank's GPU is the current one; Model brings the images there
     loss = torch.nn.CrossEntropyLoss()
     opt = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
     model = Model(net, loss_fn=loss, optimizer=opt)
