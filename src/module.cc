@@ -117,6 +117,7 @@ void unpack(Group& group, py::array bucket, std::vector<py::array> parts, uintpt
 }
 
 void clear(Group& group, py::array memory, uintptr_t stream) {
+  if (!(memory.flags() & py::array::c_style)) throw py::value_error("mscomm: what is cleared is contiguous");
   void* const begin = memory.mutable_data();
   const auto bytes = static_cast<size_t>(memory.nbytes());
   unlocked([&] { group.communicator->clear(begin, bytes, reinterpret_cast<StreamHandle>(stream)); });

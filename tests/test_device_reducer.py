@@ -22,7 +22,7 @@ from devices import (
     variables,
     violations,
 )
-from fakes import device_array
+from fakes import device_array, library
 from fakes.device_array import DeviceArray, compute
 from functions import bits
 from ranks import everybody_is_here, ranks
@@ -68,11 +68,12 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """HCCL has no mean: the sum is multiplied."""
-    if backend == "nccl":
+    """HCCL has no mean, and NCCL's of bfloat16 is not exact: the sum is multiplied."""
+    if backend == "nccl" and x.dtype != BFLOAT16:
         return mscomm.all_reduce(x, "avg").to_numpy()
     total = mscomm.all_reduce(x).to_numpy()
-    return np.asarray(total * total.dtype.type(1 / n))
+    wide = np.promote_types(total.dtype, np.float32) if total.dtype != BFLOAT16 else np.dtype(np.float32)
+    return np.asarray((total.astype(wide) * wide.type(1 / n)).astype(total.dtype))
 
 
 @each_backend
@@ -302,7 +303,8 @@ def test_what_cannot_be_reduced_is_told_before_anything_is_sent(rank: int, group
     here, there = np.zeros(2, np.float32), on_device(np.zeros(2, np.float32))
     with pytest.raises(TypeError, match=r"parameters of more than one array library: a of numpy, b of library"):
         GradientReducer({"a": here, "b": there})
-    with pytest.raises(TypeError, match="of Foreign mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"):
+    told = "parameter 0: of Foreign mscomm knows a protocol alone; use PyTorch's or CuPy's arrays, on rank 0"
+    with pytest.raises(TypeError, match=told):
         GradientReducer([Foreign(there)])
     with pytest.raises(TypeError, match="a is on device 3 of nccl; this rank has joined with device"):
         GradientReducer({"a": DeviceArray.from_numpy(here, device=3)})
@@ -322,9 +324,33 @@ def test_what_cannot_be_reduced_is_told_before_anything_is_sent(rank: int, group
 @pytest.mark.parametrize("backend", ["hccl"])
 @devices(2)
 def test_a_dtype_that_the_library_does_not_add_up_is_told(rank: int, group: None, backend: str) -> None:
-    with pytest.raises(TypeError, match=r"GradientReducer: HCCL .*float64"):
+    with pytest.raises(TypeError, match=r"GradientReducer: parameter 0: HCCL .*float64"):
         GradientReducer([on_device(np.zeros(2))])
     assert (GradientReducer([np.zeros(2)]).reduce([np.full(2, float(rank))])[0] == 0.5).all()
+
+
+@pytest.mark.parametrize("why", ["no kernels", "no memory"])
+@devices(2)
+def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, why: str) -> None:
+    if why == "no kernels":  # and a library that has no bfloat16, on rank 1
+        if rank == 1:
+            del device_array.namespace.bfloat16
+        with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):
+            GradientReducer([on_device(np.zeros(3, np.float32))], compression="bf16")
+        assert (mscomm.all_reduce(np.ones(1)) == 2).all()
+        return
+
+    def none_left(*_: Any) -> Any:
+        raise MemoryError("none left")
+
+    x = on_device(np.zeros(3, np.float32))
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="none left"):
+            patch.setattr(library, "new", none_left)
+            GradientReducer([x])
+    with pytest.raises(mscomm.Aborted, match="rank 1: GradientReducer: MemoryError: none left"):
+        reducer = GradientReducer([x])
+        reducer.reduce([x])
 
 
 @each_backend

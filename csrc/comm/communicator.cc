@@ -136,7 +136,13 @@ uint64_t Communicator::reserve(int count) {
 void Communicator::check(const Call& call) const {
   check_usable();
   mscomm::check(call, rank_, size());
-  if (call.stream && !device_) throw Error("RuntimeError", "group " + group_ + " has no device: its ranks did not join one");
+  if (call.stream) (void)device();
+}
+
+VendorBackend& Communicator::device() const {
+  check_usable();
+  if (!device_) throw Error("RuntimeError", "group " + group_ + " has no device: its ranks did not join one");
+  return *device_;
 }
 
 void Communicator::run(Call call, double timeout_s) {
@@ -181,20 +187,11 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
   return work;
 }
 
-void Communicator::order(uint64_t number, StreamHandle stream) {
-  check_usable();
-  device_->order(number, stream);
-}
+void Communicator::order(uint64_t number, StreamHandle stream) { device().order(number, stream); }
 
-void Communicator::pack(const Packing& packing, StreamHandle stream) {
-  check_usable();
-  device_->pack(packing, stream);
-}
+void Communicator::pack(const Packing& packing, StreamHandle stream) { device().pack(packing, stream); }
 
-void Communicator::clear(void* memory, size_t bytes, StreamHandle stream) {
-  check_usable();
-  device_->clear(memory, bytes, stream);
-}
+void Communicator::clear(void* memory, size_t bytes, StreamHandle stream) { device().clear(memory, bytes, stream); }
 
 // What the device does is watched by a thread of its own: these three come from there.
 void Communicator::ended(uint64_t number) {

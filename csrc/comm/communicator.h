@@ -214,6 +214,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Before any lock is taken: in a forked child one may be locked for ever. Again under the lock.
   void check_usable() const;
   void check_no_handler() const;
+  VendorBackend& device() const;
   uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
   void check(const Call& call) const;
   std::shared_ptr<Work> start_on_device(Call call, double timeout_s);

@@ -419,7 +419,9 @@ class DeviceArray:
         return _computed(np.subtract, self, other)
 
     def __imul__(self, factor: float) -> DeviceArray:
-        return self.copy_(_computed(lambda x: x * x.dtype.type(factor), self))
+        """Numbers of 16 bits are multiplied in float32, as array libraries do."""
+        wide = np.float32 if self.itemsize == 2 else self.dtype.type
+        return self.copy_(_computed(lambda x: (x.astype(wide) * wide(factor)).astype(x.dtype), self))
 
     def reshape(self, *shape) -> DeviceArray:
         """A view of a contiguous array."""

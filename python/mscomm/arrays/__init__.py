@@ -17,7 +17,8 @@ Of arrays on a device `memory` is an `OnDevice` of device.py, and the module als
 * `on_host(x)` -> a numpy.ndarray with the numbers that x has when the current stream has got there;
 * `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may
   change after the call;
-* `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes.
+* `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes;
+* `used(x)`, if memory that is given back may come to be used on another stream: the current one uses x until now.
 
 And, if its calls shall be cheap (src/plain_calls.h, which knows the names of `Plain`),
 
@@ -126,9 +127,11 @@ def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) ->
     if not isinstance(there, OnDevice):
         there[...] = numbers
         return
+    if not there.flags.writeable:
+        raise TypeError(f"{function}: {argument} is read-only")
     arrays = library(x, argument, function)
     try:
-        arrays.assign(x, arrays.from_host(x, numbers))
+        arrays.assign(x, arrays.from_host(x, numbers.astype(there.dtype, copy=False)))
     except TypeError as error:
         raise TypeError(f"{function}: {argument}: {error}") from None
 

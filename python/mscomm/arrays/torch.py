@@ -112,6 +112,11 @@ def assign(out: torch.Tensor, made: torch.Tensor) -> None:
     out.detach().copy_(made)
 
 
+def used(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
+
+
 def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return memory(x.detach().cpu())
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mscomm.arrays import torch as arrays
-from mscomm.arrays.device import OnDevice
 from mscomm.train.step import Step
 
 _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
@@ -20,7 +19,7 @@ class Autograd:
     """Keeps the gradients of the parameters in the step's buffers. others: parameters that it only zeroes.
 
     A gradient that autograd has made elsewhere is copied into its buffer at once on the CPU; on a device it stays where
-    it is until the step's end, and the bucket gathers all such ones.
+    it is until its bucket is started, which gathers all such ones.
     """
 
     def __init__(self, step: Step, parameters: list[Any], others: Iterable[Any]) -> None:
@@ -28,7 +27,7 @@ class Autograd:
         self._parameters = parameters
         self._others = list(others)
         self._hooks: list[Any] = []
-        self._elsewhere: list[int] = []  # gradients of this step, on a device, that do not lie in their buffers
+        self._elsewhere: set[int] = set()  # gradients of this step, on a device, that do not lie in their buffers
         self._stream: Any = None  # of the gradient before
         self.syncing = True  # False inside no_sync()
         mine = {id(parameter) for parameter in parameters}
@@ -52,9 +51,8 @@ class Autograd:
         self.end()
 
     def _look_at_buffers(self) -> None:
-        self._views = [
-            buffer if isinstance(buffer, torch.Tensor) else arrays.over(buffer) for buffer in self._step.buffers
-        ]
+        self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
+        self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
         # A gradient is told by its address: users may exchange the memory of a tensor that they were given.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
@@ -75,40 +73,51 @@ class Autograd:
                 f"GradientReducer: a gradient of layout {gradient.layout}; use dense gradients (sparse=False), or"
                 " exclude the parameter"
             )
-        if gradient.is_cuda:
-            self._follow(torch.cuda.current_stream(gradient.device))
+        self._follow(gradient)
         source = None
         if gradient.data_ptr() != self._addresses[index] or gradient.stride() != self._strides[index]:
-            view = self._views[index]
-            there = arrays.memory(gradient) if gradient.is_contiguous() else None
-            if isinstance(there, OnDevice):
-                source = there
-                self._elsewhere.append(index)
+            as_it_is = gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())
+            if self._on_device and as_it_is:
+                source = arrays.memory(gradient)
+                self._elsewhere.add(index)
             else:
+                view = self._views[index]
                 view.copy_(gradient.detach())
                 parameter.grad = view.detach()
-        self._step.ready(index, source)
+        self._take_over(self._step.ready(index, source))
 
-    def _follow(self, stream: Any) -> None:
-        """A bucket is started on the stream of its last gradient: that one comes after those of the others."""
+    def _follow(self, on_it: torch.Tensor) -> None:
+        """A bucket is started on the then current stream, which comes after those of all its gradients."""
+        if not on_it.is_cuda:
+            return
+        stream = torch.cuda.current_stream(on_it.device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
 
+    def _take_over(self, indices: Iterable[int]) -> None:
+        """These lie in their buffers now: what autograd made is no longer needed."""
+        for index in self._elsewhere.intersection(indices):
+            parameter = self._parameters[index]
+            if parameter.grad is not None:
+                arrays.used(parameter.grad)
+                parameter.grad = self._views[index].detach()
+            self._elsewhere.remove(index)
+
     def gather(self) -> list[int]:
         """At the end of the backward pass: what took no part in it, but has a gradient of passes before. What this rank
         does not have."""
+        self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
         return self._step.missing()
 
     def hand_out(self, missing: list[int]) -> None:
-        """After the step: the gradients that only other ranks had, and those that lie in their buffers from now on."""
-        used = [index for index in missing if self._step.was_used(index)]
-        moved = [index for index in self._elsewhere if self._parameters[index].grad is not None]
-        for index in (*used, *moved):
-            self._parameters[index].grad = self._views[index].detach()
-        self._elsewhere.clear()
+        """After the step: the gradients that only other ranks had, and those of the last buckets."""
+        for index in missing:
+            if self._step.was_used(index):
+                self._parameters[index].grad = self._views[index].detach()
+        self._take_over(list(self._elsewhere))
         self._stream = None
 
     def move(self) -> None:

@@ -97,8 +97,11 @@ def is_narrowed(dtype: np.dtype[Any], compression: str | None) -> bool:
 class Bucket(ABC):
     """A bucket's memory, and where it stands in the current step."""
 
+    marks_go_along = False
+    """Else Step sends them beside."""
     carries = False
-    """Whether marks and carried number go with the gradients; else Step sends them beside."""
+    """Whether a number can go along, `carried`, in a dtype that holds a loss well enough."""
+    carried = 0.0
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -119,6 +122,11 @@ class Bucket(ABC):
     @abstractmethod
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
         """That gradient's part of it, in one dimension."""
+
+    @property
+    @abstractmethod
+    def narrows(self) -> bool:
+        """Whether it is compressed."""
 
     @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
@@ -165,7 +173,7 @@ class Bucket(ABC):
 class HostBucket(Bucket):
     """In memory that the ranks of the host share."""
 
-    carries = True
+    marks_go_along = True
 
     def __init__(self, layout: Layout, op: str, compression: str | None, group: Group) -> None:
         super().__init__(layout)
@@ -177,24 +185,15 @@ class HostBucket(Bucket):
             assert compression is not None
             self._wire = collectives.zeros(layout.size, dtype_of(DTYPES.index(COMPRESSIONS[compression])))
             self._residual = np.zeros(layout.marks, layout.dtype)
+        self.carries = layout.dtype.itemsize >= 4 and not self.narrows
 
     @property
     def marks(self) -> np.ndarray[Any, Any]:
         return self._memory[self.layout.marks : -1]
 
     @property
-    def is_wide(self) -> bool:
-        """Whether its dtype holds a loss well enough, also on the wire."""
-        return self.layout.dtype.itemsize >= 4 and self._residual is None
-
-    @property
-    def carried(self) -> float:
-        """A number that goes along."""
-        return float(self._memory[-1].real)
-
-    @carried.setter
-    def carried(self, value: float) -> None:
-        self._memory[-1] = value
+    def narrows(self) -> bool:
+        return self._residual is not None
 
     @property
     def memory(self) -> np.ndarray[Any, Any]:
@@ -225,6 +224,7 @@ class HostBucket(Bucket):
                 if not there:
                     self.memory_of(turn)[:] = 0
         self.marks[:] = np.frombuffer(self.there, np.uint8)
+        self._memory[-1] = self.carried
         if self._residual is not None:
             self._narrow(self._residual, largest(self._wire.dtype, self._group.size if self._op == "sum" else 1))
         started = collectives.all_reduce(self._wire, self._op, out=self._wire, group=self._group, async_op=async_op)
@@ -236,6 +236,7 @@ class HostBucket(Bucket):
             self._work = None
         if self._wire is not self._memory:
             self._memory[:] = self._wire
+        self.carried = float(self._memory[-1].real)
 
     def scale(self, factor: float) -> None:
         self._memory[: self.layout.marks] *= self.layout.dtype.type(factor)
@@ -250,8 +251,9 @@ class HostBucket(Bucket):
     def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
         """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et
         al., "1-bit stochastic gradient descent", 2014), also what is beyond the narrow type's range. Infinities and NaN
-        go as they are, for who looks for them, and leave nothing behind. What is owed to a gradient that this rank does
-        not have waits until it has: where no rank has it, nobody takes the result."""
+        go as they are, for who looks for them, and with one in the bucket nothing is owed to any of its gradients (on a
+        device, to that element). What is owed to a gradient that this rank does not have waits until it has: where no
+        rank has it, nobody takes the result."""
         end = self.layout.marks
         gradients, wire = self._memory[:end], self._wire[:end]
         absent = [place for place, mark in zip(self.layout.places, self.marks, strict=True) if mark == 0]

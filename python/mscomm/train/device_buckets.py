@@ -25,11 +25,26 @@ def has_kernel(group: Group, dtype: np.dtype[Any], wired: np.dtype[Any]) -> bool
     return group.core.packs(dtype_code(dtype), dtype_code(wired))
 
 
-class DeviceBucket(Bucket):
-    """model: an array of the bucket's dtype on the device, of the library whose arrays it shall have.
+def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: Any) -> str:
+    """Why gradients of that dtype, as model is an array of, cannot be reduced here; "": they can."""
+    arrays = library(model, "parameters", "GradientReducer")
+    if not hasattr(arrays, "namespace"):
+        return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
+    wired = (
+        dtype_of(DTYPES.index(COMPRESSIONS[compression])) if compression and is_narrowed(dtype, compression) else dtype
+    )
+    if why := group.refuses(dtype_code(wired), OPS["sum"]):
+        return why
+    if wired != dtype and not has_kernel(group, dtype, wired) and not hasattr(arrays.namespace, wired.name):
+        return (
+            f"{type(model).__name__} has no {wired.name}, and mscomm no kernels that make one of {dtype} (see mscomm"
+            " doctor); use another compression"
+        )
+    return ""
 
-    TypeError for a dtype that the accelerator does not reduce, or that cannot be compressed here.
-    """
+
+class DeviceBucket(Bucket):
+    """Of the library of model, an array of the bucket's dtype on the device; why_not() has said that it can be."""
 
     def __init__(self, layout: Layout, op: str, compression: str | None, group: Group, model: Any) -> None:
         super().__init__(layout)
@@ -51,16 +66,17 @@ class DeviceBucket(Bucket):
             bits, memory = self._new(model, layout.marks * wired.itemsize // layout.dtype.itemsize)
             self._wire = cast(OnDevice, memory.view(wired))
             self._has_kernel = has_kernel(group, layout.dtype, wired)
-            self._wire_array = bits if self._has_kernel else self._as_narrow(bits, wired)
+            if not self._has_kernel:
+                self._wire_array = bits.view(getattr(self._arrays.namespace, wired.name))
             self._limit = largest(wired, group.size)
         # Of what is narrow, and where the library has no mean, that is made of the sum: NCCL's mean multiplies by 1 / n
         # in the dtype on the wire (hostToDevRedOp in its enqueue.cc), of which bfloat16 is off by up to a 512th.
-        code = dtype_code(wired)
-        sums = op == "sum" or wired != layout.dtype or bool(group.refuses(code, OPS["avg"]))
+        narrow = wired != layout.dtype or wired.name == "bfloat16"
+        sums = op == "sum" or narrow or bool(group.refuses(dtype_code(wired), OPS["avg"]))
         self._op = OPS["sum" if sums else "avg"]
         self._factor = 1 / group.size if op == "avg" and sums else 1.0
-        if why := group.refuses(code, self._op):
-            raise TypeError(f"GradientReducer: {why}")
+        self._kept = [one for one in (self._array, self._residual_array, self._wire_array) if one is not None]
+        self._streams = {self._memory.stream}  # where they have been used
 
     def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
         """An array of zeros in model's dtype, and its memory."""
@@ -69,14 +85,16 @@ class DeviceBucket(Bucket):
             self._group.core.clear(memory, memory.stream)
         return made(), memory
 
-    def _as_narrow(self, bits: Any, wired: np.dtype[Any]) -> Any:
-        narrow = getattr(self._arrays.namespace, wired.name, None)
-        if narrow is None:
-            raise TypeError(
-                f"GradientReducer: {type(bits).__name__} has no {wired.name}, and mscomm no kernels that make one of"
-                f" {self.layout.dtype} (see mscomm doctor); use another compression"
-            )
-        return bits.view(narrow)
+    def _stream(self) -> int:
+        """The current one, which may be another one than that on which the memory was made."""
+        stream = self._memory.current()
+        if stream not in self._streams:
+            self._streams.add(stream)
+            for one in self._kept:
+                tell = getattr(self._arrays, "used", None)
+                if tell is not None:
+                    tell(one)
+        return stream
 
     @property
     def marks(self) -> np.ndarray[Any, Any]:
@@ -85,6 +103,10 @@ class DeviceBucket(Bucket):
     @property
     def memory(self) -> OnDevice:
         return self._memory
+
+    @property
+    def narrows(self) -> bool:
+        return self._residual is not None
 
     def memory_of(self, turn: int) -> OnDevice:
         return self._parts[turn]
@@ -98,7 +120,8 @@ class DeviceBucket(Bucket):
 
     def take(self, turn: int, other: DeviceBucket, its_turn: int) -> None:
         self._marks[turn] = other._marks[its_turn]
-        stream = self._memory.current()
+        stream = self._stream()
+        other._stream()
         with self._group.failing():
             self._group.core.pack(self._parts[turn], [other._parts[its_turn]], stream)
             if self._residual is not None and other._residual is not None:
@@ -107,11 +130,11 @@ class DeviceBucket(Bucket):
 
     def clear(self) -> None:
         with self._group.failing():
-            self._group.core.clear(self._memory, self._memory.current())
+            self._group.core.clear(self._memory, self._stream())
 
     def start(self, async_op: bool) -> None:
         self._marks[:] = np.frombuffer(self.there, np.uint8)
-        stream = self._memory.current()
+        stream = self._stream()
         with self._group.failing():
             if self._has_kernel:
                 self._pack(self._wire, stream)
@@ -128,6 +151,9 @@ class DeviceBucket(Bucket):
 
     def _pack(self, bucket: OnDevice, stream: int) -> None:
         """Bring the gradients into the bucket, with zeros for those that this rank does not have."""
+        if not any(self.there):
+            self._group.core.clear(bucket, stream)
+            return
         begins, parts = [], []
         for place, there, source, here in zip(self.layout.places, self.there, self._sources, self._parts, strict=True):
             if not there:
@@ -135,8 +161,6 @@ class DeviceBucket(Bucket):
             elif source is not None or bucket is not self._memory:
                 begins.append(place.begin)
                 parts.append(here if source is None else source)
-        if not parts:
-            return
         if bucket is self._memory:
             self._group.core.pack(bucket, parts, stream, begins=begins)
         else:
@@ -146,9 +170,10 @@ class DeviceBucket(Bucket):
         if self._work is not None:
             self._work.wait()
             self._work = None
+        stream = self._stream()
         if self._has_kernel:
             with self._group.failing():
-                self._group.core.unpack(self._wire, [self._memory], self._memory.current(), scale=self._factor)
+                self._group.core.unpack(self._wire, [self._memory], stream, scale=self._factor)
             return
         if self._residual is not None:
             self._widen()
@@ -175,7 +200,7 @@ class DeviceBucket(Bucket):
         self._array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """See HostBucket._narrow for its meaning; the bits are those that the kernels give."""
+        """See HostBucket._narrow for its meaning. Numbers have the bits that the kernels give them."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

@@ -1,6 +1,6 @@
 """Momentum and SGD for NumPy, CuPy and JAX arrays. PyTorch and MindSpore have optimizers of their own.
 
-NumPy's and CuPy's arrays are changed in place. JAX's cannot be: `parameters` then holds new ones after each step.
+Arrays that can be written are changed in place. JAX's cannot be: `parameters` then holds new ones after each step.
 """
 
 from __future__ import annotations

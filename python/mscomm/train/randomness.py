@@ -33,7 +33,7 @@ def restore(states: dict[str, Any]) -> None:
         import torch
 
         torch.set_rng_state(torch.from_numpy(states["torch"]))
-        if "torch.cuda" in states and torch.cuda.is_available():
+        if "torch.cuda" in states and torch.cuda.is_initialized():
             _restore_cuda(states["torch.cuda"]["current"], states["torch.cuda"]["all"])
 
 

@@ -17,7 +17,7 @@ from mscomm.arrays.numpy import readable
 from mscomm.group import Group
 from mscomm.groups import resolve
 from mscomm.train.buckets import COMPRESSIONS, Bucket, HostBucket, Layout
-from mscomm.train.device_buckets import DeviceBucket
+from mscomm.train.device_buckets import DeviceBucket, why_not
 from mscomm.train.step import Step
 
 BUCKET_MB = 4.0  # where ranks share a host, larger ones gain nothing: see docs/performance.md
@@ -60,7 +60,8 @@ class GradientReducer:
     mscomm has kernels (see `mscomm doctor`); else by copies, and the array library computes the compression.
 
     Parameters that need no gradient (`requires_grad`) are left out. The reducer works as long as somebody refers to it.
-    The bits are those of all_reduce of each gradient, whatever the buckets. Errors as in all_reduce; then the group is
+    On the CPU the bits are those of all_reduce of each gradient, whatever the buckets; on a device the vendor's library
+    may round in another order where more arrays go at once. Errors as in all_reduce; then the group is
     broken and the gradients are undefined. After rejoin() each rank makes a new one.
     """
 
@@ -87,9 +88,6 @@ class GradientReducer:
             if isinstance(p, OnDevice) != self._on_device:
                 there = "a device's" if self._on_device else "the CPU's"
                 raise TypeError(f"GradientReducer: {self._names[0]} is {there}, {name} is not; exclude one of them")
-        if self._on_device and not hasattr(self._arrays, "namespace"):
-            kind = type(self._parameters[0]).__name__
-            raise TypeError(f"GradientReducer: of {kind} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays")
         self._shapes = [p.shape for p in seen]
         self._kinds = [(p.dtype, p.size) for p in seen]
         for name, (dtype, _) in zip(self._names, self._kinds, strict=True):
@@ -103,7 +101,13 @@ class GradientReducer:
             "bucket_mb": float(bucket_mb or BUCKET_MB),
             "compression": compression,
         }
-        _check_alike(options, self._names, self._kinds, self._shapes, self._group)
+        # What a rank's device can do is its own; all ranks have to refuse, or none.
+        reasons = (
+            f"{name}: {why}"
+            for name, p, (dtype, _) in zip(self._names, self._parameters, self._kinds, strict=True)
+            if self._on_device and (why := why_not(self._group, dtype, compression, p))
+        )
+        _check_alike(options, self._names, self._kinds, self._shapes, next(reasons, ""), self._group)
         path = _AUTOGRAD.get(library_name)
         op = "avg" if mean else "sum"
 
@@ -112,16 +116,17 @@ class GradientReducer:
                 return HostBucket(layout, op, compression, self._group)
             return DeviceBucket(layout, op, compression, self._group, self._parameters[layout.places[0].number])
 
-        self._step = Step(
-            self._names,
-            self._kinds,
-            self._shapes,
-            op=op,
-            group=self._group,
-            make=make,
-            bucket_bytes=int(options["bucket_mb"] * (1 << 20)),
-            in_order=path is None,
-        )
+        with self._group.committed("GradientReducer"):
+            self._step = Step(
+                self._names,
+                self._kinds,
+                self._shapes,
+                op=op,
+                group=self._group,
+                make=make,
+                bucket_bytes=int(options["bucket_mb"] * (1 << 20)),
+                in_order=path is None,
+            )
         self._autograd: Any = None
         if path is not None:
             self._autograd = importlib.import_module(path).Autograd(self._step, self._parameters, self._others.values())
@@ -154,7 +159,10 @@ class GradientReducer:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent in wait() and reduce(): communication that no computing hid."""
+        """Seconds that this rank has spent in wait() and reduce(): on the CPU, communication that no computing hid.
+
+        On a device, the program's wait for those of other ranks alone; what the device does is not in it.
+        """
         return self._step.waited_s
 
     def close(self) -> None:
@@ -213,11 +221,10 @@ class GradientReducer:
             self._step.take_order(order)
             self._autograd.move()
         for index, name in enumerate(self._names):
-            owed = self._step.residual(index)
-            if owed is None or name not in residual:
+            if not self._step.narrows(index) or name not in residual:
                 continue
-            if residual[name].shape != owed.shape:
-                theirs, mine = list(residual[name].shape), list(owed.shape)
+            if residual[name].shape != self._shapes[index]:
+                theirs, mine = list(residual[name].shape), list(self._shapes[index])
                 raise ValueError(f"load_state_dict: {name} is {theirs} in the state, the parameter is {mine}")
             self._step.owe(index, residual[name])
 
@@ -392,13 +399,16 @@ def _check_alike(
     names: list[str],
     kinds: list[tuple[np.dtype[Any], int]],
     shapes: list[tuple[int, ...]],
+    why_not: str,
     group: Group,
 ) -> None:
-    """ValueError on all ranks where one has other parameters or options than rank 0."""
+    """ValueError on all ranks where one has other parameters or options than rank 0, TypeError where one cannot."""
     mine = [[name, dtype.name, list(shape)] for name, (dtype, _), shape in zip(names, kinds, shapes, strict=True)]
-    everybodys = objects.all_gather_object([options, mine], group=group)
-    (options_of_0, parameters_of_0), *_ = everybodys
-    for rank, (theirs, parameters) in enumerate(everybodys):
+    everybodys = objects.all_gather_object([options, mine, why_not], group=group)
+    (options_of_0, parameters_of_0, _), *_ = everybodys
+    for rank, (theirs, parameters, reason) in enumerate(everybodys):
+        if reason:
+            raise TypeError(f"GradientReducer: {reason}, on rank {rank} of the group")
         for name, value in theirs.items():
             if value != options_of_0[name]:
                 at_0 = options_of_0[name]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mscomm import collectives, objects
 from mscomm.group import Group
-from mscomm.train.buckets import Bucket, HostBucket, Layout, layouts
+from mscomm.train.buckets import Bucket, Layout, layouts
 
 
 class Step:
@@ -83,9 +83,9 @@ class Step:
 
     # -- a gradient
 
-    def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> None:
+    def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> list[int]:
         """That gradient lies in its buffer, or is in this memory; what is complete is reduced, strictly in the order of
-        the buckets.
+        the buckets. The gradients that are on their way by that, and in their buffers.
 
         The last bucket waits for finish(), which follows: the calling thread reduces it with no switch of threads.
         """
@@ -101,9 +101,12 @@ class Step:
         bucket.there[turn] = 1
         bucket.missing -= 1
         self._order.append(index)
+        begun: list[int] = []
         if bucket.missing == 0:
             while self._started < len(self._buckets) - 1 and self._buckets[self._started].missing == 0:
+                begun += (place.number for place in self._buckets[self._started].layout.places)
                 self._start_next(async_op=True)
+        return begun
 
     def missing(self) -> list[int]:
         """This step's gradients that have not come yet."""
@@ -157,11 +160,13 @@ class Step:
             self._start_next(async_op=self._started < len(self._buckets) - 1)
         active = self._group.size
         if self.joining or self._carrier is None:
-            marks = [bucket.marks for bucket in self._buckets if not bucket.carries]
-            facts = np.concatenate([[self._carry * self.active, self.active], *marks])
-            total, active, *sums = collectives.all_reduce(facts, group=self._group)
-            for one in marks:
-                one[:], sums = sums[: one.size], sums[one.size :]
+            marks = [bucket.marks for bucket in self._buckets if not bucket.marks_go_along]
+            facts = collectives.all_reduce(
+                np.concatenate([[self._carry * self.active, self.active], *marks]), group=self._group
+            )
+            total, active = facts[:2]
+            for one, sums in zip(marks, np.split(facts[2:], np.cumsum([one.size for one in marks])), strict=False):
+                one[:] = sums
         for bucket in self._buckets:
             bucket.finish()
             if self._op == "avg" and 0 < active < self._group.size:
@@ -183,9 +188,9 @@ class Step:
     def _start_next(self, *, async_op: bool) -> None:
         """Begin to reduce the bucket that is next in turn."""
         bucket = self._buckets[self._started]
-        if isinstance(bucket, HostBucket):
-            bucket.carried = self._carry if bucket is self._carrier else 0.0
-        bucket.start(async_op)
+        bucket.carried = self._carry if bucket is self._carrier else 0.0
+        with self.owed():
+            bucket.start(async_op)
         self._started += 1
 
     def _lay_out(self, order: list[int]) -> None:
@@ -195,8 +200,8 @@ class Step:
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
         # The last bucket whose dtype holds a loss well enough; None: it has a call of its own.
-        wide = [one for one in self._buckets if isinstance(one, HostBucket) and one.is_wide]
-        self._carrier = wide[-1] if wide else None
+        carrying = [bucket for bucket in self._buckets if bucket.carries]
+        self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
         self._gradient_at = {_span(bucket.memory_of(turn)): i for i, (bucket, turn) in enumerate(places)}
         self._spans = [_span(bucket.memory) for bucket in self._buckets]
@@ -213,6 +218,10 @@ class Step:
         self._order_is_final, self.order_of_rank_0 = True, order
         for index, (bucket, turn) in self._bucket_of.items():
             bucket.take(turn, *before[index])
+
+    def narrows(self, index: int) -> bool:
+        """Whether that gradient is compressed."""
+        return self._bucket_of[index][0].narrows
 
     def residual(self, index: int) -> np.ndarray[Any, Any] | None:
         """A copy of what compression owes that gradient; None without compression."""

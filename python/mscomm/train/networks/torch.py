@@ -46,10 +46,14 @@ class Network:
         else:
             reducer.zero_grad()
         loss = self._loss(tuple(self._there(x) for x in batch))
+        late = self._device.type != "cpu"  # to read it waits for the device, whose queue is filled first
+        if late:
+            loss.backward()
         result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
         if reducer is not None:
             reducer.carry(float(result))
-        loss.backward()
+        if not late:
+            loss.backward()
         if reducer is not None:
             reducer.wait()
         self._optimizer.step()
