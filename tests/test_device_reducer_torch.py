@@ -165,20 +165,23 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
     device = join(backend)
     model = device.module(Branches())
     reducer = GradientReducer(model.named_parameters(), bucket_mb=1e-4)
+    mine: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        p.register_hook(lambda gradient, name=name: mine.update({name: gradient.clone()}))
     for step in range(4):
         model.zero_grad()
+        mine.clear()
         also = (step + rank) % 2 == 0 if step < 3 else False
         model(torch.ones(2, 4), also).sum().backward()
-        mine = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         reducer.wait()
         device.settle()
         assert model.never.weight.grad is None
         assert (model.sometimes.weight.grad is None) == (step == 3)
-        for p, given in zip(model.parameters(), mine, strict=True):
+        for name, p in model.named_parameters():
             if p.grad is not None:
-                assert (p.grad == mscomm.all_reduce(torch.zeros_like(p) if given is None else given, "avg")).all()
+                assert (p.grad == mscomm.all_reduce(mine.get(name, torch.zeros_like(p.detach())), "avg")).all()
             else:
-                assert given is None
+                assert name not in mine
     model.zero_grad()
     with reducer.no_sync():  # a gradient of an earlier pass counts, though it takes no part in the last one
         model(torch.ones(2, 4), True).sum().backward()
@@ -244,6 +247,42 @@ def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str)
     weight.grad = None
     reducer.wait()
     assert weight.grad is None
+    assert violations() == []
+
+
+@devices(2)
+def test_a_gradient_that_is_conjugated_by_name_only(rank: int) -> None:
+    import torch
+
+    device = join()
+    numbers = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    weight = torch.nn.Parameter(device.tensor(torch.zeros(2, dtype=torch.complex64)))
+    reducer = GradientReducer([weight])
+    weight.grad = device.tensor(numbers * (rank + 1)).conj()
+    assert weight.grad.is_conj() and weight.grad.is_contiguous()
+    reducer.wait()
+    device.settle()
+    assert (weight.grad.resolve_conj() == 1.5 * numbers.conj()).all()
+    assert violations() == []
+
+
+@devices(2)
+def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) -> None:
+    """So what autograd has made can be given back before wait()."""
+    import torch
+
+    device = join()
+    model = device.module(torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(4))))
+    reducer = GradientReducer(model.parameters(), bucket_mb=0.004)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 30)).sum().backward()
+        there = [
+            p.grad.data_ptr() == view.data_ptr() for p, view in zip(model.parameters(), reducer.buffers, strict=True)
+        ]
+        assert 0 < there.count(False) < 4  # those of the last bucket, of 8
+        reducer.wait()
+        device.settle()
     assert violations() == []
 
 

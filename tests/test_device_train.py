@@ -364,8 +364,7 @@ class Generators:
 
     def put_into(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {
-            "is_initialized": lambda: True,
-            "is_available": lambda: bool(self.states),
+            "is_initialized": lambda: bool(self.states),
             "device_count": lambda: len(self.states),
             "current_device": lambda: self.current,
             "get_rng_state_all": lambda: [one.clone() for one in self.states],

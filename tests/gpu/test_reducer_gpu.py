@@ -122,8 +122,11 @@ def test_gradients_of_several_streams(rank: int, group: None) -> None:
     first, second = (torch.nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(2))
     side = torch.cuda.Stream()
     reducer = GradientReducer([first, second], bucket_mb=64)
-    for step in range(3):
-        reducer.zero_grad()
+    for step in range(6):
+        if step % 2:
+            reducer.zero_grad()
+        else:
+            first.grad = second.grad = None
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             torch.cuda._sleep(20_000_000)
@@ -133,6 +136,50 @@ def test_gradients_of_several_streams(rank: int, group: None) -> None:
         (a + b).backward()
         reducer.wait()
         assert (first.grad == 1.5 + step).all().item() and (second.grad == 10 * (1.5 + step)).all().item()
+
+
+@needs_torch
+@on_gpu(2)
+def test_wait_may_be_called_on_another_stream(rank: int, group: None) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+    reducer, side = GradientReducer([weight]), torch.cuda.Stream()
+    for step in range(4):
+        weight.grad = None
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            loss = (weight * (rank + 1 + step)).sum()
+            torch.cuda._sleep(20_000_000)
+            loss.backward()
+        reducer.wait()
+        assert (weight.grad == 1.5 + step).all().item()
+
+
+@needs_torch
+@on_gpu(2)
+def test_a_conjugated_gradient(rank: int, group: None) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda", dtype=torch.complex64))
+    reducer = GradientReducer([weight])
+    factors = torch.tensor([1 + 2j, 3, -1j], device="cuda") * (rank + 1)
+    (weight.conj() * factors).sum().abs().backward()
+    mine = take(weight.grad.resolve_conj().clone())
+    reducer.wait()
+    assert np.allclose(take(weight.grad.resolve_conj()), mscomm.all_reduce(mine, "avg"))
+
+
+@needs_torch
+@on_gpu(3)
+def test_means_of_bfloat16_are_not_off_by_a_third_of_that_dtype(rank: int, group: None) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(100, device="cuda", dtype=torch.bfloat16))
+    reducer = GradientReducer([weight])
+    (weight * 1.5).sum().backward()
+    reducer.wait()
+    assert (weight.grad == 1.5).all().item()
 
 
 @needs_torch
