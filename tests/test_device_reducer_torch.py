@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from devices import BACKENDS, kernel_variables, launches, load_kernels, variables, violations
 from ranks import ranks
+from test_reducer import Branches, batch, loss_of, network, trained_alone
 
 import mscomm
 from mscomm.train import GradientReducer, broadcast_parameters
@@ -38,40 +39,6 @@ def join(backend: str = "nccl", how: str = "refused") -> Any:
     return managed_torch
 
 
-def network(seed: int) -> Any:
-    import torch
-
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    layers = [torch.nn.Linear(20, 300), torch.nn.GroupNorm(4, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10)]
-    return torch.nn.Sequential(*layers)
-
-
-def batch(step: int, rows: int) -> Any:
-    import torch
-
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(rows, 20, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
-
-
-def loss_of(model: Any, images: Any, labels: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.cross_entropy(model(images), labels)
-
-
-def trained_alone(steps: int, rows: int) -> Any:
-    import torch
-
-    model = network(0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step, rows)).backward()
-        optimizer.step()
-    return model
-
-
 @pytest.mark.parametrize(("n", "micro"), [(1, 1), (2, 3), (4, 1)])
 @each_way
 @devices("n")
@@ -82,7 +49,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(
 
     device = join(backend, how)
     steps, rows = 10, 16 * micro
-    model = device.module(network(seed=rank))
+    model = device.module(network(seed=rank).float())
     broadcast_parameters(model.state_dict())
     device.settle()
     reducer = GradientReducer(model.named_parameters(), bucket_mb=0.01)
@@ -90,7 +57,8 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(
     for step in range(steps):
         reducer.zero_grad() if step % 2 else optimizer.zero_grad()
         device.settle()
-        images, labels = (part.chunk(n)[rank].chunk(micro) for part in batch(step, rows))
+        images, labels = batch(step, rows)
+        images, labels = (part.chunk(n)[rank].chunk(micro) for part in (images.float(), labels))
         for i in range(micro - 1):
             with reducer.no_sync():
                 (loss_of(model, images[i], labels[i]) / micro).backward()
@@ -139,31 +107,13 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
     assert violations() == []
 
 
-class Branches:
-    """A module whose forward pass uses other parts on other ranks and in other steps."""
-
-    def __new__(cls) -> Any:
-        import torch
-
-        class Module(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.always, self.sometimes, self.never = (torch.nn.Linear(4, 4) for _ in range(3))
-
-            def forward(self, x: Any, also: bool) -> Any:
-                return self.sometimes(self.always(x)) if also else self.always(x)
-
-        torch.manual_seed(0)
-        return Module()
-
-
 @each_backend
 @devices(2)
 def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
     import torch
 
     device = join(backend)
-    model = device.module(Branches())
+    model = device.module(Branches().float())
     reducer = GradientReducer(model.named_parameters(), bucket_mb=1e-4)
     mine: dict[str, Any] = {}
     for name, p in model.named_parameters():
