@@ -147,6 +147,21 @@ def test_gradients_without_elements(rank: int, group: None, backend: str) -> Non
     assert violations() == []
 
 
+@devices(1)
+def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, group: None) -> None:
+    x = [on_device(np.ones(100, np.float32))]
+    reducer = GradientReducer(x, compression="bf16")
+    reducer.reduce(x)
+    here, streams = len(library.users), [device_array.new_stream(rank) for _ in range(2)]
+    for stream in (*streams, *streams):
+        with device_array.stream(stream):
+            assert (reducer.reduce(x)[0].to_numpy() == 1).all()
+    told = library.users[here:]
+    assert [stream for _, stream in told] == [one for one in streams for _ in range(3)]
+    assert len({address for address, _ in told}) == 3  # gradients, what goes over the wire, what is owed
+    assert violations() == []
+
+
 # -- compression
 
 

@@ -62,6 +62,14 @@ def assign(out: DeviceArray, made: DeviceArray) -> None:
     out.copy_(made if made.dtype == out.dtype else from_host(out, on_host(made).astype(out.dtype)))
 
 
+users: list[tuple[int, int]] = []  # what was said to be used: an address, by a stream
+
+
+def used(x: DeviceArray) -> None:
+    """An allocation of the stand-in is freed in the order of its first stream alone; here it is only noted."""
+    users.append((x.ptr, device_array.current_stream()))
+
+
 def on_host(x: DeviceArray) -> np.ndarray[Any, Any]:
     return x.to_numpy()
 

@@ -51,6 +51,8 @@ class DeviceBucket(Bucket):
         self._group = group
         self._arrays = library(model, "parameters", "GradientReducer")
         self._marks = np.zeros(len(layout.places))
+        self._streams: set[int] = set()  # where the memory has been used
+        self._made: list[Any] = []
         self._array, self._memory = self._new(model, layout.marks)
         self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
         self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: in its place
@@ -75,25 +77,23 @@ class DeviceBucket(Bucket):
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(wired), OPS["avg"]))
         self._op = OPS["sum" if sums else "avg"]
         self._factor = 1 / group.size if op == "avg" and sums else 1.0
-        self._kept = [one for one in (self._array, self._residual_array, self._wire_array) if one is not None]
-        self._streams = {self._memory.stream}  # where they have been used
 
     def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
         """An array of zeros in model's dtype, and its memory."""
         memory, made = self._arrays.new(model, (size,))
         with self._group.failing():
             self._group.core.clear(memory, memory.stream)
-        return made(), memory
+        self._made.append(made())
+        return self._made[-1], memory
 
     def _stream(self) -> int:
-        """The current one, which may be another one than that on which the memory was made."""
+        """The current one. It may be another one than that on which the memory was made, which the library is told."""
         stream = self._memory.current()
         if stream not in self._streams:
             self._streams.add(stream)
-            for one in self._kept:
-                tell = getattr(self._arrays, "used", None)
-                if tell is not None:
-                    tell(one)
+            if hasattr(self._arrays, "used"):
+                for one in self._made:
+                    self._arrays.used(one)
         return stream
 
     @property

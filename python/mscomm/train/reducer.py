@@ -241,9 +241,9 @@ class GradientReducer:
         with self._step.owed():
             missing = autograd.gather()
             _, laid_out = self._step.finish()
+        autograd.hand_out(missing)
         if laid_out:
             autograd.move()
-        autograd.hand_out(missing)
 
     def zero_grad(self) -> None:
         """Every gradient zero where it lies, also of what is excluded: as `optimizer.zero_grad(set_to_none=False)`.
