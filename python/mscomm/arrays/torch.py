@@ -104,6 +104,11 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(memory)
 
 
+def of_numpy(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Over the same memory where it can be: PyTorch knows no negative strides, and warns of what cannot be written."""
+    return over(numbers if numbers.flags.carray else np.array(numbers, order="C"))
+
+
 def packed(x: torch.Tensor) -> torch.Tensor:
     return x.detach().contiguous()
 
@@ -122,9 +127,7 @@ def on_host(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-    # PyTorch knows no negative strides, and warns of memory that cannot be written.
-    owned = numbers if numbers.flags.carray else np.array(numbers, order="C")
-    return over(owned).to(x.device)
+    return of_numpy(numbers).to(x.device)
 
 
 def written(x: torch.Tensor) -> None:

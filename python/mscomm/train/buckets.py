@@ -89,9 +89,11 @@ def _layout(content: list[int], kinds: Sequence[tuple[np.dtype[Any], int]]) -> L
     return Layout(dtype, tuple(places), at, at + len(places) + 1)
 
 
-def is_narrowed(dtype: np.dtype[Any], compression: str | None) -> bool:
-    """Whether gradients of that dtype go over the wire in 16 bits."""
-    return compression is not None and dtype.itemsize > 2 and dtype.kind == "f"
+def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
+    """The dtype in which gradients of that one go over the wire."""
+    if compression is None or dtype.itemsize <= 2 or dtype.kind != "f":
+        return dtype
+    return dtype_of(DTYPES.index(COMPRESSIONS[compression]))
 
 
 class Bucket(ABC):
@@ -181,9 +183,9 @@ class HostBucket(Bucket):
         self._memory = collectives.zeros(layout.size, layout.dtype)
         self._residual: np.ndarray[Any, Any] | None = None
         self._wire = self._memory
-        if is_narrowed(layout.dtype, compression):
-            assert compression is not None
-            self._wire = collectives.zeros(layout.size, dtype_of(DTYPES.index(COMPRESSIONS[compression])))
+        on_wire = wired(layout.dtype, compression)
+        if on_wire != layout.dtype:
+            self._wire = collectives.zeros(layout.size, on_wire)
             self._residual = np.zeros(layout.marks, layout.dtype)
         self.carries = layout.dtype.itemsize >= 4 and not self.narrows
 

@@ -14,15 +14,15 @@ import numpy as np
 from mscomm.arguments import OPS
 from mscomm.arrays import library
 from mscomm.arrays.device import OnDevice
-from mscomm.arrays.numpy import DTYPES, dtype_code, dtype_of
+from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import WHAT
 from mscomm.group import Call, Group
-from mscomm.train.buckets import COMPRESSIONS, Bucket, Layout, is_narrowed, largest
+from mscomm.train.buckets import Bucket, Layout, largest, wired
 
 
-def has_kernel(group: Group, dtype: np.dtype[Any], wired: np.dtype[Any]) -> bool:
+def has_kernel(group: Group, dtype: np.dtype[Any], on_wire: np.dtype[Any]) -> bool:
     """Whether gradients of dtype become those of the wire by a kernel, and back."""
-    return group.core.packs(dtype_code(dtype), dtype_code(wired))
+    return group.core.packs(dtype_code(dtype), dtype_code(on_wire))
 
 
 def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: Any) -> str:
@@ -30,14 +30,12 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
     arrays = library(model, "parameters", "GradientReducer")
     if not hasattr(arrays, "namespace"):
         return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
-    wired = (
-        dtype_of(DTYPES.index(COMPRESSIONS[compression])) if compression and is_narrowed(dtype, compression) else dtype
-    )
-    if why := group.refuses(dtype_code(wired), OPS["sum"]):
+    on_wire = wired(dtype, compression)
+    if why := group.refuses(dtype_code(on_wire), OPS["sum"]):
         return why
-    if wired != dtype and not has_kernel(group, dtype, wired) and not hasattr(arrays.namespace, wired.name):
+    if on_wire != dtype and not has_kernel(group, dtype, on_wire) and not hasattr(arrays.namespace, on_wire.name):
         return (
-            f"{type(model).__name__} has no {wired.name}, and mscomm no kernels that make one of {dtype} (see mscomm"
+            f"{type(model).__name__} has no {on_wire.name}, and mscomm no kernels that make one of {dtype} (see mscomm"
             " doctor); use another compression"
         )
     return ""
@@ -60,21 +58,19 @@ class DeviceBucket(Bucket):
         self._residual_array: Any = None
         self._residual: OnDevice | None = None
         self._has_kernel = False
-        wired = layout.dtype
-        if is_narrowed(layout.dtype, compression):
-            assert compression is not None
-            wired = dtype_of(DTYPES.index(COMPRESSIONS[compression]))
+        on_wire = wired(layout.dtype, compression)
+        if on_wire != layout.dtype:
             self._residual_array, self._residual = self._new(model, layout.marks)
-            bits, memory = self._new(model, layout.marks * wired.itemsize // layout.dtype.itemsize)
-            self._wire = cast(OnDevice, memory.view(wired))
-            self._has_kernel = has_kernel(group, layout.dtype, wired)
+            bits, memory = self._new(model, layout.marks * on_wire.itemsize // layout.dtype.itemsize)
+            self._wire = cast(OnDevice, memory.view(on_wire))
+            self._has_kernel = has_kernel(group, layout.dtype, on_wire)
             if not self._has_kernel:
-                self._wire_array = bits.view(getattr(self._arrays.namespace, wired.name))
-            self._limit = largest(wired, group.size)
+                self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
+            self._limit = largest(on_wire, group.size)
         # Of what is narrow, and where the library has no mean, that is made of the sum: NCCL's mean multiplies by 1 / n
         # in the dtype on the wire (hostToDevRedOp in its enqueue.cc), of which bfloat16 is off by up to a 512th.
-        narrow = wired != layout.dtype or wired.name == "bfloat16"
-        sums = op == "sum" or narrow or bool(group.refuses(dtype_code(wired), OPS["avg"]))
+        narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
+        sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), OPS["avg"]))
         self._op = OPS["sum" if sums else "avg"]
         self._factor = 1 / group.size if op == "avg" and sums else 1.0
 

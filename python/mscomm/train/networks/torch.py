@@ -87,5 +87,4 @@ class Network:
 def _tensor(x: Any) -> Any:
     if not isinstance(x, np.ndarray):
         return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
-    # PyTorch knows no negative strides, and warns of memory that cannot be written.
-    return arrays.over(x if x.flags.c_contiguous and x.flags.writeable else np.array(x, order="C"))
+    return arrays.of_numpy(x)
