@@ -48,6 +48,11 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
 
+// (source, tag), as the core has them.
+using Received = std::pair<int, int64_t>;
+
+Received received(const Matched& matched) { return {matched.peer, matched.tag}; }
+
 Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) {
   // A send only reads; Message has one pointer for both directions.
   void* data = sends ? const_cast<void*>(array.data()) : array.mutable_data();
@@ -55,10 +60,21 @@ Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) 
 }
 
 // spent_s: what has passed of timeout_s already.
-template <bool sends>
-void run_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s, double spent_s) {
-  const Message one = message(sends, peer, tag, dtype, array);
-  group.called([&] { group.communicator->run(one, Deadline(timeout_s, spent_s)); });
+void run_send(Group& group, int peer, int64_t tag, int dtype, py::array x, double timeout_s, double spent_s) {
+  const Message one = message(true, peer, tag, dtype, x);
+  group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)); });
+}
+
+Received run_recv(Group& group, int peer, int64_t tag, int dtype, py::array out, double timeout_s, double spent_s) {
+  const Message one = message(false, peer, tag, dtype, out);
+  return received(group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)).front(); }));
+}
+
+// The recv begins first: a message to this rank itself finds it.
+Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, py::array x, int from, int64_t recv_tag,
+                          int out_dtype, py::array out, double timeout_s, double spent_s) {
+  const Message both[] = {message(false, from, recv_tag, out_dtype, out), message(true, to, send_tag, x_dtype, x)};
+  return received(group.called([&] { return group.communicator->run(both, Deadline(timeout_s, spent_s)).front(); }));
 }
 
 template <bool sends>
@@ -186,6 +202,9 @@ PYBIND11_MODULE(_core, module) {
 
   module.attr("version") = MSCOMM_VERSION;
   module.attr("max_dims") = max_dims;
+  module.attr("any_source") = any_source;
+  module.attr("any_tag") = any_tag;
+  module.attr("last_tag") = last_tag;
   module.attr("collectives") = as_strings(collectives);
   module.attr("ops") = as_strings(ops);
   module.def("dtypes", [] {
@@ -193,6 +212,7 @@ PYBIND11_MODULE(_core, module) {
     for (const DtypeRow& row : dtypes) names.emplace_back(row.name);
     return names;
   });
+  module.attr("object_dtype") = static_cast<int>(Dtype::object);
   module.def("supports", [](int dtype, int op) { return supports(static_cast<Dtype>(dtype), static_cast<Op>(op)); });
   module.def("algorithms", [] {
     std::vector<py::tuple> rows;
@@ -279,8 +299,13 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("number", &Work::number)
       .def("done", &Work::done)
       .def("wait", [](Work& work, double timeout_s) { return unlocked([&] { return work.wait(timeout_s); }); })
-      .def("check", [](const Work& work) {
-        if (const auto error = work.error()) throw *error;
+      .def("check",
+           [](const Work& work) {
+             if (const auto error = work.error()) throw *error;
+           })
+      .def("matched", [](const Work& work) {
+        const auto matched = work.matched();
+        return matched ? std::optional(received(*matched)) : std::nullopt;
       });
 
   py::class_<Group>(module, "Group")
@@ -319,8 +344,9 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("plain_calls", &plain_calls)
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
-      .def("send", &run_message<true>)
-      .def("recv", &run_message<false>)
+      .def("send", &run_send)
+      .def("recv", &run_recv)
+      .def("sendrecv", &send_and_receive)
       .def("start_send", &start_message<true>)
       .def("start_recv", &start_message<false>)
       .def("add_outgoing", [](Group& group, int peer, int fd) { group.communicator->add_outgoing(peer, fd); })

@@ -127,6 +127,9 @@ class Blocks {
 // results in the accumulator type. out may be one of the in.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
 
+// What exscan gives rank 0, which has nobody before it.
+void write_identity(const Call& call);
+
 // Where all_to_all sends from: x, or a copy of it where it works in place and what comes from a peer does not lie where what goes
 // there did.
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got);

@@ -92,6 +92,10 @@ void reduce_in_order(const Signature& signature, const Layout& layout, const voi
   }
 }
 
+void write_identity(const Call& call) {
+  reduction(call.signature.dtype, call.signature.op).identity(call.out, call.signature.count);
+}
+
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got) {
   if (call.x != call.out || call.x_bytes == 0 || sent == got) return call.in();
   char* apart = ranks.scratch_of(call.x_bytes);

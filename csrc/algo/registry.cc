@@ -17,6 +17,7 @@ Run gather_arena, gather_direct, gather_tree;
 Run scatter_arena, scatter_direct, scatter_tree;
 Run all_to_all_arena, all_to_all_direct, all_to_all_pairwise;
 Run barrier_arena, barrier_tree;
+Run scan_arena, scan_chain;
 
 namespace {
 
@@ -58,6 +59,10 @@ constexpr Algorithm table[] = {
     {"pairwise", Collective::all_to_all, Carrier::mesh, all_to_all_pairwise},
     {"arena", Collective::barrier, Carrier::arena, barrier_arena},
     {"tree", Collective::barrier, Carrier::mesh, barrier_tree},
+    {"arena", Collective::scan, Carrier::arena, scan_arena},
+    {"chain", Collective::scan, Carrier::mesh, scan_chain},
+    {"arena", Collective::exscan, Carrier::arena, scan_arena},
+    {"chain", Collective::exscan, Carrier::mesh, scan_chain},
 };
 
 }  // namespace

@@ -325,6 +325,9 @@ void VendorBackend::State::enqueue(const Call& call, StreamHandle stream) {
       return exchange(call, stream);
     case Collective::barrier:
       throw Error("Error", "a barrier has no array, and is the CPU's");
+    case Collective::scan:
+    case Collective::exscan:
+      throw Error("Error", "a scan is the CPU's: no vendor's library has one");
   }
 }
 

@@ -69,6 +69,8 @@ Elements elements(const Call& call, size_t me, size_t n) {
     case Collective::all_reduce:
     case Collective::broadcast:
     case Collective::reduce:
+    case Collective::scan:
+    case Collective::exscan:
       return {count, count};
   }
   return {};
@@ -91,6 +93,7 @@ void check(const Call& call, int rank, int size) {
            (may_have_root ? "a rank from 0 to " + std::to_string(size - 1) : "-1, as " + std::string(name(what)) + " has none"));
   if (reduces(what) && !supports(signature.dtype, signature.op))
     refuse(std::string(name(signature.op)) + " is not defined on " + std::string(name(signature.dtype)));
+  if (scans(what) && signature.op == Op::avg) refuse("avg is not defined: each rank would divide by another number");
 
   Size count = what == Collective::barrier ? 0 : 1;
   for (int i = 0; i < signature.dims; i++) count = product(count, signature.shape[i]);

@@ -33,8 +33,8 @@ struct Signature {
 
   bool operator==(const Signature&) const = default;
   bool valid() const {
-    return what <= Collective::barrier && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
-           function <= Function::broadcast_object && head <= 1 && device <= 1;
+    return what <= Collective::exscan && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
+           function <= Function::scatter_object && head <= 1 && device <= 1;
   }
   // Of all fields. Signatures that differ in one of its steps have different ones; else by a chance of one in 2^64.
   uint64_t fingerprint() const;

@@ -60,9 +60,13 @@ template <class T>
   }
 }
 
-// Operations: combine two accumulators; finish turns the last one into the value to round.
+// Operations: combine two accumulators; finish turns the last one into the value to round; identity changes nothing.
 
 struct Sum {
+  template <class T>
+  static constexpr T identity() {
+    return T{};
+  }
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return static_cast<T>(a + b);
@@ -81,6 +85,11 @@ struct Avg : Sum {
 };
 
 struct Prod {
+  template <class T>
+  static constexpr T identity() {
+    if constexpr (is_complex<T>) return {1, 0};
+    else return T{1};
+  }
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (is_complex<T>) {
@@ -113,6 +122,10 @@ struct Select {
 
 struct Min : Select {
   template <class T>
+  static constexpr T identity() {
+    return std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
+  }
+  template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (std::floating_point<T>) return choose((a < b) | (a != a), a, b);
     return a < b ? a : b;
@@ -120,6 +133,10 @@ struct Min : Select {
 };
 
 struct Max : Select {
+  template <class T>
+  static constexpr T identity() {
+    return std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::lowest();
+  }
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (std::floating_point<T>) return choose((a > b) | (a != a), a, b);
@@ -129,6 +146,10 @@ struct Max : Select {
 
 struct And : Select {
   template <class T>
+  static constexpr T identity() {
+    return static_cast<T>(~T{});
+  }
+  template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return a & b;
   }
@@ -136,12 +157,20 @@ struct And : Select {
 
 struct Or : Select {
   template <class T>
+  static constexpr T identity() {
+    return T{};
+  }
+  template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return a | b;
   }
 };
 
 struct Xor : Select {
+  template <class T>
+  static constexpr T identity() {
+    return T{};
+  }
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     return a ^ b;
@@ -166,7 +195,7 @@ struct Bool {
   using Accumulator = uint8_t;
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
-  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x; }
+  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }  // 1 also for the identity of and, all bits
 };
 
 struct Bfloat16 {
@@ -298,6 +327,13 @@ template <class Format, class Operation>
   pass<Format, Operation, As::accumulator, As::element>(out, accumulator, divisor, count);
 }
 
+template <class Format, class Operation>
+void identity(void* out, size_t count) {
+  using Accumulator = typename Format::Accumulator;
+  const auto none = Format::narrow(Operation::template identity<Accumulator>());
+  for (size_t i = 0; i < count * Format::parts; i++) store(out, i, none);
+}
+
 // Levels: the instruction sets that the loops are compiled for.
 
 struct Baseline {
@@ -338,6 +374,7 @@ constexpr Reduction cell() {
       .fold = Level::template run<fold<Format, Operation>>,
       .merge = Level::template run<fold<typename Format::Wide, Operation>>,
       .finish = Level::template run<finish<Format, Operation>>,
+      .identity = identity<Format, Operation>,
   };
 }
 

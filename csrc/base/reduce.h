@@ -21,6 +21,8 @@ struct Reduction {
   void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
   void (*merge)(void* accumulator, const void* other, size_t count);  // accumulator = accumulator op other accumulator
   void (*finish)(const void* accumulator, int divisor, void* out, size_t count);
+  // out = what leaves every x as it is in out op x: 0 for sum, 1 for prod, the largest value or infinity for min, ...
+  void (*identity)(void* out, size_t count);
 };
 
 // Whether op is defined on dtype: avg not on bool and integers, min and max not on complex, bit operations only on bool and

@@ -24,6 +24,7 @@ enum class Dtype : uint8_t {
   float64,
   complex64,
   complex128,
+  object,  // bytes that stand for a Python object: in messages alone, never in collectives
 };
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
@@ -38,7 +39,9 @@ enum class Collective : uint8_t {
   gather,
   scatter,
   all_to_all,
-  barrier
+  barrier,
+  scan,
+  exscan,
 };
 
 // What the user called, for comparison between ranks and for messages. Most are the collective of that name; the others take one
@@ -53,6 +56,8 @@ enum class Function : uint8_t {
   scatter,
   all_to_all,
   barrier,
+  scan,
+  exscan,
   all_reduce_many,
   all_gather_v,
   reduce_scatter_v,
@@ -61,6 +66,8 @@ enum class Function : uint8_t {
   all_to_all_v,
   all_gather_object,
   broadcast_object,
+  gather_object,
+  scatter_object,
 };
 
 struct DtypeRow {
@@ -68,7 +75,7 @@ struct DtypeRow {
   size_t bytes;
 };
 
-// Indexed by the enums; the order here is the order there. The numbers are part of the wire.
+// Indexed by the enums; the order here is the order there. The numbers are part of the wire. dtypes: of arrays.
 inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"bool", 1},
     {"int8", 1},
@@ -87,21 +94,27 @@ inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"complex128", 16},
 }};
 inline constexpr std::array<std::string_view, 8> ops{"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"};
-inline constexpr std::array<std::string_view, 9> collectives{"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
-                                                             "gather",     "scatter",    "all_to_all",     "barrier"};
-inline constexpr std::array<std::string_view, 17> functions{
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast",         "reduce",          "gather",
-    "scatter",    "all_to_all", "barrier",        "all_reduce_many",   "all_gather_v",    "reduce_scatter_v",
-    "gather_v",   "scatter_v",  "all_to_all_v",   "all_gather_object", "broadcast_object"};
+inline constexpr std::array<std::string_view, 11> collectives{"all_reduce", "all_gather", "reduce_scatter", "broadcast",
+                                                              "reduce",     "gather",     "scatter",        "all_to_all",
+                                                              "barrier",    "scan",       "exscan"};
+inline constexpr std::array<std::string_view, 21> functions{
+    "all_reduce",       "all_gather",       "reduce_scatter", "broadcast", "reduce",       "gather",
+    "scatter",          "all_to_all",       "barrier",        "scan",      "exscan",       "all_reduce_many",
+    "all_gather_v",     "reduce_scatter_v", "gather_v",       "scatter_v", "all_to_all_v", "all_gather_object",
+    "broadcast_object", "gather_object",    "scatter_object"};
 
-constexpr std::string_view name(Dtype dtype) { return dtypes[static_cast<size_t>(dtype)].name; }
+constexpr std::string_view name(Dtype dtype) {
+  return dtype == Dtype::object ? "object" : dtypes[static_cast<size_t>(dtype)].name;
+}
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
 constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
+// Whether the collective gives each rank what the ranks up to it, or before it, have combined.
+constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
 // Whether the collective combines elements by an operation.
 constexpr bool reduces(Collective what) {
-  return what == Collective::all_reduce || what == Collective::reduce_scatter || what == Collective::reduce;
+  return what == Collective::all_reduce || what == Collective::reduce_scatter || what == Collective::reduce || scans(what);
 }
-constexpr size_t size_of(Dtype dtype) { return dtypes[static_cast<size_t>(dtype)].bytes; }
+constexpr size_t size_of(Dtype dtype) { return dtype == Dtype::object ? 1 : dtypes[static_cast<size_t>(dtype)].bytes; }
 
 }  // namespace mscomm

@@ -52,10 +52,16 @@ std::optional<Error> Work::error() const {
   return error_;
 }
 
-void Work::end(std::optional<Error> error) {
+std::optional<Matched> Work::matched() const {
+  const std::lock_guard lock(mutex_);
+  return matched_;
+}
+
+void Work::end(std::optional<Error> error, std::optional<Matched> matched) {
   {
     const std::lock_guard lock(mutex_);
     error_ = std::move(error);
+    matched_ = matched;
     done_ = true;
   }
   ended_->notify_all();

@@ -40,11 +40,17 @@ struct Failure {
 // One send or recv, as the user called it. data is read or written as long as it has not ended.
 struct Message {
   bool sends;
-  int peer;  // in the group
-  int64_t tag;
+  int peer;     // in the group, or any_source
+  int64_t tag;  // or any_tag
   Dtype dtype;
   void* data;
   size_t bytes;
+};
+
+// What a recv got: from whom in the group, and with which tag.
+struct Matched {
+  int peer;
+  int64_t tag;
 };
 
 struct Where {
@@ -65,15 +71,18 @@ class Work {
   bool wait(double timeout_s);
   // The error that it ended with.
   std::optional<Error> error() const;
+  // Which message came, if this is a recv that has ended well.
+  std::optional<Matched> matched() const;
 
  private:
   friend class Communicator;
-  void end(std::optional<Error> error);
+  void end(std::optional<Error> error, std::optional<Matched> matched = {});
 
-  mutable std::mutex mutex_;  // protects error_, and done_ for waiters
+  mutable std::mutex mutex_;  // protects error_ and matched_, and done_ for waiters
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
   const int owner_ = getpid();  // a forked child has a copy
   std::optional<Error> error_;
+  std::optional<Matched> matched_;
   std::atomic<bool> done_{false};
 };
 
@@ -116,9 +125,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // Whether there is a device whose library can reduce such elements so.
   bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
 
-  // One message, start to end, as run(); any number of threads at once, beside the calls. The link to a peer must be there before
-  // the first send to it.
-  void run(const Message& message, const Deadline& deadline);
+  // Messages that begin together, in that order, start to end, as run(); any number of threads at once, beside the calls. The
+  // link to a peer must be there before the first send to it. Returns what was matched to each.
+  std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
   // The same on the mailbox's thread.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);

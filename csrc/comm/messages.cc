@@ -1,6 +1,7 @@
 // The communicator's messages: the mailbox moves them, here they get their waits, their words and the group's first cause.
 #include <poll.h>
 
+#include <list>
 #include <new>
 
 #include "comm/communicator.h"
@@ -27,13 +28,15 @@ class Communicator::Delivery final : public Watch {
 
   void look(const Deadline& deadline, const Missing& missing) override {
     if (group_.broken()) group_.throw_failure();
-    if (missing().empty()) return;  // it ended meanwhile
+    const std::vector<int> peers = missing();
+    if (peers.empty()) return;  // it ended meanwhile
+    for (const auto& other : together)
+      if (other->done() && other->error()) throw *other->error();
     if (deadline.passed())
       throw Error("CollectiveTimeout",
-                  text() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + peer_name(), {},
-                  {group_.in_job(message_.peer)});
-    if (const char* how = gone())
-      throw peer_lost(group_.in_job(message_.peer), peer_name() + how + ", but " + text() + " waits for it");
+                  text() + " did not end within " + seconds_text(deadline.timeout_s()) + ": waiting for " + named(peers), {},
+                  group_.in_job(peers));
+    if (!message_.sends) look_for_senders(peers, missing);
     if (calls_python_ && group_.hooks_.interrupt) {
       try {
         group_.hooks_.interrupt();
@@ -46,7 +49,7 @@ class Communicator::Delivery final : public Watch {
     next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
     const std::string in_group = group_.group_ == "world" ? "" : "group " + group_.group_ + ": ";
     group_.hooks_.notice("mscomm: rank " + std::to_string(group_.in_job(group_.rank_)) + ": " + in_group + text() +
-                         " has waited " + seconds_text(waited_s) + " for " + peer_name());
+                         " has waited " + seconds_text(waited_s) + " for " + named(peers));
   }
   bool broken() const override { return group_.broken(); }
 
@@ -58,15 +61,35 @@ class Communicator::Delivery final : public Watch {
 
   // "recv from rank 3, tag 7 (4 MiB)"
   std::string text() const {
-    return (message_.sends ? "send to rank " : "recv from rank ") + std::to_string(group_.in_job(message_.peer)) + ", tag " +
-           std::to_string(message_.tag) + " (" + in_units(message_.bytes) + ")";
+    const std::string peer = message_.peer == any_source ? "any rank" : "rank " + std::to_string(group_.in_job(message_.peer));
+    const std::string tag = message_.tag == any_tag ? "any tag" : "tag " + std::to_string(message_.tag);
+    return (message_.sends ? "send to " : "recv from ") + peer + ", " + tag + " (" + in_units(message_.bytes) + ")";
   }
 
+  // Transfers that began with this one: if one of them fails, the wait for this one ends with its error.
+  std::span<const std::shared_ptr<Transfer>> together;
+
  private:
-  const std::string& peer_name() const { return group_.name_of(message_.peer); }
-  // Where there is a link, or one is being made, its end tells, and not before all that it brought was read: a rank may have sent
-  // the message and gone.
-  const char* gone() const { return message_.sends || group_.expects(message_.peer) ? nullptr : group_.gone(message_.peer); }
+  // The ranks for which it waits, in words.
+  std::string named(const std::vector<int>& peers) const {
+    if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
+    return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
+  }
+  // Throws if none of them can send any more. Where there is a link, or one is being made, its end tells, and not before all that
+  // it brought was read: a rank may have sent the message and gone. From a given rank the mailbox tells that end.
+  void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
+    std::string how_they_went;
+    for (int peer : peers) {
+      const char* how = group_.gone(peer);
+      if (group_.expects(peer)) how = message_.peer == any_source && group_.mailbox_.ended(peer) ? " has left the job" : nullptr;
+      if (!how) return;
+      how_they_went += (how_they_went.empty() ? "" : ", ") + group_.name_of(peer) + how;
+    }
+    if (missing() != peers) return;  // the last one's message came while we looked
+    throw Error("PeerLost",
+                how_they_went + ", but " + text() + " waits for " + (peers.size() > 1 ? "a message from one of them" : "it"),
+                group_.in_job(peers));
+  }
 
   Communicator& group_;
   const Message message_;
@@ -75,26 +98,41 @@ class Communicator::Delivery final : public Watch {
   double next_notice_s_ = first_notice_s;
 };
 
-void Communicator::run(const Message& message, const Deadline& deadline) {
+std::vector<Matched> Communicator::run(std::span<const Message> messages, const Deadline& deadline) {
   check_usable();
   const Caller inside(*this);
   check_usable();
-  Delivery delivery(*this, message, true);
+  std::list<Delivery> deliveries;
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  std::string text;  // of what fails
   try {
-    mailbox_.wait(delivery.begin(), {delivery, deadline});
+    for (const Message& message : messages) {
+      text = deliveries.emplace_back(*this, message, true).text();
+      transfers.push_back(deliveries.back().begin());
+    }
+    std::vector<Matched> matched;
+    auto delivery = deliveries.begin();
+    for (const auto& transfer : transfers) {
+      text = delivery->text();
+      delivery->together = transfers;
+      mailbox_.wait(transfer, {*delivery++, deadline});
+      matched.push_back({transfer->matched_peer(), transfer->matched_tag()});
+    }
+    return matched;
+    // One that fails may leave others: fail() makes the mailbox let go of their memory.
   } catch (const Error& error) {
     fail(error);
   } catch (const std::bad_alloc&) {
-    fail(Error("MemoryError", delivery.text() + ": out of memory"));
+    fail(Error("MemoryError", text + ": out of memory"));
   } catch (const Interrupted& interrupted) {
     // As in execute(): Python's own exception passes through, the peers get its meaning.
     try {
-      fail(Error("Aborted", "interrupted in " + delivery.text(), {in_job(rank_)}));
+      fail(Error("Aborted", "interrupted in " + text, {in_job(rank_)}));
     } catch (const Error&) {
     }
     std::rethrow_exception(interrupted.cause);
   } catch (const std::exception& error) {
-    fail(Error("Error", delivery.text() + ": " + error.what()));
+    fail(Error("Error", text + ": " + error.what()));
   }
 }
 
@@ -108,13 +146,15 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
   try {
     const auto work = std::make_shared<Work>(0);
     const auto delivery = std::make_shared<Delivery>(*this, message, false);
-    mailbox_.detach(delivery->begin(), {*delivery, deadline}, [this, work, delivery](const std::optional<Error>& error) {
+    const std::shared_ptr<Transfer> transfer = delivery->begin();
+    mailbox_.detach(transfer, {*delivery, deadline}, [this, work, delivery, transfer](const std::optional<Error>& error) {
       std::optional<Error> cause = outcome([&] {
         if (error) fail(*error);
       });
       const bool failed = cause.has_value();
       leave_caller();
-      work->end(std::move(cause));  // last: whoever sees it may close the group
+      const Matched matched{transfer->matched_peer(), transfer->matched_tag()};
+      work->end(std::move(cause), failed ? std::nullopt : std::optional(matched));  // last: whoever sees it may close the group
       if (failed && hooks_.failed) hooks_.failed();
     });
     return work;

@@ -32,6 +32,8 @@ void end_stream(const std::optional<Stream>& stream) {
   if (stream) stream->shut_down();
 }
 
+bool takes(const Transfer& recv, int64_t tag) { return recv.tag == tag || (recv.tag == any_tag && tag <= last_tag); }
+
 void copy(char* to, const char* from, size_t bytes) {
   if (bytes) std::memcpy(to, from, bytes);
 }
@@ -92,16 +94,21 @@ std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype
   if (shut_) {
     finish(send, shut_);
   } else if (peer == rank_) {
-    Envelope header = envelope(Kind::announce, 0);
+    Envelope header = envelope(Kind::whole, 0);
     header.tag = tag;
     header.dtype = dtype;
     header.count = bytes / size_of(dtype);
-    if (Shared recv = match(peer, header)) copy_to_self(send, recv);
-    else self_sends_.push_back(send);
+    if (const Shared recv = match(peer, header)) {
+      if (bytes) std::memmove(recv->data_, send->data_, bytes);
+      finish(recv);
+    } else {
+      keep(peer, header, std::vector<char>(send->data_, send->data_ + bytes));
+    }
+    finish(send);
   } else {
     Outgoing& link = outgoing_[static_cast<size_t>(peer)];
     if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
-    if (link.ended) finish(send, lost(*send, *link.ended));
+    if (link.ended) finish(send, lost(*send, peer, *link.ended));
     else link.queue.push_back(send);
   }
   wake_driver();
@@ -110,41 +117,43 @@ std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype
 }
 
 std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes) {
-  check_peer(peer);
+  if (peer != any_source) check_peer(peer);
   auto recv = std::make_shared<Transfer>(false, peer, tag, dtype, static_cast<char*>(data), bytes);
   const auto lock = enter();
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
   if (shut_) {
     finish(recv, shut_);
     return recv;
   }
-  const auto own = std::find_if(self_sends_.begin(), self_sends_.end(), [&](const Shared& send) { return send->tag == tag; });
-  const auto early = std::find_if(link.unexpected.begin(), link.unexpected.end(),
-                                  [&](const Unexpected& message) { return message.envelope.tag == tag; });
-  if (peer == rank_ && own != self_sends_.end()) {
-    const Shared send = *own;
-    if (fits(recv, send->dtype, send->bytes / size_of(send->dtype))) {
-      self_sends_.erase(own);
-      copy_to_self(send, recv);
-    }
-  } else if (early != link.unexpected.end()) {
-    if (fits(recv, early->envelope.dtype, early->envelope.count)) {
+  // The message that came first.
+  int source = any_source;
+  std::deque<Unexpected>::iterator early;
+  for (int from = 0; static_cast<size_t>(from) < ranks_.size(); from++) {
+    if (peer != any_source && peer != from) continue;
+    auto& kept = incoming_[static_cast<size_t>(from)].unexpected;
+    const auto found =
+        std::find_if(kept.begin(), kept.end(), [&](const Unexpected& message) { return takes(*recv, message.envelope.tag); });
+    if (found != kept.end() && (source == any_source || found->turn < early->turn)) source = from, early = found;
+  }
+  if (source != any_source) {
+    if (fits(recv, source, early->envelope)) {
+      Incoming& link = incoming_[static_cast<size_t>(source)];
       const Unexpected message = std::move(*early);
       link.unexpected.erase(early);
       if (message.envelope.kind == Kind::whole) {
         copy(recv->data_, message.payload.data(), bytes);
-        give_back(link, cost(bytes));
+        if (source != rank_) give_back(link, cost(bytes));
         finish(recv);
       } else if (link.ended) {
-        finish(recv, lost(*recv, *link.ended));
+        finish(recv, lost(*recv, source, *link.ended));
       } else {
-        clear_to_send(peer, recv, message.envelope.id);
+        clear_to_send(source, recv, message.envelope.id);
       }
     }
-  } else if (link.ended) {
-    finish(recv, lost(*recv, *link.ended));
+  } else if (peer != any_source && incoming_[static_cast<size_t>(peer)].ended) {
+    finish(recv, lost(*recv, peer, *incoming_[static_cast<size_t>(peer)].ended));
   } else {
-    link.posted.push_back(recv);
+    recv->turn_ = ++last_turn_;
+    (peer == any_source ? posted_for_any_ : incoming_[static_cast<size_t>(peer)].posted).push_back(recv);
   }
   wake_driver();
   tell_finished();
@@ -171,6 +180,11 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
   }
   changed_->notify_all();  // another one drives now
   if (transfer->error_) throw *transfer->error_;
+}
+
+bool Mailbox::ended(int peer) const {
+  const auto lock = enter();
+  return incoming_[static_cast<size_t>(peer)].ended.has_value();
 }
 
 void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended) {
@@ -335,12 +349,12 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
     return true;
   }
   std::vector<pollfd> polled{{wake_fd_, POLLIN, 0}};
-  const auto add = [&](const auto& link) {
-    const int events = (link.reads() ? POLLIN : 0) | (link.writes() ? POLLOUT : 0);
+  const auto add = [&](const auto& link, bool reads) {
+    const int events = (reads ? POLLIN : 0) | (link.writes() ? POLLOUT : 0);
     if (events) polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
   };
-  for (const Outgoing& link : outgoing_) add(link);
-  for (const Incoming& link : incoming_) add(link);
+  for (const Outgoing& link : outgoing_) add(link, link.reads());
+  for (const Incoming& link : incoming_) add(link, reads(link));
   driving_ = true;
   lock.unlock();
   const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
@@ -356,13 +370,23 @@ bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
-std::vector<int> Mailbox::missing(const Transfer& transfer) {
-  return transfer.done() ? std::vector<int>{} : std::vector<int>{transfer.peer};
+// From any source: all other ranks; this one alone where there is no other.
+std::vector<int> Mailbox::missing(const Transfer& transfer) const {
+  if (transfer.done()) return {};
+  const int peer = transfer.matched_peer();
+  if (peer != any_source) return {peer};
+  std::vector<int> others;
+  for (int rank = 0; static_cast<size_t>(rank) < ranks_.size(); rank++)
+    if (rank != rank_ || ranks_.size() == 1) others.push_back(rank);
+  return others;
 }
 
 bool Mailbox::move_some() {
   bool moved = false;
-  for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
+  const int size = static_cast<int>(ranks_.size());
+  first_ = (first_ + 1) % size;
+  for (int i = 0; i < size; i++) {
+    const int peer = (first_ + i) % size;
     try {
       moved |= read_some(peer);
       moved |= write_returns(peer);
@@ -478,7 +502,7 @@ void Mailbox::take_return(int peer) {
 
 bool Mailbox::valid(const Envelope& envelope, int peer) const {
   return envelope.magic == envelope_magic && envelope.wire == wire_version && envelope.epoch == epoch_ &&
-         envelope.source == static_cast<uint32_t>(peer) && envelope.kind <= Kind::credit && envelope.dtype <= Dtype::complex128 &&
+         envelope.source == static_cast<uint32_t>(peer) && envelope.kind <= Kind::credit && envelope.dtype <= Dtype::object &&
          envelope.count <= std::numeric_limits<size_t>::max() / size_of(envelope.dtype);
 }
 
@@ -486,7 +510,7 @@ bool Mailbox::read_some(int peer) {
   Incoming& link = incoming_[static_cast<size_t>(peer)];
   bool moved = false;
   size_t left = piece_bytes;
-  for (int messages = 0; left > 0 && messages < messages_a_turn && link.reads();) {
+  for (int messages = 0; left > 0 && messages < messages_a_turn && reads(link);) {
     try {
       size_t got = 0;
       if (link.inbox_got < sizeof link.inbox) {
@@ -525,7 +549,7 @@ bool Mailbox::open(int peer) {
     if (good) {
       link.current = std::move(cleared->second);
       link.cleared.erase(cleared);
-      good = link.current->tag == header.tag && link.current->dtype == header.dtype && link.current->bytes == bytes;
+      good = link.current->matched_tag_ == header.tag && link.current->dtype == header.dtype && link.current->bytes == bytes;
     }
   } else if (good) {
     const bool whole = header.kind == Kind::whole;
@@ -541,7 +565,7 @@ bool Mailbox::open(int peer) {
       } else {
         link.inbox_got = 0;
         if (recv) clear_to_send(peer, recv, header.id);
-        else link.unexpected.push_back({header, {}});
+        else keep(peer, header, {});
         return true;
       }
     }
@@ -568,7 +592,7 @@ void Mailbox::deliver(int peer) {
     // One may have been posted while the payload came.
     recv = match(peer, link.inbox);
     if (!recv) {
-      link.unexpected.push_back({link.inbox, std::move(kept)});
+      keep(peer, link.inbox, std::move(kept));
       return;
     }
     copy(recv->data_, kept.data(), bytes);
@@ -577,29 +601,44 @@ void Mailbox::deliver(int peer) {
   finish(recv);
 }
 
-// The first recv that waits for this tag. One that waits for another type or size ends with Mismatch, and the message stays.
+// Of the recvs that wait for this source and tag the one that was called first. One that waits for another type or size ends with
+// Mismatch, and the message stays.
 std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
-  auto& posted = incoming_[static_cast<size_t>(peer)].posted;
-  for (auto it = posted.begin(); it != posted.end();) {
-    if ((*it)->tag != envelope.tag) {
-      ++it;
-      continue;
-    }
-    const Shared recv = std::move(*it);
-    it = posted.erase(it);
-    if (fits(recv, envelope.dtype, envelope.count)) return recv;
+  auto& from_peer = incoming_[static_cast<size_t>(peer)].posted;
+  const auto first_of = [&](std::deque<Shared>& posted) {
+    return std::find_if(posted.begin(), posted.end(), [&](const Shared& recv) { return takes(*recv, envelope.tag); });
+  };
+  while (true) {
+    const auto own = first_of(from_peer), any = first_of(posted_for_any_);
+    const bool has_own = own != from_peer.end(), has_any = any != posted_for_any_.end();
+    if (!has_own && !has_any) return nullptr;
+    const bool takes_own = has_own && (!has_any || (*own)->turn_ < (*any)->turn_);
+    const Shared recv = std::move(takes_own ? *own : *any);
+    if (takes_own) from_peer.erase(own);
+    else posted_for_any_.erase(any);
+    if (fits(recv, peer, envelope)) return recv;
   }
-  return nullptr;
 }
 
-bool Mailbox::fits(const Shared& recv, Dtype dtype, uint64_t count) {
+// Whether the recv is of the message's type and size, and is matched to it now; else it ends.
+bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
   const uint64_t expected = recv->bytes / size_of(recv->dtype);
-  if (recv->dtype == dtype && expected == count) return true;
+  if (recv->dtype == envelope.dtype && expected == envelope.count) {
+    recv->matched_peer_ = peer;
+    recv->matched_tag_ = envelope.tag;
+    return true;
+  }
   finish(recv, Error("Mismatch",
                      text(*recv) + ": expects " + std::string(name(recv->dtype)) + " x " + std::to_string(expected) + ", " +
-                         named(recv->peer) + " sent " + std::string(name(dtype)) + " x " + std::to_string(count),
-                     {ranks_[static_cast<size_t>(recv->peer)]}));
+                         named(peer) + " sent " + std::string(name(envelope.dtype)) + " x " + std::to_string(envelope.count) +
+                         (recv->tag == any_tag ? " with tag " + std::to_string(envelope.tag) : ""),
+                     {ranks_[static_cast<size_t>(peer)]}));
   return false;
+}
+
+// Until a recv takes it.
+void Mailbox::keep(int peer, const Envelope& envelope, std::vector<char> payload) {
+  incoming_[static_cast<size_t>(peer)].unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
 
 void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
@@ -638,12 +677,6 @@ bool Mailbox::write_returns(int peer) {
   return moved;
 }
 
-void Mailbox::copy_to_self(const Shared& send, const Shared& recv) {
-  if (send->bytes) std::memmove(recv->data_, send->data_, send->bytes);
-  finish(send);
-  finish(recv);
-}
-
 // --- ends ---
 
 void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
@@ -657,8 +690,12 @@ void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
 void Mailbox::drop(const Shared& transfer, const Error& error) {
   if (transfer->done()) return;
   finish(transfer, error);
-  const auto peer = static_cast<size_t>(transfer->peer);
-  std::erase(self_sends_, transfer);
+  if (!transfer->begun_ && transfer->peer == any_source) {
+    std::erase(posted_for_any_, transfer);
+    return;
+  }
+  const int from_or_to = transfer->matched_peer();
+  const auto peer = static_cast<size_t>(from_or_to);
   if (!transfer->begun_) {
     std::erase(outgoing_[peer].queue, transfer);
     std::erase(incoming_[peer].posted, transfer);
@@ -667,41 +704,43 @@ void Mailbox::drop(const Shared& transfer, const Error& error) {
   const Ending ending{"Aborted",
                       std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"};
   end_stream(transfer->sends ? outgoing_[peer].stream : incoming_[peer].stream);
-  if (transfer->sends) end_outgoing(transfer->peer, ending);
-  else end_incoming(transfer->peer, ending);
+  if (transfer->sends) end_outgoing(from_or_to, ending);
+  else end_incoming(from_or_to, ending);
 }
 
 void Mailbox::end_outgoing(int peer, Ending ending) {
   Outgoing& link = outgoing_[static_cast<size_t>(peer)];
   if (!link.ended) link.ended.emplace(std::move(ending));
-  const auto fail = [&](const Shared& send) { finish(send, lost(*send, *link.ended)); };
+  const auto fail = [&](const Shared& send) { finish(send, lost(*send, peer, *link.ended)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, send] : std::exchange(link.waiting, {})) fail(send);
   for (const Shared& send : std::exchange(link.queue, {})) fail(send);
-  if (peer == rank_)
-    for (const Shared& send : std::exchange(self_sends_, {})) fail(send);
 }
 
 void Mailbox::end_incoming(int peer, Ending ending) {
   Incoming& link = incoming_[static_cast<size_t>(peer)];
   if (!link.ended) link.ended.emplace(std::move(ending));
-  const auto fail = [&](const Shared& recv) { finish(recv, lost(*recv, *link.ended)); };
+  const auto fail = [&](const Shared& recv) { finish(recv, lost(*recv, peer, *link.ended)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, recv] : std::exchange(link.cleared, {})) fail(recv);
   for (const Shared& recv : std::exchange(link.posted, {})) fail(recv);
+  // A rank that ended may leave others that send. Any other end may have taken a message away.
+  if (link.ended->kind != "PeerLost")
+    for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
 }
 
-Error Mailbox::lost(const Transfer& transfer, const Ending& ending) const {
-  const auto peer = static_cast<size_t>(transfer.peer);
+Error Mailbox::lost(const Transfer& transfer, int to_or_from, const Ending& ending) const {
+  const auto peer = static_cast<size_t>(to_or_from);
   if (ending.kind == "Aborted") return {"Aborted", text(transfer) + ": " + ending.why};
   const auto& stream = transfer.sends ? outgoing_[peer].stream : incoming_[peer].stream;
   return {ending.kind,
-          text(transfer) + ": the link to " + (stream ? stream->peer() : named(transfer.peer)) + " ended: " + ending.why,
+          text(transfer) + ": the link to " + (stream ? stream->peer() : named(to_or_from)) + " ended: " + ending.why,
           {ranks_[peer]}};
 }
 
 std::string Mailbox::text(const Transfer& transfer) const {
-  return (transfer.sends ? "send to " : "recv from ") + named(transfer.peer) + ", tag " + std::to_string(transfer.tag);
+  return (transfer.sends ? "send to " : "recv from ") + (transfer.peer == any_source ? "any rank" : named(transfer.peer)) + ", " +
+         (transfer.tag == any_tag ? "any tag" : "tag " + std::to_string(transfer.tag));
 }
 
 }  // namespace mscomm

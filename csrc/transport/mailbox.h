@@ -4,7 +4,11 @@
 // most eager_bytes goes out whole while there is credit; any other is announced, and its data follows when a recv has been
 // matched. So large messages cost the receiver no memory, small ones at most eager_window for each source, and a recv always sees
 // the announcement of its message, whatever came before: no program hangs that would not hang if every send waited for its recv.
-// A send of at most eager_bytes may return before its recv is called; programs must not rely on it.
+// A send of at most eager_bytes may return before its recv is called; programs must not rely on it. A message to this rank itself
+// is copied at once, to a recv that waits for it or to memory of its own.
+//
+// A recv may take a message of any source or tag. As in MPI, of the recvs that a message fits the one that was called first gets
+// it, and of the messages that fit a recv the one that came first; those of one source come in the order in which it sent them.
 //
 // Who may touch which memory: x and out are touched with mutex_ held, and only while their transfer has not ended. So after
 // wait() has returned or thrown, and for all transfers after shut_down() has returned, nobody in this process touches them any
@@ -16,6 +20,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -36,6 +41,11 @@ namespace mscomm {
 inline constexpr size_t eager_bytes = 16u << 10;  // the longest message that may go out before its recv was called
 inline constexpr size_t eager_window = 1u << 20;  // of such messages, headers included, on their way or not yet matched, a link
 inline constexpr uint32_t envelope_magic = 0x5043534d;  // "MSCP" in memory
+
+inline constexpr int any_source = -1;
+inline constexpr int64_t any_tag = std::numeric_limits<int64_t>::min();
+// Tags above it are those of the bodies of objects, see python/mscomm/objects.py; any_tag does not match them.
+inline constexpr int64_t last_tag = std::numeric_limits<int32_t>::max();
 
 // Opens a message, or is one.
 struct Envelope {
@@ -63,14 +73,20 @@ static_assert(sizeof(Envelope) == 40);
 class Transfer {
  public:
   Transfer(bool sends, int peer, int64_t tag, Dtype dtype, char* data, size_t bytes)
-      : sends(sends), peer(peer), tag(tag), dtype(dtype), bytes(bytes), data_(data) {}
+      : sends(sends), peer(peer), tag(tag), dtype(dtype), bytes(bytes), data_(data), matched_peer_(peer), matched_tag_(tag) {}
 
   // Whether it has ended, well or not.
   bool done() const { return done_.load(); }
+  // When it has ended, if not well.
+  const std::optional<Error>& error() const { return error_; }
+  // The other side: any_source as long as a recv from any has no message.
+  int matched_peer() const { return matched_peer_.load(); }
+  // When it has ended well: the message's.
+  int64_t matched_tag() const { return matched_tag_; }
 
   const bool sends;
-  const int peer;
-  const int64_t tag;
+  const int peer;     // or any_source
+  const int64_t tag;  // or any_tag
   const Dtype dtype;
   const size_t bytes;
 
@@ -80,6 +96,9 @@ class Transfer {
   char* const data_;
   bool begun_ = false;  // the peer was told of it, or it of the peer's message: it cannot be taken back from its link
   uint64_t id_ = 0;     // once begun
+  uint64_t turn_ = 0;   // of a recv, among all that were posted
+  std::atomic<int> matched_peer_;
+  int64_t matched_tag_;
   bool cleared_ = false;
   std::optional<Error> error_;
   std::atomic<bool> done_{false};
@@ -100,10 +119,13 @@ class Mailbox {
 
   // Any number of threads at once. data must live until the transfer has ended. They do not wait, and move nothing yet.
   std::shared_ptr<Transfer> start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes);
+  // A recv from any source does not end when links do: the watch must tell that nobody is left.
   std::shared_ptr<Transfer> start_recv(int peer, int64_t tag, Dtype dtype, void* data, size_t bytes);
   // Returns when the transfer has ended well; throws its error, or what wait.look throws. One that did not end well is dropped,
   // and its link ends if the peer knows of it.
   void wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait);
+  // Whether the link from that rank has ended, and all that it brought was read.
+  bool ended(int peer) const;
   // Leaves the waiting to the mailbox's own thread, which calls ended with the transfer's error, if any. The watch must not call
   // Python, and outlive close().
   using Ended = std::function<void(const std::optional<Error>&)>;
@@ -143,6 +165,7 @@ class Mailbox {
   };
   struct Unexpected {
     Envelope envelope;
+    uint64_t turn;              // among those of all sources
     std::vector<char> payload;  // of a whole message
   };
   struct Incoming {
@@ -165,7 +188,7 @@ class Mailbox {
     size_t outbox_sent = 0;
     bool deaf = false;  // the peer takes nothing any more; what it sent is still to be read
 
-    bool reads() const { return stream && !ended && (!posted.empty() || !cleared.empty() || current); }
+    bool reads(bool for_any) const { return stream && !ended && (for_any || !posted.empty() || !cleared.empty() || current); }
     bool writes() const { return stream && !ended && !deaf && !outbox.empty(); }
   };
   struct Detached {
@@ -179,7 +202,7 @@ class Mailbox {
   void tell_finished();
   bool turn(std::unique_lock<std::mutex>& lock);
   bool await_change(std::unique_lock<std::mutex>& lock);
-  static std::vector<int> missing(const Transfer& transfer);
+  std::vector<int> missing(const Transfer& transfer) const;
   void serve();
   void serve_detached();
   void shut_down(const Error& why);
@@ -188,6 +211,7 @@ class Mailbox {
   bool move_some();
   bool write_some(int peer);
   bool read_returns(int peer);
+  bool reads(const Incoming& link) const { return link.reads(!posted_for_any_.empty()); }
   bool read_some(int peer);
   bool write_returns(int peer);
   void take_return(int peer);
@@ -197,16 +221,16 @@ class Mailbox {
   Envelope envelope(Envelope::Kind kind, uint64_t id) const;
 
   Shared match(int peer, const Envelope& envelope);
-  bool fits(const Shared& recv, Dtype dtype, uint64_t count);
+  bool fits(const Shared& recv, int peer, const Envelope& envelope);
+  void keep(int peer, const Envelope& envelope, std::vector<char> payload);
   void clear_to_send(int peer, const Shared& recv, uint64_t id);
   void give_back(Incoming& link, size_t bytes);
-  void copy_to_self(const Shared& send, const Shared& recv);
 
   void finish(const Shared& transfer, std::optional<Error> error = {});
   void drop(const Shared& transfer, const Error& error);
   void end_outgoing(int peer, Ending ending);
   void end_incoming(int peer, Ending ending);
-  Error lost(const Transfer& transfer, const Ending& ending) const;
+  Error lost(const Transfer& transfer, int peer, const Ending& ending) const;
   std::string text(const Transfer& transfer) const;
   std::string named(int peer) const { return "rank " + std::to_string(ranks_[static_cast<size_t>(peer)]); }
   void check_peer(int peer) const;
@@ -221,8 +245,10 @@ class Mailbox {
   mutable std::atomic<int> entering_{0};              // threads at mutex_ that the driver lets go first
   std::unique_ptr<std::condition_variable> changed_;  // a transfer ended, the driver left, a detached one came, or the end
   std::vector<Outgoing> outgoing_;
-  std::vector<Incoming> incoming_;  // by source; this rank's own has no stream
-  std::deque<Shared> self_sends_;
+  std::vector<Incoming> incoming_;     // by source; this rank's own has no stream
+  std::deque<Shared> posted_for_any_;  // recvs from any source without a message, in order
+  uint64_t last_turn_ = 0;             // of recvs that were posted, and of messages that were kept
+  int first_ = 0;                      // whose links are looked at first: each in turn, so that none starves for another
   std::list<Detached> detached_;
   bool driving_ = false;   // a thread is in poll() for all
   bool finished_ = false;  // a transfer has ended since changed_ was notified

@@ -10,9 +10,14 @@ import numpy as np
 
 version: str
 max_dims: int
+any_source: int
+any_tag: int
+last_tag: int
 collectives: list[str]
 functions: list[str]
 ops: list[str]
+object_dtype: int
+"""Of messages that are Python objects, beside those of dtypes()."""
 
 def dtypes() -> list[str]: ...
 def supports(dtype: int, op: int, /) -> bool: ...
@@ -152,6 +157,9 @@ class Work:
     def check(self) -> None:
         """Raise the error that it ended with, if it did."""
 
+    def matched(self) -> tuple[int, int] | None:
+        """Of a recv that has ended well: the message's source and tag."""
+
 @final
 class Group:
     """One rank's part of a group: its communicator, transports and recorder."""
@@ -290,7 +298,24 @@ class Group:
 
     def recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
-    ) -> None: ...
+    ) -> tuple[int, int]:
+        """One message from that rank, or any_source, with that tag, or any_tag; returns its source and tag."""
+
+    def sendrecv(
+        self,
+        to: int,
+        send_tag: int,
+        x_dtype: int,
+        x: np.ndarray[Any, Any],
+        source: int,
+        recv_tag: int,
+        out_dtype: int,
+        out: np.ndarray[Any, Any],
+        timeout_s: float,
+        spent_s: float,
+        /,
+    ) -> tuple[int, int]:
+        """Both, begun together; returns the source and tag of what came."""
     def start_send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work:

@@ -120,8 +120,7 @@ void roots_that_are_none_are_refused() {
     call = right;
     call.signature.head = 1;
     if (!has_root(call.signature.what)) call.signature.root = root;
-    CHECK(refused(call, rank) ==
-          (call.signature.what == Collective::all_reduce || call.signature.what == Collective::reduce_scatter));
+    CHECK(refused(call, rank) == (reduces(call.signature.what) && !has_root(call.signature.what)));
   });
 }
 
@@ -137,8 +136,9 @@ void operations_that_are_not_defined_are_refused() {
         Call call = make_call(static_cast<Collective>(what), type, rooted ? 0 : -1, x, 1, x, 1, 1);
         call.signature.op = operation;
         const std::string text = refusal(call, 0, 1);
-        CHECK(text.empty() == supports(type, operation));
-        CHECK(text.empty() || text.find("is not defined on " + std::string(name(type))) != std::string::npos);
+        const bool mean_of_a_scan = scans(static_cast<Collective>(what)) && operation == Op::avg;
+        CHECK(text.empty() == (supports(type, operation) && !mean_of_a_scan));
+        CHECK(text.empty() || mean_of_a_scan || text.find("is not defined on " + std::string(name(type))) != std::string::npos);
       }
 }
 

@@ -203,6 +203,130 @@ void a_rank_sends_to_itself() {
   }
 }
 
+// Without a recv it is a copy: the send ends, its memory is the caller's, and the messages keep their order.
+void a_send_to_itself_waits_for_nobody() {
+  Group group(1);
+  Mailbox& box = group[0];
+  for (size_t count : {size_t{0}, size_t{3}, large}) {
+    Ints x = ints(count, 1);
+    send(box, 0, x, 1);
+    x.assign(count, -1);
+    send(box, 0, x, 2);
+    CHECK(recv(box, any_source, count, any_tag) == ints(count, 1));
+    CHECK(recv(box, 0, count, 2) == x);
+  }
+}
+
+// Where no recv waits, the messages of one source keep their order, and each is what it says; also of this rank itself.
+void any_takes_what_comes() {
+  Group group(4);
+  for (size_t count : {size_t{3}, large}) {
+    group.on_threads([&](int rank, Mailbox& box) {
+      if (rank == 3) {
+        std::vector<int64_t> next(4);
+        for (int i = 0; i < 30; i++) {
+          Ints out(count);
+          const auto transfer = start_recv(box, any_source, out, any_tag);
+          CHECK(transfer->matched_peer() == any_source || out.size() == count);
+          box.wait(transfer, within());
+          const auto source = static_cast<size_t>(transfer->matched_peer());
+          CHECK(transfer->matched_tag() == next[source] % 5 && out == ints(count, 100 * transfer->matched_peer() + next[source]));
+          next[source]++;
+        }
+        CHECK((next == std::vector<int64_t>{10, 10, 10, 0}));
+      } else {
+        for (int64_t i = 0; i < 10; i++) send(box, 3, ints(count, 100 * rank + i), i % 5);
+      }
+    });
+  }
+}
+
+// Among recvs from one source, from any, with one tag and with any.
+void the_recv_that_was_called_first_gets_the_message() {
+  for (size_t count : {size_t{3}, large}) {
+    Group group(3);
+    Mailbox& box = group[0];
+    const std::vector<std::pair<int, int64_t>> asked{{2, 7}, {any_source, 7}, {1, any_tag}, {any_source, any_tag}, {1, 7}};
+    std::vector<Ints> out(asked.size(), Ints(count));
+    std::vector<std::shared_ptr<Transfer>> recvs;
+    for (size_t i = 0; i < asked.size(); i++) recvs.push_back(start_recv(box, asked[i].first, out[i], asked[i].second));
+    std::thread sender([&] {
+      for (int64_t i = 1; i < 5; i++) send(group[1], 0, ints(count, i), i == 3 ? 8 : 7);
+    });
+    for (size_t i = 1; i < 5; i++) {
+      box.wait(recvs[i], within());
+      CHECK(recvs[i]->matched_peer() == 1 && out[i] == ints(count, static_cast<int64_t>(i)));
+      CHECK(recvs[i]->matched_tag() == (i == 3 ? 8 : 7));
+    }
+    sender.join();
+    CHECK(!recvs[0]->done());
+    std::thread last([&] { send(group[2], 0, ints(count, 9), 7); });
+    box.wait(recvs[0], within());
+    CHECK(out[0] == ints(count, 9));
+    last.join();
+  }
+}
+
+// Whether it waits for them or comes later.
+void any_tag_leaves_the_bodies_of_objects_alone() {
+  Group group(2);
+  Ints early(3), late(3), body(3);
+  const auto before = start_recv(group[0], any_source, early, any_tag);
+  send(group[1], 0, ints(3, 1), last_tag + 1);
+  send(group[1], 0, ints(3, 2), last_tag);
+  group[0].wait(before, within());
+  CHECK(early == ints(3, 2) && before->matched_tag() == last_tag);
+  const auto after = start_recv(group[0], any_source, late, any_tag);
+  CHECK(!after->done());
+  send(group[1], 0, ints(3, 3));
+  group[0].wait(after, within());
+  CHECK(late == ints(3, 3) && recv(group[0], 1, 3, last_tag + 1) == ints(3, 1));
+}
+
+void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
+  Group group(3);
+  Ints old(3), late(3);
+  CHECK(error_of(group[0], start_recv(group[0], any_source, old, any_tag), 0.1) == "CollectiveTimeout: deadline");
+  send(group[1], 0, ints(3, 1));
+  group[1].close(30);
+  const auto first = start_recv(group[0], any_source, late, any_tag);
+  group[0].wait(first, within());
+  CHECK(late == ints(3, 1) && old == Ints(3));
+  // The link of rank 1 has ended, and that of rank 2 has not.
+  const auto second = start_recv(group[0], any_source, late, any_tag);
+  CHECK(!group[0].ended(2));
+  std::thread receiver([&] { group[0].wait(second, within()); });
+  while (!group[0].ended(1)) poll(nullptr, 0, 1);
+  CHECK(!second->done());
+  send(group[2], 0, ints(3, 2));
+  receiver.join();
+  CHECK(late == ints(3, 2));
+  // An announced message that is given up in the middle was of that link.
+  Ints out(large);
+  const Ints x = ints(large, 0);
+  CHECK(has(error_of(group[2], start_send(group[2], 0, x), 0.1), "CollectiveTimeout"));
+  CHECK(
+      has(error_of(group[0], start_recv(group[0], any_source, out, any_tag)), "PeerLost: recv from any rank, any tag: the link"));
+}
+
+void a_recv_from_any_of_another_type_is_named() {
+  for (size_t count : {size_t{4}, large})
+    for (int from : {0, 1}) {  // over a link, and to itself
+      Group group(2);
+      const Ints x = ints(count, 0);
+      std::vector<float> out(10);
+      auto wrong = group[1].start_recv(any_source, any_tag, Dtype::float32, out.data(), 40);
+      std::thread sender([&] { send(group[from], 1, x, 6); });
+      const std::string expected = "Mismatch: recv from any rank, any tag: expects float32 x 10, rank " + std::to_string(from) +
+                                   " sent int64 x " + std::to_string(count) + " with tag 6";
+      CHECK(error_of(group[1], wrong) == expected);
+      wrong = group[1].start_recv(any_source, any_tag, Dtype::float32, out.data(), 40);
+      CHECK(error_of(group[1], wrong) == expected);
+      CHECK(recv(group[1], any_source, count, 6) == x);
+      sender.join();
+    }
+}
+
 void threads_share_a_mailbox() {
   Group group(2);
   group.on_threads([&](int rank, Mailbox& box) {
@@ -358,16 +482,17 @@ void shut_down_ends_all_waits() {
       if (error_of(group[0], one).find("Aborted") == 0) aborted++;
     });
   Ints out(3);
-  group[0].detach(start_recv(group[0], 1, out), within(), [&](const std::optional<Error>& error) {
-    CHECK(error && error->kind == "Aborted");
-    detached++, detached.notify_all();
-  });
+  for (int source : {1, any_source})
+    group[0].detach(start_recv(group[0], source, out), within(), [&](const std::optional<Error>& error) {
+      CHECK(error && error->kind == "Aborted");
+      detached++, detached.notify_all();
+    });
   poll(nullptr, 0, 60);
   group[0].shut_down();
   // Nobody touches them from here on: the sanitizers would see it.
   for (Ints& mine : memory) mine.assign(large, 1);
   for (std::thread& thread : threads) thread.join();
-  detached.wait(0);
+  for (int seen = 0; (seen = detached) < 2;) detached.wait(seen);
   CHECK(aborted == 4);
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted"));
   CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
@@ -549,6 +674,12 @@ int main(int argc, char** argv) {
   a_recv_sees_past_more_than_the_window();
   rings_of_large_messages_do_not_deadlock();
   a_rank_sends_to_itself();
+  a_send_to_itself_waits_for_nobody();
+  any_takes_what_comes();
+  the_recv_that_was_called_first_gets_the_message();
+  any_tag_leaves_the_bodies_of_objects_alone();
+  a_recv_from_any_outlives_links_and_takes_nothing_when_given_up();
+  a_recv_from_any_of_another_type_is_named();
   threads_share_a_mailbox();
   detached_transfers_end_by_themselves();
   a_detached_transfer_keeps_its_deadline();

@@ -42,7 +42,8 @@ struct Rank {
   // How a send or recv ends: "" or kind and text.
   std::string move(bool sends, int peer, std::vector<int32_t>& data, double timeout_s = 120) {
     try {
-      group->run(message(sends, peer, data), Deadline(timeout_s));
+      const Message one = message(sends, peer, data);
+      group->run({&one, 1}, Deadline(timeout_s));
       return "";
     } catch (const Error& error) {
       return error.kind + ": " + error.what();
@@ -150,7 +151,8 @@ void an_interrupt_passes_and_the_others_learn_why() {
   Ints out(3);
   bool passed = false;
   try {
-    me.group->run(Rank::message(false, 1, out), Deadline(120));
+    const Message one = Rank::message(false, 1, out);
+    me.group->run({&one, 1}, Deadline(120));
   } catch (const Interrupt&) {
     passed = true;
   }
@@ -172,6 +174,59 @@ void a_rank_that_left_ends_a_recv_unless_its_link_is_on_the_way() {
   CHECK(is(again.move(false, 1, out),
            "PeerLost: rank 0 (here): rank 1 (here) has left the job, but recv from rank 1, tag 3 (12 B) "
            "waits for it"));
+}
+
+void a_recv_from_any_ends_when_no_rank_can_send() {
+  Rank me(0, 4);
+  me.group->expect_incoming(3);
+  for (int rank : {1, 2}) me.group->left(rank);
+  Ints out(3);
+  const std::string text = "rank 0 (here): recv from any rank, tag 3 (12 B) did not end within 0.2 s: waiting for any of ";
+  CHECK(is(me.move(false, any_source, out, 0.2), "CollectiveTimeout: " + text + "rank 1 (here), rank 2 (here), rank 3 (here)"));
+  CHECK((me.group->failure()->error.waiting_for == std::vector{1, 2, 3}));
+  // The link of one of them ends as it leaves.
+  Rank again(0, 3);
+  again.group->left(1);
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
+  again.group->add_incoming(2, ends[0]);
+  std::thread leaver([&] {
+    poll(nullptr, 0, 120);
+    close(ends[1]);
+  });
+  const auto work = again.group->start(Rank::message(false, any_source, out), Deadline(120));
+  CHECK(is(again.move(false, any_source, out),
+           "PeerLost: rank 0 (here): rank 1 (here) has left the job, rank 2 (here) has left the job, but recv from any rank, "
+           "tag 3 (12 B) waits for a message from one of them"));
+  while (!work->wait(1)) continue;
+  CHECK(work->error() && work->error()->kind == "PeerLost" && !work->matched());
+  leaver.join();
+}
+
+// A send and a recv that begin together; the second fails, and the first lets go of its memory.
+void messages_begin_together() {
+  Pair pair;
+  std::vector<std::thread> threads;
+  for (int rank : {0, 1})
+    threads.emplace_back([&, rank] {
+      Ints x(large, rank), out(large, -1);
+      const Message both[] = {Rank::message(false, any_source, out), Rank::message(true, 1 - rank, x)};
+      const auto matched = pair.ranks[rank].group->run(both, Deadline(120));
+      CHECK(matched.size() == 2 && matched[0].peer == 1 - rank && matched[0].tag == 3);
+      CHECK(out == Ints(large, 1 - rank));
+    });
+  for (std::thread& thread : threads) thread.join();
+  Ints x(large), out(3);
+  const Message both[] = {Rank::message(false, 1, out), Rank::message(true, 1, x)};
+  std::string kind;
+  try {
+    pair.ranks[0].group->run(both, Deadline(0.2));
+  } catch (const Error& error) {
+    kind = error.kind;
+  }
+  CHECK(kind == "CollectiveTimeout");
+  x.assign(large, 1), out.assign(3, 1);
+  for (Rank& rank : pair.ranks) rank.group->close();
 }
 
 void where_tells_of_a_message() {
@@ -217,6 +272,8 @@ int main() {
   an_abort_ends_started_and_awaited_messages();
   an_interrupt_passes_and_the_others_learn_why();
   a_rank_that_left_ends_a_recv_unless_its_link_is_on_the_way();
+  a_recv_from_any_ends_when_no_rank_can_send();
+  messages_begin_together();
   where_tells_of_a_message();
   close_ends_a_recv_of_another_thread();
   destroyed_without_close_with_a_message_under_way();
