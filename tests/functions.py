@@ -22,8 +22,24 @@ Array = np.ndarray[Any, Any]
 DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in _core.dtypes()]
 
 
-def ops_of(dtype: np.dtype[Any]) -> list[str]:
-    return [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
+SCANS = ("scan", "exscan")
+
+
+def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
+    """Of the collective, if one is given: there is no running mean."""
+    found = [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
+    return [op for op in found if op != "avg" or collective not in SCANS]
+
+
+IDENTITY: dict[str, Callable[[np.dtype[Any]], Any]] = {
+    "sum": lambda dtype: 0,
+    "prod": lambda dtype: 1,
+    "min": lambda dtype: True if dtype.kind == "b" else np.iinfo(dtype).max if dtype.kind in "iu" else np.inf,
+    "max": lambda dtype: False if dtype.kind == "b" else np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf,
+    "band": lambda dtype: ~np.zeros((), dtype),
+    "bor": lambda dtype: 0,
+    "bxor": lambda dtype: 0,
+}
 
 
 def algorithms_of(collective: str) -> list[str]:
@@ -151,7 +167,27 @@ def gathered(inputs: list[Array]) -> Array:
     return np.concatenate([np.atleast_1d(x) for x in inputs])
 
 
+def exscanned(how: How, inputs: list[Array], rank: int) -> Array:
+    return folded(how.op, inputs[:rank]) if rank else np.full_like(inputs[0], IDENTITY[how.op](inputs[0].dtype))
+
+
 FUNCTIONS: dict[str, Function] = {
+    "scan": Function(
+        "scan",
+        True,
+        False,
+        one_part,
+        lambda how, inputs, rank, hosts: folded(how.op, inputs[: rank + 1]),
+        lambda x, how, rank, **options: mscomm.scan(x, how.op, **options),
+    ),
+    "exscan": Function(
+        "exscan",
+        True,
+        False,
+        one_part,
+        lambda how, inputs, rank, hosts: exscanned(how, inputs, rank),
+        lambda x, how, rank, **options: mscomm.exscan(x, how.op, **options),
+    ),
     "all_reduce": Function(
         "all_reduce",
         True,
@@ -272,4 +308,4 @@ FUNCTIONS: dict[str, Function] = {
     ),
 }
 # Those of the core's functions that have tests of their own, because they take no array, or many, or objects.
-OTHERS = {"barrier", "all_reduce_many", "all_gather_object", "broadcast_object"}
+OTHERS = {"barrier", "all_reduce_many", "all_gather_object", "broadcast_object", "gather_object", "scatter_object"}

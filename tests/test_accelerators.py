@@ -102,6 +102,11 @@ def test_who_lacks_it_is_named_with_the_reason_each_once() -> None:
         accelerators.choose("nccl", facts, [0, 0, 1], NAMES)
 
 
+def test_what_all_ranks_lack_is_said_without_a_list_of_them() -> None:
+    with pytest.raises(mscomm.BackendUnavailable, match=r"^nccl cannot be used, on all 3 ranks: no driver$"):
+        accelerators.choose("nccl", [without("no driver")] * 3, [0, 0, 1], NAMES)
+
+
 def test_a_device_that_is_not_there_names_the_rank() -> None:
     with pytest.raises(mscomm.BackendUnavailable, match=r"no such device, on rank 1 .*: device 7 of 2"):
         accelerators.choose("nccl", [told(), told(device=7)], [0, 0], NAMES)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import http
 import importlib
 import inspect
 import json
 import os
 import select
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -34,7 +34,7 @@ def many(x: Any, *, out: Any = None, **options: Any) -> Any:
     return mscomm.all_reduce_many([x], out=None if out is None else [out], **options)[0]
 
 
-REDUCTIONS = {"all_reduce": mscomm.all_reduce, "all_reduce_many": many}
+REDUCTIONS = {"all_reduce": mscomm.all_reduce, "all_reduce_many": many, "scan": mscomm.scan}
 WITH_ARRAY = {**REDUCTIONS, "all_gather": mscomm.all_gather, "broadcast": mscomm.broadcast}
 COLLECTIVES = {**WITH_ARRAY, "barrier": lambda _, **options: mscomm.barrier(**options)}
 
@@ -65,17 +65,25 @@ def unharmed(alone):
 
 
 @each(WITH_ARRAY)
-@pytest.mark.parametrize("x", [[1, 2], (1.0,), 1, 2.5, 1j, True, None, "text", b"bytes", range(3)], ids=repr)
+@pytest.mark.parametrize("x", [[1, 2], (1.0,), None, "text", b"bytes", range(3), http.HTTPStatus.OK], ids=repr)
 def test_what_is_no_array_is_refused_with_the_way_out(unharmed, function, x):
     with pytest.raises(TypeError, match=r"np\.asarray"):
         function(x)
 
 
 @each(WITH_ARRAY)
-@pytest.mark.parametrize("x", [np.float32(1), np.int64(1), np.bool_(True)], ids=repr)
-def test_a_numpy_scalar_is_refused_with_the_way_out(unharmed, function, x):
-    with pytest.raises(TypeError, match=r"np\.asarray"):
-        function(x)
+def test_an_int_beyond_64_bits_and_a_scalar_of_text_are_refused(unharmed, function):
+    for x in (1 << 63, -(1 << 63) - 1):
+        with pytest.raises(OverflowError, match=r"(x|arrays\[0\]) is an int of 64 bits, the largest dtype is int64"):
+            function(x)
+    with pytest.raises(TypeError, match="float32"):
+        function(np.str_("text"))
+
+
+@each(REDUCTIONS)
+def test_a_number_is_no_out(unharmed, function):
+    with pytest.raises(TypeError, match=r"out(\[0\])? is read-only"):
+        function(np.float64(1), out=2.0)
 
 
 @each(WITH_ARRAY)
@@ -105,7 +113,7 @@ def test_big_endian_elements_are_refused_with_the_way_out(unharmed, function, dt
 
 def test_a_list_of_arrays_with_a_wrong_one_is_refused_by_its_place(unharmed):
     with pytest.raises(TypeError, match=r"arrays\[1\]"):
-        mscomm.all_reduce_many([np.ones(2), 5])
+        mscomm.all_reduce_many([np.ones(2), [5]])
 
 
 @pytest.mark.parametrize("kind", [np.matrix, np.recarray, np.memmap])
@@ -251,6 +259,18 @@ def test_an_op_that_a_dtype_has_not_is_refused(unharmed, function, dtype, op):
 def test_an_average_of_integers_is_refused(unharmed, dtype):
     with pytest.raises(TypeError, match="avg"):
         mscomm.all_reduce(np.ones(2, dtype), "avg")
+
+
+@pytest.mark.parametrize("function", [mscomm.scan, mscomm.exscan])
+def test_a_running_average_is_refused(unharmed, function):
+    with pytest.raises(ValueError, match=f"{function.__name__}: op avg would divide by another number on each rank"):
+        function(np.ones(2), "avg")
+
+
+def test_a_scan_of_one_rank(alone):
+    x = np.float32([2, 3])
+    assert mscomm.scan(x).tolist() == [2, 3] and mscomm.exscan(x, "prod").tolist() == [1, 1]
+    assert mscomm.exscan(x, "min", out=x) is x and x.tolist() == [np.inf, np.inf]
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
@@ -694,20 +714,25 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_module_knows_where_every_name_lives():
     for module, names in mscomm._WHERE.items():
-        assert set(names) <= set(vars(importlib.import_module(f"mscomm.{module}")))
+        assert set(names) - mscomm._NEEDS_TORCH <= set(vars(importlib.import_module(f"mscomm.{module}")))
 
 
 def test_importing_mscomm_costs_little_over_numpy(capsys):
-    line = "import time, numpy; t = time.perf_counter(); import mscomm; mscomm.init; print(time.perf_counter() - t)"
+    line = "import time, numpy; t = time.process_time(); import mscomm; mscomm.init; print(time.process_time() - t)"
     seconds = [float(subprocess.check_output([sys.executable, "-c", line])) for _ in range(7)]
     with capsys.disabled():
-        print(f"\nimport mscomm over numpy: {1000 * statistics.median(seconds):.0f} ms (median of 7)")
-    assert statistics.median(seconds) < 0.150  # 0.050 on a quiet machine
+        print(f"\nimport mscomm over numpy: {1000 * min(seconds):.0f} ms of CPU time (least of 7)")
+    assert min(seconds) < 0.150  # 0.050 on a quiet machine
 
 
 @pytest.mark.parametrize("module", ["click", "rich", "psutil", "ml_dtypes", "torch", "mpi4py"])
 def test_importing_mscomm_does_not_import(module):
     line = f"import sys, mscomm; mscomm.init(); mscomm.barrier(); sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line]).returncode == 0
+
+
+def test_a_star_import_needs_no_pytorch():
+    line = "import sys; sys.modules['torch'] = None; from mscomm import *; all_reduce"
     assert subprocess.run([sys.executable, "-c", line]).returncode == 0
 
 

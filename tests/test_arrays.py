@@ -99,6 +99,53 @@ def test_every_function_takes_and_gives_its_arrays(rank, group, name):
             assert (there == expected).all(), (function, dtype)
 
 
+@ranks(2)
+def test_numbers_are_arrays_of_shape_nothing(rank, group):
+    loss = np.linspace(0, 1, 5, dtype=np.float32) + rank
+    numbers = [
+        (True, False), (3, -(1 << 62)), (0.5, 2.0), (1 + 2j, 3j),
+        (np.float32(0.5), np.float32(2)), (np.int8(3), np.int8(4)), (np.bool_(False), np.bool_(True)),
+        (ml_dtypes.bfloat16(0.5), ml_dtypes.bfloat16(2)), (np.ones(2).mean(), np.zeros(2).mean()),
+    ]  # fmt: skip
+    how = How("sum", 1, [[1] * 2] * 2)
+    for pair in numbers:
+        arrays = [np.asarray(x) for x in pair]
+        for function in ("all_reduce", "reduce", "broadcast", "all_gather", "gather"):
+            expected = FUNCTIONS[function].model(how, arrays, rank, None)
+            got = FUNCTIONS[function].call(pair[rank], how, rank)
+            if expected is None:
+                assert got is None
+                continue
+            assert type(got) is np.ndarray and got.shape == expected.shape and got.dtype == expected.dtype, function
+            assert (got == expected).all(), (function, pair)
+        many, _ = mscomm.all_reduce_many([pair[rank], loss])
+        for got in (many, mscomm.all_reduce(pair[rank], async_op=True).wait()):
+            assert got.shape == () and got == FUNCTIONS["all_reduce"].model(how, arrays, rank, None)
+    mean = mscomm.all_reduce(loss.mean(), "avg")
+    assert mean.shape == () and mean.dtype == np.float32 and mean == 1
+    with pytest.raises(ValueError, match="a scalar does not divide into 2 parts"):
+        mscomm.reduce_scatter(1.0)
+    if rank == 0:
+        mscomm.send(2.5, 1)
+    else:
+        assert mscomm.recv(np.empty(1), 0) == 2.5
+
+
+@each_library
+@ranks(2)
+def test_tensors_in_objects_stay_of_their_library(rank, group, name):
+    library = MADE[name]()
+    for dtype in library.dtypes:
+        sent = [values(dtype, 0).T, values(dtype, 0)[:0], values(dtype, 0)[0, :1].reshape(())]
+        came = mscomm.broadcast_object({"w": [library.made(x) for x in sent]} if rank == 0 else None)["w"]
+        for x, expected in zip(came, sent, strict=True):
+            there = mscomm.arrays.memory_anywhere(x, "x", "test")
+            assert library.is_one(x) and there.dtype == expected.dtype and there.shape == expected.shape, dtype
+            assert (there == expected).all(), dtype
+    if library.writable:
+        assert mscomm.all_reduce_(came[0]) is came[0]
+
+
 @each_library
 @ranks(2)
 def test_what_can_be_written_is_written_in_place(rank, group, name):

@@ -221,7 +221,7 @@ class Case(NamedTuple):
         return arrays
 
 
-SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather")
+SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", "exscan")
 
 
 def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Array, Array] | None:
@@ -321,7 +321,7 @@ def cases(names: list[str], n: int) -> Iterator[Case]:
 
     for name in names:
         for dtype in DTYPES:
-            for op in ops_of(dtype) if FUNCTIONS[name].has_op else [""]:
+            for op in ops_of(dtype, name) if FUNCTIONS[name].has_op else [""]:
                 for size in sizes(dtype, n):
                     yield case(name, dtype, op, size, next(kinds))
         if n == 3:
@@ -378,7 +378,7 @@ def drawn_cases(draw: Any, n: int) -> Case:
     name = draw(some.sampled_from(sorted(FUNCTIONS)))
     dtype = draw(some.sampled_from(DTYPES))
     row = FUNCTIONS[name]
-    op = draw(some.sampled_from(ops_of(dtype))) if row.has_op else ""
+    op = draw(some.sampled_from(ops_of(dtype, name))) if row.has_op else ""
     part = some.integers(0, 40) | some.sampled_from([1000, 5001])
     rows = [[draw(part) for _ in range(n)] for _ in range(n)] if name.endswith("_v") else [[draw(part)] * n] * n
     tail = tuple(draw(some.lists(some.integers(0, 5), max_size=3)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -30,7 +33,7 @@ def total(group, x=1.0):
 def test_a_ranks_place_in_the_list_is_its_rank_in_the_group(rank, group):
     made = mscomm.create_group("some", [3, 0, 2])
     if rank == 1:
-        assert made is None  # no member: nothing happens, and no member waits for it
+        assert not made  # no member: nothing happens, and no member waits for it
         return
     place = {3: 0, 0: 1, 2: 2}[rank]
     assert (made.name, made.rank, made.size, list(made.ranks)) == ("some", place, 3, [3, 0, 2])
@@ -120,6 +123,129 @@ def test_groups_of_disjoint_ranks_may_have_one_name(rank, group):
     assert total(made, rank) == (1 if rank < 2 else 5)
 
 
+# -- ranks that are no members
+
+
+@ranks(4)
+def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, group):
+    pairs = [mscomm.create_group("pair_a", [0, 1]), mscomm.create_group("pair_b", [2, 3])]
+    seen = []
+    for pair in pairs:
+        try:
+            seen.append(total(pair, rank))
+        except RuntimeError as error:
+            seen.append(str(error))
+    other, members = ("pair_b", [2, 3]) if rank < 2 else ("pair_a", [0, 1])
+    refused = (
+        f"rank {rank} is no member of {other}: the members are {members}; only members may use a group (`if group:`)"
+    )
+    assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
+
+
+WORDS = {  # what else a function wants to be given, by the argument's name
+    "arrays": [np.ones(1)],
+    "color": 0,
+    "counts": [1],
+    "dst": 0,
+    "group_rank_id": 0,
+    "name": "survivors",
+    "network": lambda parameters: parameters[0],
+    "obj": 1,
+    "objs": [1],
+    "out": np.ones(1),
+    "parameters": [np.ones(1)],
+    "sendtag": 0,
+    "send_counts": [1],
+    "src": 0,
+    "tensor": np.ones(1),
+    "world_rank_id": 0,
+    "x": np.ones(1),
+}
+
+
+def functions_of_groups():
+    """Every public function that takes a group, with what makes a call of it on one."""
+    public = {name: getattr(mscomm, name) for name in mscomm.__all__}
+    public |= {f"train.{name}": getattr(mscomm.train, name) for name in mscomm.train.__all__}
+    public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
+    for name, function in public.items():
+        parameters = inspect.signature(function).parameters if callable(function) else {}
+        if "group" not in parameters or name in ("Work", "create_group", "destroy_group"):
+            continue  # a Work is what calls return; the others make and end groups
+        needed = [one for one, p in parameters.items() if p.default is p.empty and one != "group"]
+        given = {one: WORDS[one] for one in needed}
+        yield name, functools.partial(lambda function, given, group: function(**given, group=group), function, given)
+    operators = {
+        "AllReduce": (), "AllGather": (), "ReduceScatter": (), "Broadcast": (0,), "Reduce": (0,),
+        "CollectiveGather": (0,), "CollectiveScatter": (0,), "AlltoAll": (1, 0, 0), "Barrier": (), "Send": (0, 0),
+        "Receive": (0, 0, [1], np.float32),
+    }  # fmt: skip
+    known = {name for name, one in vars(mscomm.ops).items() if dataclasses.is_dataclass(one) and name[0] != "_"}
+    assert known == set(operators)
+    for name, words in operators.items():
+        x = () if name in ("Barrier", "Receive") else (np.ones(1),)
+        made = getattr(mscomm.ops, name)
+        yield (
+            f"ops.{name}",
+            functools.partial(lambda made, words, x, group: made(*words, group=group)(*x), made, words, x),
+        )
+
+
+@ranks(2)
+def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
+    outside = mscomm.create_group("pair_b", [0])
+    part = mscomm.split(0 if rank == 0 else None)
+    if rank == 0:
+        assert outside and part
+        return
+    assert not outside and not part
+    assert (outside.name, outside.ranks) == ("pair_b", [0])
+    assert repr(outside) == "<mscomm.Group pair_b: rank 1 is no member>"
+    wrong = {}
+    functions = dict(functions_of_groups())
+    assert len(functions) > 40
+    for name, call in functions.items():
+        for meant, words in (
+            (outside, "pair_b"),
+            ("pair_b", "pair_b"),
+            (part, "world.1.None: it gave split the color"),
+        ):
+            try:
+                wrong[name] = f"no error: {call(meant)}"
+            except Exception as error:
+                if type(error) is not RuntimeError or not str(error).startswith(f"rank 1 is no member of {words}"):
+                    wrong[name] = repr(error)
+    assert wrong == {}
+    for one in (outside, part):
+        for attribute in ("rank", "size", "core", "anything"):
+            with pytest.raises(RuntimeError, match="rank 1 is no member of"):
+                getattr(one, attribute)
+    with pytest.raises(RuntimeError, match=r"rank 1 is no member of world\.1\.None"):
+        _ = part.ranks
+
+
+@ranks(3)
+def test_a_rank_that_is_no_member_may_forget_the_name_and_use_it_for_another_group(rank, group):
+    first = mscomm.create_group("pair", [0, 1])
+    if rank == 2:
+        again = mscomm.create_group("pair", [1, 0])  # other ranks: the newest record counts
+        assert again.ranks == [1, 0] and not first
+        mscomm.destroy_group(first)
+        with pytest.raises(RuntimeError, match=r"no member of pair: the members are \[1, 0\]"):
+            mscomm.barrier(group="pair")
+        mscomm.destroy_group("pair")
+        with pytest.raises(ValueError, match="no group is named 'pair'"):
+            mscomm.barrier(group="pair")
+        with pytest.raises(RuntimeError, match="no member of pair"):
+            mscomm.barrier(group=again)
+        mscomm.create_group("pair", [0])
+        own = mscomm.create_group("pair", [2])
+        assert own and mscomm.get_rank("pair") == 0
+        with pytest.raises(ValueError, match=r"group 'pair' has the ranks \[2\]"):
+            mscomm.create_group("pair", [0, 1])
+    assert total(None) == 3
+
+
 # -- names
 
 
@@ -171,7 +297,7 @@ def test_split_orders_by_key_and_then_by_rank(rank, group):
     assert list(same.ranks) == [r for r in range(5) if r % 2 == rank % 2]
     assert same.name != parity.name
     part = mscomm.split(None if rank == 3 else 7)
-    assert part is None if rank == 3 else list(part.ranks) == [0, 1, 2, 4]
+    assert not part if rank == 3 else list(part.ranks) == [0, 1, 2, 4]
     assert total(parity) == total(same) == (3 if rank % 2 == 0 else 2)
 
 
@@ -247,7 +373,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
             if mscomm.broadcast(np.array([rank]), root=i % mine.size, group=mine)[0] != mine.ranks[i % mine.size]:
                 wrong.append((mine.name, i))
 
-    mine = [one for one in (*chains, mscomm.groups.resolve(None)) if one is not None]
+    mine = [one for one in (*chains, mscomm.groups.resolve(None)) if one]
     threads = [threading.Thread(target=use, args=(one, 40_000 // (place + 1))) for place, one in enumerate(mine)]
     for thread in threads:
         thread.start()
@@ -340,7 +466,7 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
     if rank == 0:
         mscomm.barrier()  # the others have made theirs
         mscomm.abort("stop")
-    for one in (None, own, pair):
+    for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
             while True:  # that of one rank hears of it soon
                 mscomm.barrier(group=one)

@@ -176,6 +176,18 @@ def test_a_rank_sends_to_itself(rank, group):
         sending.wait()
 
 
+@ranks(1)
+def test_a_send_to_itself_returns_and_keeps_a_copy(rank, group):
+    for size in (0, 3, LARGE):
+        x = value(0, 0, size)
+        mscomm.send(x, 0, tag=2)
+        x += 1  # the caller's again
+        mscomm.send(x, 0, tag=1)
+        out = np.zeros(size, np.float32)
+        assert np.array_equal(mscomm.recv(out, 0, tag=1), value(0, 0, size) + 1)
+        assert np.array_equal(mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG), value(0, 0, size))
+
+
 @ranks(8)
 def test_a_ring_of_eight_shifts_a_thousand_times(rank, group):
     x, out = np.full(16, rank), np.zeros(16, int)
@@ -185,6 +197,122 @@ def test_a_ring_of_eight_shifts_a_thousand_times(rank, group):
         work.wait()
         x, out = out, x
     assert (x == rank).all()  # 1000 is 125 times around
+
+
+# --- any source, any tag --------------------------------------------------------------------------------------------
+
+
+@links(3)
+@ranks(3, env=SPLIT)
+def test_any_source_and_tag_take_what_comes_and_say_what_it_was(rank, group, host):
+    for size in (5, 50_000):
+        if rank:
+            for tag in (rank, 10, 2**31 - 1):
+                mscomm.send(value(rank, tag, size), 0, tag=tag)
+        else:
+            seen = {1: [], 2: []}
+            for _ in range(6):
+                status, out = mscomm.Status(), np.zeros(size, np.float32)
+                assert mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status) is out
+                assert np.array_equal(out, value(status.source, status.tag, size)) and status.count == size
+                seen[status.source].append(status.tag)
+            # Those of one source in the order in which it sent them.
+            assert seen == {source: [source, 10, 2**31 - 1] for source in (1, 2)}
+        mscomm.barrier()
+
+
+@ranks(3)
+def test_the_recv_that_was_called_first_gets_the_first_that_fits(rank, group):
+    for size in (1, 50_000):
+        outs = [np.zeros(size) for _ in range(5)]
+        asked = [(2, 7), (mscomm.ANY_SOURCE, 7), (1, mscomm.ANY_TAG), (mscomm.ANY_SOURCE, mscomm.ANY_TAG), (1, 7)]
+        if rank == 0:
+            status = [mscomm.Status() for _ in asked]
+            works = [
+                mscomm.recv(out, source, tag, status=one, async_op=True)
+                for out, (source, tag), one in zip(outs, asked, status, strict=True)
+            ]
+        mscomm.barrier()  # all recvs wait
+        if rank == 1:
+            for i, tag in enumerate((7, 7, 8, 7)):
+                mscomm.send(np.full(size, i + 1.0), 0, tag=tag)
+        elif rank == 0:
+            for i, expected in ((1, 1), (2, 2), (3, 3), (4, 4)):
+                assert (works[i].wait(60) == expected).all() and status[i].source == 1
+            assert [one.tag for one in status] == [None, 7, 7, 8, 7]
+        mscomm.barrier()
+        if rank == 2:
+            mscomm.send(np.full(size, 5.0), 0, tag=7)
+        elif rank == 0:
+            assert (works[0].wait(60) == 5).all() and (status[0].source, status[0].tag) == (2, 7)
+
+
+@ranks(3)
+def test_ranks_that_send_without_end_do_not_starve_the_others(rank, group):
+    # A farm: who sends most is not the only one that is heard.
+    if rank == 0:
+        status, heard = mscomm.Status(), set()
+        while heard != {1, 2}:
+            mscomm.recv(np.zeros(1), mscomm.ANY_SOURCE, status=status)
+            heard.add(status.source)
+        mscomm.send(np.zeros(1), 1, tag=1)
+        left = mscomm.Status()
+        while left.tag != 2:
+            mscomm.recv(np.zeros(1), 1, mscomm.ANY_TAG, status=left)
+    elif rank == 1:
+        stop = mscomm.recv(np.zeros(1), 0, tag=1, async_op=True)
+        while not stop.done():
+            mscomm.send(np.ones(1), 0)
+        mscomm.send(np.ones(1), 0, tag=2)
+    else:
+        mscomm.send(np.ones(1), 0)
+    mscomm.barrier()
+
+
+@ranks(4)
+def test_any_source_of_a_group_is_a_rank_in_the_group(rank, group):
+    pair = mscomm.create_group("pair", [3, 1])
+    if rank == 1:
+        mscomm.send(np.ones(1), 0, tag=5, group="pair")
+    elif rank == 3:
+        status = mscomm.Status()
+        mscomm.recv(np.zeros(1), mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status, group="pair")
+        assert status == mscomm.Status(source=1, tag=5, count=1)
+        mscomm.destroy_group(pair)
+    mscomm.barrier()
+
+
+# --- send and receive at once ---------------------------------------------------------------------------------------
+
+
+@links(3)
+@ranks(3, env=SPLIT)
+def test_sendrecv_around_a_ring_and_in_pairs(rank, group, host):
+    right, left = (rank + 1) % 3, (rank - 1) % 3
+    for size in (0, 3, LARGE):
+        out = np.zeros(size, np.float32)
+        assert mscomm.sendrecv(value(rank, right, size), right, out, left, 4, 4) is out
+        assert np.array_equal(out, value(left, rank, size))
+        # To itself, to one and from another one, from whoever it is, beside a plain send and recv.
+        status = mscomm.Status()
+        mscomm.sendrecv(value(rank, 9, size), rank, out, rank, send_tag=1, recv_tag=1)
+        assert np.array_equal(out, value(rank, 9, size))
+        if rank == 0:
+            mscomm.sendrecv(value(0, 1, size), 1, out, mscomm.ANY_SOURCE, 3, mscomm.ANY_TAG, status=status)
+            assert (status.source, status.tag, status.count) == (2, 6, size)
+            assert np.array_equal(out, value(2, 0, size))
+        elif rank == 1:
+            assert np.array_equal(mscomm.recv(out, 0, 3), value(0, 1, size))
+        else:
+            mscomm.send(value(2, 0, size), 0, 6)
+
+
+@ranks(2)
+def test_sendrecv_of_other_shapes_dtypes_and_strides(rank, group):
+    out = np.zeros((4, 2), np.int32)[:, ::2]
+    x = np.arange(4, dtype=np.int32).reshape(2, 2).T if rank == 0 else np.ones(3, np.float64)
+    got = mscomm.sendrecv(x, 1 - rank, np.zeros(3) if rank == 0 else out, 1 - rank)
+    assert got.tolist() == ([1, 1, 1] if rank == 0 else [[0], [2], [1], [3]])
 
 
 # --- beside other things --------------------------------------------------------------------------------------------
@@ -224,7 +352,6 @@ def test_many_threads_share_a_pair_of_ranks(rank, group):
 @ranks(4, env=SPLIT)
 def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
     pair = mscomm.create_group(f"pair {rank % 2}", [3, 1] if rank % 2 else [2, 0])
-    assert pair is not None
     other = 1 - pair.rank
     world = pair.ranks[other]
     # The same tag in both groups; the world's first, but received last.
@@ -315,6 +442,18 @@ def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
         (lambda: mscomm.send(x, other, tag=-1), ValueError, r"send: tag -1 is not in 0 to 2\^31 - 1"),
         (lambda: mscomm.recv(x, other, tag=2**31), ValueError, "recv: tag 2147483648"),
         (lambda: mscomm.recv(x, other, tag=1.5), TypeError, "recv: tag 1.5 is not an integer"),
+        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),  # as rank - 1 is: no wildcard
+        (lambda: mscomm.recv(x, other, tag=-1), ValueError, "recv: tag -1"),
+        (lambda: mscomm.recv(x, mscomm.ANY_TAG), TypeError, "recv: src mscomm.ANY_TAG is not an integer"),
+        (lambda: mscomm.send(x, mscomm.ANY_SOURCE), TypeError, "send: dst mscomm.ANY_SOURCE is not an integer"),
+        (lambda: mscomm.send(x, other, mscomm.ANY_TAG), TypeError, "send: tag mscomm.ANY_TAG is not an integer"),
+        (lambda: mscomm.recv(x, other, status={}), TypeError, "recv: status is a dict, not a mscomm.Status"),
+        (lambda: mscomm.sendrecv(x, other, x, other), ValueError, "sendrecv: x and out overlap"),
+        (lambda: mscomm.sendrecv(x, 2, x.copy(), other), ValueError, "sendrecv: dst 2"),
+        (lambda: mscomm.sendrecv(x, other, x.copy(), 2), ValueError, "sendrecv: src 2"),
+        (lambda: mscomm.sendrecv(x, other, x.copy(), other, -1), ValueError, "sendrecv: send_tag -1"),
+        (lambda: mscomm.sendrecv(x, other, x.copy(), other, 0, -1), ValueError, "sendrecv: recv_tag -1"),
+        (lambda: mscomm.sendrecv(x, other, read_only, other), TypeError, "sendrecv: out is read-only"),
         (lambda: mscomm.send([1, 2], other), TypeError, "send: x is a list"),
         (lambda: mscomm.recv([1, 2], other), TypeError, "recv: out is a list"),
         (lambda: mscomm.recv(read_only, other), TypeError, "recv: out is read-only"),
@@ -346,6 +485,19 @@ def test_another_dtype_or_size_is_a_mismatch_on_both_that_names_both(rank, group
         mscomm.send(np.ones(1), 1 - rank)
 
 
+@pytest.mark.parametrize("size", [3, 100_000])
+@ranks(2)
+def test_a_mismatch_of_a_recv_from_any_names_what_came(rank, group, size):
+    words = rf"rank 1 .*recv from any rank, any tag: expects int8 x 2, rank 0 sent float32 x {size} with tag 5"
+    with pytest.raises(mscomm.Mismatch, match=words) as caught:
+        if rank == 0:
+            mscomm.send(np.ones(size, np.float32), 1, tag=5)
+            mscomm.barrier()
+        else:
+            mscomm.recv(np.ones(2, np.int8), mscomm.ANY_SOURCE, mscomm.ANY_TAG)
+    assert caught.value.ranks == (0,)
+
+
 # --- what ends a wait -----------------------------------------------------------------------------------------------
 
 
@@ -370,6 +522,80 @@ def test_a_deadline_names_the_peer_and_all_ranks_raise_it(rank, group, how, host
     assert caught.value.waiting_for == (2,)
     with pytest.raises(mscomm.CollectiveTimeout, match=names):
         mscomm.recv(x, 1, tag=9)
+
+
+@pytest.mark.parametrize("how", ["recv", "async", "sendrecv"])
+@ranks(3)
+def test_a_deadline_of_a_recv_from_any_names_all_that_could_have_sent(rank, group, how):
+    names = r"recv from any rank, tag 9 \(4 B\) did not end within 1 s: waiting for any of rank 1 \(.*, rank 2 \("
+    with pytest.raises(mscomm.CollectiveTimeout, match=names) as caught:
+        if rank != 0:
+            until_group_breaks()
+            mscomm.barrier()
+        elif how == "recv":
+            mscomm.recv(np.zeros(1, np.int32), mscomm.ANY_SOURCE, tag=9, timeout=1)
+        elif how == "async":
+            mscomm.recv(np.zeros(1, np.int32), mscomm.ANY_SOURCE, tag=9, timeout=1, async_op=True).wait()
+        else:
+            mscomm.sendrecv(np.ones(1), 1, np.zeros(1, np.int32), mscomm.ANY_SOURCE, 0, 9, timeout=1)
+    assert caught.value.waiting_for == (1, 2)
+
+
+@links(3)
+@ranks(3, env=SPLIT)
+def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, group, host):
+    if rank == 1:
+        mscomm.send(np.full(1, 1), 0)  # the others leave: one with a message on its way, one without
+    if rank:
+        if rank == 2:
+            mscomm.recv(np.zeros(1), 0, tag=1)
+            mscomm.send(np.full(1, 2), 0)
+        return
+    assert mscomm.recv(np.zeros(1, int), mscomm.ANY_SOURCE) == 1
+    work = mscomm.recv(np.zeros(1, int), mscomm.ANY_SOURCE, async_op=True)
+    time.sleep(1)  # rank 1 is gone by then, or nearly: rank 2 may still send
+    assert not work.done()
+    mscomm.send(np.zeros(1), 2, tag=1)
+    assert work.wait(60) == 2
+    words = r"has left the job.*recv from any rank, any tag .* from one of them"
+    with pytest.raises(mscomm.PeerLost, match=words) as lost:
+        mscomm.recv(np.zeros(1), mscomm.ANY_SOURCE, mscomm.ANY_TAG)
+    assert lost.value.ranks == (1, 2)
+
+
+@ranks(3, expect={2: -signal.SIGKILL})
+def test_a_killed_rank_ends_a_recv_from_any(rank, group):
+    mscomm.barrier()
+    everybody_is_here()
+    if rank == 2:
+        time.sleep(0.3)  # the other waits by then, or nearly
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
+        if rank == 0:
+            mscomm.recv(np.zeros(1), mscomm.ANY_SOURCE)
+        until_group_breaks()
+        mscomm.barrier()
+    assert caught.value.ranks == (2,)
+
+
+@ranks(3)
+def test_a_sendrecv_whose_send_fails_does_not_wait_for_its_recv(rank, group):
+    if rank == 1:
+        mscomm.recv(np.zeros(1), 0)  # so that there is a link; then it leaves
+    elif rank == 2:
+        until_group_breaks()
+    else:
+        mscomm.send(np.zeros(1), 1)
+        with pytest.raises(mscomm.PeerLost, match="send to rank 1, tag 0") as caught:
+            mscomm.sendrecv(np.zeros(LARGE), 1, np.zeros(3), 2, timeout=30)
+        assert caught.value.ranks == (1,)
+
+
+@ranks(1)
+def test_a_recv_from_itself_that_nobody_sends_says_so(rank, group):
+    words = r"recv from rank 0, tag 3 \(8 B\) did not end within 0.3 s: waiting for rank 0 .* is this rank itself"
+    with pytest.raises(mscomm.CollectiveTimeout, match=words):
+        mscomm.recv(np.zeros(1), 0, tag=3, timeout=0.3)
 
 
 @pytest.mark.parametrize("linked", [True, False])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime
 import enum
+import functools
+import importlib.util
 import math
 import os
+import pathlib
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 import tracemalloc
+import zoneinfo
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -25,18 +32,65 @@ from hypothesis.extra import numpy as numpy_st
 from ranks import ranks
 
 import mscomm
-from mscomm import groups
+from mscomm import _core, groups
 from mscomm.group import Group
-from mscomm.objects import DEEPEST, pack, unpack
+from mscomm.packing import DEEPEST, pack, unpack
 
 settings.register_profile("mscomm", database=None, deadline=None, derandomize=True, max_examples=300)
 settings.load_profile("mscomm")
+
+
+@mscomm.register_object
+@dataclasses.dataclass(frozen=True)
+class Config:
+    lr: Any
+    layers: Any = dataclasses.field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", [self.lr])  # what another run of it would change again
+
+    @functools.cached_property
+    def depth(self) -> int:
+        return len(self.layers)
+
+
+@mscomm.register_object
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("x",)
+    x: Any
+
+
+@mscomm.register_object
+class Phase(enum.Enum):
+    TRAIN = "train"
+    TEST = object()  # a value that cannot be sent
+
+
+@mscomm.register_object
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+    BOTH = 3
+
+
+class Ratio(Fraction):
+    """Registered with functions of its own."""
+
+
+mscomm.register_object(Ratio, lambda x: (x.numerator, x.denominator), lambda parts: Ratio(*parts), name="ratio")
 
 
 def same(a: Any, b: Any) -> bool:
     """Equal, of the same types throughout; NaN equals itself and -0.0 is not 0.0."""
     if type(a) is not type(b):
         return False
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    if isinstance(a, (datetime.datetime, datetime.time)):
+        return same(a.tzinfo, b.tzinfo) and (a.replace(tzinfo=None), a.fold) == (b.replace(tzinfo=None), b.fold)
+    if isinstance(a, datetime.timezone):
+        return a == b and a.tzname(None) == b.tzname(None)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
@@ -73,6 +127,27 @@ hashable_values = st.one_of(
     st.binary(),
     st.sampled_from("?bBhHiIlLefdFD").flatmap(lambda code: numpy_st.from_dtype(np.dtype(code))),
 )
+zones = st.one_of(
+    st.none(),
+    st.sampled_from([zoneinfo.ZoneInfo("Europe/Berlin"), datetime.timezone.utc]),
+    st.builds(
+        datetime.timezone,
+        st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)),
+        st.text(),
+    ),
+)
+times = st.one_of(
+    st.dates(),
+    st.timedeltas(),
+    st.builds(lambda x, zone, fold: x.replace(tzinfo=zone, fold=fold), st.datetimes(), zones, st.integers(0, 1)),
+    st.builds(lambda x, zone, fold: x.replace(tzinfo=zone, fold=fold), st.times(), zones, st.integers(0, 1)),
+)
+named_values = st.one_of(
+    times,
+    st.sampled_from([*Phase, *Access, Access(0), Ratio(1, 3)]),
+    st.builds(pathlib.Path, st.text(st.characters(exclude_categories=[], exclude_characters="\0"), max_size=5)),
+    st.sampled_from([pathlib.PurePosixPath("/a/../b"), pathlib.PureWindowsPath("C:\\x")]),
+)
 arrays = st.builds(
     lambda dtype, shape, order: np.arange(math.prod(shape)).reshape(shape, order=order).astype(dtype),
     st.sampled_from(DTYPES),
@@ -86,23 +161,27 @@ def keys(draw: Any, depth: int = 0) -> Any:
     """What may be a key or an element of a set."""
     kind = draw(st.sampled_from([None, None, None, tuple, frozenset])) if depth < 2 else None
     if kind is None:
-        return draw(hashable_values)
+        return draw(st.one_of(hashable_values, named_values))
     return kind(draw(keys(depth + 1)) for _ in range(draw(st.integers(0, 3))))
 
 
 @st.composite
 def objects(draw: Any, depth: int = 0) -> Any:
-    kinds = [None, np.ndarray] if depth == 4 else [None, np.ndarray, list, list, tuple, dict, dict, set, frozenset]
+    kinds = [None, np.ndarray]
+    if depth < 4:
+        kinds += [list, list, tuple, dict, dict, set, frozenset, collections.OrderedDict, Config, Slots]
     kind = draw(st.sampled_from(kinds))
     if kind is None:
-        return draw(hashable_values)
+        return draw(st.one_of(hashable_values, named_values))
     if kind is np.ndarray:
         return draw(arrays)
+    if dataclasses.is_dataclass(kind):
+        return kind(draw(objects(depth + 1)))
     size = draw(st.integers(0, 4))
     if kind in (set, frozenset):
         return kind(draw(keys()) for _ in range(size))
-    if kind is dict:
-        return {draw(keys()): draw(objects(depth + 1)) for _ in range(size)}
+    if kind in (dict, collections.OrderedDict):
+        return kind((draw(keys()), draw(objects(depth + 1))) for _ in range(size))
     return kind(draw(objects(depth + 1)) for _ in range(size))
 
 
@@ -160,6 +239,111 @@ def test_an_object_is_one_msgpack_value():
     assert msgpack.unpackb(data) == tags
 
 
+# --- classes that are registered ------------------------------------------------------------------------------------
+
+
+def test_a_dataclass_comes_back_as_it_was():
+    whole = Config(0.5, [1])
+    assert whole.depth == 1  # a cached property is no field, and is computed anew
+    back = unpack(pack(whole))
+    assert back == whole and back.lr == [0.5] and "depth" not in vars(back)
+    object.__setattr__(whole, "late", 1)
+    with pytest.raises(
+        TypeError, match=r"^obj\[1\]: a .*Config cannot be sent: has attributes that are no fields \(late"
+    ):
+        pack([1, whole])
+
+
+def test_a_class_is_registered_once_under_one_name():
+    with pytest.raises(ValueError, match=r"the name 'ratio' is that of .*Ratio; give another name="):
+        mscomm.register_object(Fraction, str, Fraction, name="ratio")
+    with pytest.raises(ValueError, match="Ratio is registered as 'ratio' already"):
+        mscomm.register_object(Ratio, str, Ratio)
+    for cls in (dict, int, np.ndarray, np.float32):
+        with pytest.raises(ValueError, match="are sent as they are"):
+            mscomm.register_object(cls, str, cls)
+    for cls in (Fraction, Point, Ratio):
+        with pytest.raises(TypeError, match="is neither a dataclass nor an Enum; give encode and decode"):
+            mscomm.register_object(cls)
+    with pytest.raises(TypeError, match="give both encode and decode, or neither"):
+        mscomm.register_object(Fraction, str)
+    with pytest.raises(TypeError, match="is not a class"):
+        mscomm.register_object(Config(1))
+
+    @dataclasses.dataclass
+    class Message(Exception):
+        text: str
+
+    with pytest.raises(TypeError, match="has a __new__ of its own"):
+        mscomm.register_object(Message)
+
+
+def test_a_class_that_is_defined_again_replaces_the_old_one():
+    def define() -> type:
+        @mscomm.register_object
+        @dataclasses.dataclass
+        class Cell:
+            x: int
+
+        return Cell
+
+    old, new = define(), define()
+    assert type(unpack(pack(new(1)))) is new
+    with pytest.raises(TypeError, match=r"Cell cannot be sent; register its class"):
+        pack(old(1))
+
+
+def test_an_encoder_cannot_go_on_for_ever():
+    class Endless:
+        pass
+
+    mscomm.register_object(Endless, lambda obj: [Endless()], len)
+    with pytest.raises(ValueError, match=f"containers are more than {DEEPEST} deep"):
+        pack(Endless())
+    mscomm.register_object(Endless, lambda obj: obj, len)
+    with pytest.raises(ValueError, match="obj: it is inside itself"):
+        pack(Endless())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+def test_tensors_that_are_no_plain_ones_are_refused():
+    import torch
+
+    with pytest.raises(TypeError, match=r"^obj\[0\]: a torch tensor cannot be sent: it is on meta"):
+        pack([torch.ones(2, device="meta")])
+    with pytest.raises(
+        TypeError, match=r"^obj: a torch\.nn\.parameter\.Parameter cannot be sent; give it as x\.detach\(\)"
+    ):
+        pack(torch.nn.Parameter(torch.ones(2)))
+
+
+# --- pickles --------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_other_form_is_pickled_where_it_is_allowed():
+    obj = {
+        "a": [Fraction(1, 3), np.array([None, "x"]), Point(1, 2), Unknown(3), np.longdouble(1)],
+        "b": Config(range(3)),
+    }
+    data = pack(obj, True)
+    back = unpack(data, True)
+    assert back["b"] == obj["b"] and [*map(type, back["a"])] == [*map(type, obj["a"])]
+    assert back["a"][0] == Fraction(1, 3) and back["a"][1].tolist() == [None, "x"]
+    with pytest.raises(
+        mscomm.Error, match=r"a fractions\.Fraction came as a pickle.* give this call allow_pickle=True"
+    ):
+        unpack(data)
+    with pytest.raises(TypeError, match=r"^obj\[0\]: a _thread\.lock cannot be pickled: "):
+        pack([threading.Lock()], True)
+    assert b"pickle" not in pack({"x": (1, 2.5)}, True) and pack([1], True) == pack([1])
+
+
+def test_a_pickle_that_cannot_be_read_is_an_error():
+    for data in (b"", b"abc", pickle.dumps(Fraction(1, 3))[:-1], b"c__main__\nno_such_name\n."):
+        with pytest.raises(mscomm.Error, match=r"unpack: at byte .* the pickle of a x\.Y: "):
+            unpack(marked(PICKLE, "x.Y", data), True)
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 Point = collections.namedtuple("Point", "x y")
@@ -167,6 +351,14 @@ Point = collections.namedtuple("Point", "x y")
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+@dataclasses.dataclass
+class Unknown:
+    x: int
+
+
+REGISTER = "mscomm.register_object"
 
 
 class Own(np.ndarray):
@@ -181,22 +373,42 @@ class Picklable:
 @pytest.mark.parametrize(
     ("obj", "message"),
     [
-        ({"model": [1, 2, 3, threading.Lock()]}, 'obj["model"][3]: a _thread.lock cannot be sent'),
-        (object(), "obj: an object cannot be sent"),
-        (len, "obj: a builtin_function_or_method cannot be sent"),
-        ([datetime.timedelta(1)], "obj[0]: a datetime.timedelta cannot be sent"),
-        ((1, {2: {3.5: bytearray()}}), "obj[1][2][3.5]: a bytearray cannot be sent"),
-        ({"a": {(1, len): 1}}, '(key of obj["a"])[1]: a builtin_function_or_method cannot be sent'),
-        ([{(1, len)}], "(element of obj[0])[1]: a builtin_function_or_method cannot be sent"),
+        (
+            {"model": [1, 2, 3, threading.Lock()]},
+            'obj["model"][3]: a _thread.lock cannot be sent; see mscomm.register_object',
+        ),
+        (object(), "obj: an object cannot be sent; see mscomm.register_object"),
+        (len, "obj: a builtin_function_or_method cannot be sent; see mscomm.register_object"),
+        ([Fraction(1)], "obj[0]: a fractions.Fraction cannot be sent; see mscomm.register_object"),
+        ((1, {2: {3.5: bytearray()}}), "obj[1][2][3.5]: a bytearray cannot be sent; see mscomm.register_object"),
+        (
+            {"a": {(1, len): 1}},
+            '(key of obj["a"])[1]: a builtin_function_or_method cannot be sent; see mscomm.register_object',
+        ),
+        (
+            [{(1, len)}],
+            "(element of obj[0])[1]: a builtin_function_or_method cannot be sent; see mscomm.register_object",
+        ),
         (Point(1, 2), f"obj: a {__name__}.Point cannot be sent; make it a plain tuple"),
-        ([Colour.RED], f"obj[0]: a {__name__}.Colour cannot be sent; make it a plain int"),
-        (collections.OrderedDict(), "obj: a collections.OrderedDict cannot be sent; make it a plain dict"),
+        (
+            [Colour.RED],
+            f"obj[0]: a {__name__}.Colour cannot be sent; register its class on every rank: {REGISTER}(Colour)",
+        ),
+        (
+            {"cfg": Unknown(1)},
+            f'obj["cfg"]: a {__name__}.Unknown cannot be sent; register its class on every rank: {REGISTER}(Unknown)',
+        ),
+        (Config(1, [len]), "obj.layers[0]: a builtin_function_or_method cannot be sent; see mscomm.register_object"),
+        (collections.defaultdict(list), "obj: a collections.defaultdict cannot be sent; make it a plain dict"),
         (np.str_("a"), "obj: a numpy.str_ cannot be sent; make it a plain str"),
         (np.arange(2).view(Own), f"obj: a {__name__}.Own cannot be sent; give it as np.asarray(...)"),
         ([np.array([None])], "obj[0]: an array of dtype object cannot be sent"),
         (np.zeros(1, "i4,f4"), "obj: an array of dtype [('f0', '<i4'), ('f1', '<f4')] cannot be sent"),
         (np.longdouble(1), "obj: a scalar of dtype float128 cannot be sent"),
-        ({"k" * 99: range(3)}, 'obj["kkkkkkkkkkkk...kkkkkkkkkkkkk"]: a range cannot be sent'),
+        (
+            {"k" * 99: range(3)},
+            'obj["kkkkkkkkkkkk...kkkkkkkkkkkkk"]: a range cannot be sent; see mscomm.register_object',
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -273,7 +485,8 @@ def marked(code: int, *parts: Any) -> bytes:
     return msgpack.packb([msgpack.ExtType(code, b""), *parts])
 
 
-TUPLE, SET, COMPLEX, INTEGER, ARRAY, SCALAR = 1, 2, 4, 5, 6, 7
+TUPLE, SET, COMPLEX, INTEGER, ARRAY, SCALAR, NAMED, PICKLE = 1, 2, 4, 5, 6, 7, 8, 9
+CONFIG, PHASE, ACCESS = (f"{__name__}.{name}" for name in ("Config", "Phase", "Access"))
 
 HOSTILE = {
     "nothing": (b"", "the bytes end too early"),
@@ -312,6 +525,30 @@ HOSTILE = {
     "a bool that is neither": (marked(ARRAY, "|b1", [2], b"\0\2"), "neither True nor False"),
     "a scalar of two": (marked(SCALAR, "<f4", b"\0" * 8), "8 bytes for a scalar"),
     "a scalar of text": (marked(SCALAR, "|S3", b"abc"), "3 bytes for a scalar"),
+    "a class that nobody registered": (marked(NAMED, "os.system", "true"), "'os.system': call mscomm.register_object"),
+    "a class without a value": (marked(NAMED, CONFIG), "1 parts where 2 belong"),
+    "a class with a number for a name": (marked(NAMED, 1, 1), "a int where a str belongs"),
+    "classes too deep": ((b"\x93\xc7\x00\x08\xa5ratio") * 5000 + b"\x01", "deep"),
+    "a field too few": (marked(NAMED, CONFIG, {"lr": 1}), "the fields are lr, layers, and what came has lr: do the"),
+    "a field too many": (marked(NAMED, CONFIG, {"lr": 1, "layers": 1, "x": 1}), "what came has lr, layers, x"),
+    "fields that are none": (marked(NAMED, CONFIG, [1, 2]), "what came has a list"),
+    "a member that is none": (marked(NAMED, PHASE, "DREAM"), "'DREAM' is none of the members TRAIN, TEST"),
+    "a member by a list": (marked(NAMED, PHASE, ["TRAIN"]), "is none of the members"),
+    "flags by a text": (marked(NAMED, ACCESS, "READ"), "a str where a list of names belongs"),
+    "flags that are none": (marked(NAMED, ACCESS, ["READ", "X"]), "'X' is none of the members"),
+    "a decoder that fails": (marked(NAMED, "ratio", [1, 0]), "a ratio cannot be made of what came: ZeroDivisionError"),
+    "a date of texts": (marked(NAMED, "datetime.date", ["1", "2", "3"]), "a list of 3 ints belongs"),
+    "a date by its bytes": (marked(NAMED, "datetime.date", b"\x07\xe8\x01\x01"), "a list of 3 ints belongs"),
+    "a date that is none": (marked(NAMED, "datetime.date", [2024, 2, 30]), "ValueError: day"),
+    "a time too long": (marked(NAMED, "datetime.timedelta", [1 << 60, 0, 0]), "OverflowError"),
+    "a time of text": (marked(NAMED, "datetime.time", [[1, 2, 3, 4, 0], "UTC"]), "TypeError: tzinfo"),
+    "a time zone outside": (marked(NAMED, "zoneinfo.ZoneInfo", "../../etc/passwd"), "zoneinfo.ZoneInfo cannot be made"),
+    "a time zone that is none": (marked(NAMED, "zoneinfo.ZoneInfo", "Mars/Base"), "ZoneInfoNotFoundError"),
+    "a path of bytes": (marked(NAMED, "pathlib.PosixPath", b"x"), "a bytes where a str belongs"),
+    "an order of a list": (marked(NAMED, "collections.OrderedDict", [1]), "a list where a dict belongs"),
+    "a tensor of text": (marked(NAMED, "torch tensor", "x"), "a str where an array belongs"),
+    "a pickle that nobody allowed": (marked(PICKLE, "x.Y", pickle.dumps(1)), "a x.Y came as a pickle"),
+    "a pickle of text": (marked(PICKLE, "x.Y", "text"), "a str where a bytes belongs"),
 }
 
 
@@ -354,6 +591,160 @@ def test_broadcast_object_gives_the_roots_object(rank, group):
     for root in range(3):
         mine = {"from": rank, "rows": [(1, 2.5)] * (1000 * root)}
         assert mscomm.broadcast_object(mine, root) == {"from": root, "rows": [(1, 2.5)] * (1000 * root)}
+
+
+@ranks(3)
+def test_gather_object_gives_every_ranks_object_to_the_root_alone(rank, group):
+    mine = [None, Config(1.5, (Phase.TRAIN,)), {"text": "x" * 100_000}]
+    for root in range(3):
+        gathered = mscomm.gather_object(mine[rank], root)
+        assert gathered is None if rank != root else all(map(same, gathered, mine)) and len(gathered) == 3
+
+
+@ranks(3)
+def test_scatter_object_gives_each_rank_its_item(rank, group):
+    items = [None, Config(1.5, (Phase.TRAIN,)), {"text": "x" * 100_000}]
+    for root in range(3):
+        got = mscomm.scatter_object(items if rank == root else object(), root)
+        assert same(got, items[rank]) and (got is None or got is not items[rank])
+    number = groups.resolve(None).core.where()[0]
+    if rank == 0:
+        for wrong, kind, text in (
+            (None, TypeError, "objs is a NoneType at the root; expected a list"),
+            ("abc", TypeError, "objs is a str"),
+            ([1, 2], ValueError, "objs has 2 items; the group has 3 ranks"),
+            ([1, {"a": len}, 3], TypeError, r'^objs\[1\]\["a"\]: a builtin_function_or_method cannot be sent'),
+        ):
+            with pytest.raises(kind, match=text):
+                mscomm.scatter_object(wrong)
+    assert groups.resolve(None).core.where()[0] == number
+    part = mscomm.split(None if rank == 0 else 0)
+    if part:
+        assert mscomm.scatter_object([rank, "b"] if rank == 1 else None, 0, group=part) == (1 if rank == 1 else "b")
+
+
+@ranks(2)
+def test_objects_go_from_rank_to_rank_by_tag_and_in_order(rank, group):
+    things = [None, Config(0.5), np.arange(1 << 20), {"text": "x" * 40_000}]
+    if rank == 0:
+        mscomm.send_object("small", 1, tag=3)  # it does not wait
+        mscomm.send_object("other", 1, tag=4)
+        for thing in things:
+            mscomm.send_object(thing, 1, tag=3)
+        mscomm.send(np.arange(3), 1, tag=3)
+        assert mscomm.recv_object(1) == "back"
+    else:
+        assert mscomm.recv_object(0, tag=4) == "other"
+        assert mscomm.recv_object(0, tag=3) == "small"
+        assert all(same(mscomm.recv_object(0, tag=3), thing) for thing in things)
+        assert mscomm.recv(np.empty(3, np.int64), 0, tag=3).tolist() == [0, 1, 2]  # arrays and objects keep their order
+        mscomm.send_object("back", 0)
+    for wrong in (2, -1, "0"):
+        with pytest.raises((TypeError, ValueError), match=r"send_object: dst"):
+            mscomm.send_object(1, wrong)
+        with pytest.raises((TypeError, ValueError), match=r"recv_object: src"):
+            mscomm.recv_object(wrong)
+    with pytest.raises(ValueError, match="send_object: tag"):
+        mscomm.send_object(1, 0, tag=1 << 31)
+
+
+@ranks(3)
+def test_an_object_from_any_rank_with_any_tag_says_whose_it_was(rank, group):
+    if rank == 0:
+        got = set()
+        for _ in range(2):
+            status = mscomm.Status()
+            obj = mscomm.recv_object(mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status)
+            got.add((obj, status.source, status.tag, status.count))
+        assert got == {("from 1", 1, 11, 1), ("from 2", 2, 12, 1)}
+    else:
+        mscomm.send_object(f"from {rank}", 0, tag=10 + rank)
+
+
+@ranks(2)
+def test_a_header_that_no_send_object_has_sent_is_refused_by_name(rank, group):
+    world = groups.resolve(None)
+    if rank == 0:
+        world.send(1, 0, _core.object_dtype, np.full(16, 255, np.uint8), 10)
+    else:
+        with pytest.raises(ValueError, match="rank 0 sent a header of no object: ff"):
+            mscomm.recv_object(0)
+
+
+@ranks(2)
+def test_threads_send_and_receive_objects_under_one_tag(rank, group):
+    others = [[] for _ in range(3)]
+
+    def talk(i: int) -> None:
+        for turn in range(40):
+            if rank == 0:
+                mscomm.send_object((i, turn, bytes(i * 20_000)), 1, tag=9)
+            else:
+                others[i].append(mscomm.recv_object(0, tag=9))
+
+    threads = [threading.Thread(target=talk, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if rank == 1:
+        came = sorted(
+            (i, turn) for i, turn, data in (one for other in others for one in other) if data == bytes(i * 20_000)
+        )
+        assert came == [(i, turn) for i in range(3) for turn in range(40)]
+
+
+@pytest.mark.parametrize("count", [3, 16])  # 16 bytes are as long as what goes ahead of an object
+@pytest.mark.parametrize("object_side", [0, 1])
+@ranks(2)
+def test_an_object_and_an_array_are_never_taken_for_each_other(rank, group, object_side, count):
+    expected, sent = ("object x 16", f"uint8 x {count}") if object_side == 1 else (f"uint8 x {count}", "object x 16")
+    with pytest.raises(mscomm.Mismatch, match=f"expects {expected}, rank 0 sent {sent}"):
+        if rank == 0:
+            mscomm.send_object([1], 1) if object_side == 0 else mscomm.send(np.zeros(count, np.uint8), 1)
+            mscomm.recv_object(1)
+        elif object_side == 0:
+            mscomm.recv(np.empty(count, np.uint8), 0)
+        else:
+            mscomm.recv_object(0)
+
+
+@ranks(2)
+def test_an_object_that_one_rank_cannot_read_breaks_nothing(rank, group):
+    if rank == 0:
+        mscomm.register_object(Unknown)
+    calls = [
+        lambda obj, **options: mscomm.broadcast_object(obj, **options),
+        lambda obj, **options: mscomm.all_gather_object(obj, **options)[0],
+        lambda obj, **options: mscomm.scatter_object([0, obj], **options),
+        lambda obj, **options: mscomm.send_object(obj, 1, **options) if rank == 0 else mscomm.recv_object(0, **options),
+    ]
+    for call in calls:
+        if rank == 0:
+            call(Unknown(1))
+            call(Fraction(1, 3), allow_pickle=True)
+            call(Fraction(1, 3), allow_pickle=True)
+        else:
+            with pytest.raises(mscomm.Error, match=r"not registered here, '.*\.Unknown': call mscomm\.register_object"):
+                call(None)
+            with pytest.raises(mscomm.Error, match=r"Fraction came as a pickle.* give this call allow_pickle=True"):
+                call(None)
+            assert call(None, allow_pickle=True) == Fraction(1, 3)
+    assert mscomm.all_gather_object(rank) == [0, 1]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@ranks(2)
+def test_a_tensor_of_a_library_that_is_not_here_is_named(rank, group):
+    if rank == 1:
+        sys.modules["torch"] = None  # as if it were not installed
+        with pytest.raises(TypeError, match="a tensor of torch came, which this rank cannot import"):
+            mscomm.broadcast_object(None)
+    else:
+        import torch
+
+        assert mscomm.broadcast_object(torch.ones(2)).tolist() == [1, 1]
+    assert mscomm.all_gather_object(rank) == [0, 1]
 
 
 @ranks(2)

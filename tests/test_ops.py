@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -315,3 +318,33 @@ def test_only_an_explicit_false_permits_plain_links(fresh_context):
     assert not context.plain_links_permitted()
     context.set_ps_context(enable_ssl=False)
     assert context.plain_links_permitted()
+
+
+# -- MindSpore's compiler ----------------------------------------------------------------------------------------------
+
+
+def test_an_operator_in_a_cell_that_is_compiled_says_what_to_do(tmp_path: Path) -> None:
+    """In a process of its own: the mode is the process's."""
+    pytest.importorskip("mindspore")
+    program = """
+import mindspore as ms, mscomm, numpy as np
+mscomm.init()
+class Net(ms.nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.reduce = mscomm.ops.AllReduce()
+    def construct(self, x):
+        return self.reduce(x) + 1
+ms.set_context(mode=ms.PYNATIVE_MODE)
+print(Net()(ms.Tensor(np.ones(3, np.float32))))
+ms.set_context(mode=ms.GRAPH_MODE)
+print(Net()(ms.Tensor(np.ones(3, np.float32))))
+"""
+    (tmp_path / "cell.py").write_text(program)  # MindSpore compiles what is in a file
+    done = subprocess.run([sys.executable, "cell.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[2. 2. 2.]\n" and done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: mscomm.ops.AllReduce is called in a cell that MindSpore compiles"), (
+        done.stderr
+    )
+    assert "set_context(mode=PYNATIVE_MODE)" in last and "GradientReducer" in last

@@ -59,17 +59,28 @@ _WHERE = {
         "broadcast",
         "broadcast_",
         "empty",
+        "exscan",
         "gather",
         "gather_v",
         "reduce",
         "reduce_scatter",
         "reduce_scatter_v",
+        "scan",
         "scatter",
         "scatter_v",
         "zeros",
     ),
-    "messages": ("recv", "send"),
-    "objects": ("all_gather_object", "broadcast_object"),
+    "launching": ("launch",),
+    "messages": ("ANY_SOURCE", "ANY_TAG", "Status", "recv", "send", "sendrecv"),
+    "objects": (
+        "all_gather_object",
+        "broadcast_object",
+        "gather_object",
+        "recv_object",
+        "register_object",
+        "scatter_object",
+        "send_object",
+    ),
     "dtype": (
         "bool_",
         "complex64",
@@ -100,6 +111,7 @@ _WHERE = {
     "train": (
         "Callback",
         "CheckpointConfig",
+        "DistributedDataParallel",
         "LossMonitor",
         "Model",
         "ModelCheckpoint",
@@ -113,7 +125,9 @@ _WHERE = {
 _MODULES = ("common", "communication", "context", "dataset", "dtype", "ops", "train")
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
+_NEEDS_TORCH = {"DistributedDataParallel"}  # and so no part of `from mscomm import *`
+
+__all__ = ["__version__", *sorted(_MODULE_OF.keys() - _NEEDS_TORCH)]  # noqa: PLE0604
 
 
 if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for Any
@@ -144,11 +158,13 @@ if TYPE_CHECKING:
     from mscomm.collectives import broadcast as broadcast
     from mscomm.collectives import broadcast_ as broadcast_
     from mscomm.collectives import empty as empty
+    from mscomm.collectives import exscan as exscan
     from mscomm.collectives import gather as gather
     from mscomm.collectives import gather_v as gather_v
     from mscomm.collectives import reduce as reduce
     from mscomm.collectives import reduce_scatter as reduce_scatter
     from mscomm.collectives import reduce_scatter_v as reduce_scatter_v
+    from mscomm.collectives import scan as scan
     from mscomm.collectives import scatter as scatter
     from mscomm.collectives import scatter_v as scatter_v
     from mscomm.collectives import zeros as zeros
@@ -203,12 +219,23 @@ if TYPE_CHECKING:
     from mscomm.groups import release as release
     from mscomm.groups import shrink as shrink
     from mscomm.groups import split as split
+    from mscomm.launching import launch as launch
+    from mscomm.messages import ANY_SOURCE as ANY_SOURCE
+    from mscomm.messages import ANY_TAG as ANY_TAG
+    from mscomm.messages import Status as Status
     from mscomm.messages import recv as recv
     from mscomm.messages import send as send
+    from mscomm.messages import sendrecv as sendrecv
     from mscomm.objects import all_gather_object as all_gather_object
     from mscomm.objects import broadcast_object as broadcast_object
+    from mscomm.objects import gather_object as gather_object
+    from mscomm.objects import recv_object as recv_object
+    from mscomm.objects import register_object as register_object
+    from mscomm.objects import scatter_object as scatter_object
+    from mscomm.objects import send_object as send_object
     from mscomm.train import Callback as Callback
     from mscomm.train import CheckpointConfig as CheckpointConfig
+    from mscomm.train import DistributedDataParallel as DistributedDataParallel
     from mscomm.train import LossMonitor as LossMonitor
     from mscomm.train import Model as Model
     from mscomm.train import ModelCheckpoint as ModelCheckpoint

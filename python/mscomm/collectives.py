@@ -36,7 +36,7 @@ from mscomm import _core, arguments
 from mscomm.arrays import library, memory_anywhere
 from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
-from mscomm.arrays.numpy import dtype_code
+from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
 from mscomm.group import Call, Group, Part
 from mscomm.groups import resolve, shared_empty
@@ -236,6 +236,67 @@ def reduce(
     root = arguments.checked_root("reduce", root, group)
     target, result = arguments.result("reduce", given, out, given.shape, 0) if group.rank == root else (None, _nothing)
     call = Call(WHAT["reduce"], given.source, target, dtype=given.code, op=op_code, root=root)
+    return group.call(call, timeout, async_op, result)
+
+
+def scan(
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Combine x elementwise over the ranks up to this one: rank r gets what ranks 0 to r give together.
+
+    op: sum, prod, min, max, band, bor, bxor, as in all_reduce. Elements are combined in rank order; float16 and
+    bfloat16 in float32, rounded once for each rank's result. So the bits are the same in every run and by every
+    algorithm. Where each host has one rank, or one host has all, the last rank's result has all_reduce's bits.
+
+    Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks. ValueError for avg.
+    TypeError for an array of a device: copy it to the CPU first. As MPI_Scan.
+
+    >>> mscomm.scan(np.full(2, mscomm.get_rank() + 1))                     # on 3 ranks: rank 0, rank 1, rank 2
+    array([1, 1])
+    array([3, 3])
+    array([6, 6])
+    """
+    return _scan("scan", x, op, out, group, timeout, async_op)
+
+
+def exscan(
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> Any:
+    """Combine x elementwise over the ranks before this one: rank r gets what ranks 0 to r - 1 give together.
+
+    Rank 0 gets the operation's identity: 0 for sum, bor and bxor, 1 for prod, all bits set for band; for min the
+    largest value of the dtype, infinity if it has one, and for max the smallest. On bool that is False for sum, max,
+    bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's result undefined; mpi4py's `exscan` gives
+    None.) For the rest see scan.
+
+    >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
+    >>> begin = mscomm.exscan(rows)
+    """
+    return _scan("exscan", x, op, out, group, timeout, async_op)
+
+
+def _scan(function: str, x: Any, op: str, out: Any, group: Group | str | None, timeout: Timeout, async_op: bool) -> Any:
+    group = resolve(group)
+    if isinstance(memory_anywhere(x, "x", function), OnDevice):
+        raise TypeError(f"{function}: x is on a device, and neither NCCL nor HCCL has a {function}; copy it to the CPU")
+    given = arguments.given(function, x, group)
+    op_code = arguments.op_code(function, op, given, group)
+    if op == "avg":
+        raise ValueError(f"{function}: op avg would divide by another number on each rank; divide the sum yourself")
+    target, result = arguments.result(function, given, out, given.shape, 0)
+    call = Call(WHAT[function], given.source, target, dtype=given.code, op=op_code)
     return group.call(call, timeout, async_op, result)
 
 
@@ -823,7 +884,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
     host, it is private memory. In a forked child it stays shared with the parent. MemoryError if the host has not that
     much memory.
     """
-    kind = np.dtype(dtype)
+    kind = dtype_named(dtype)
     dtype_code(kind)
     shape = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
     if any(extent < 0 for extent in shape):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mscomm import notices
+
 GRAPH_MODE = 0
 PYNATIVE_MODE = 1
 
@@ -23,12 +25,14 @@ _context: dict[str, Any] = {
 }
 _IF_UNSET = {"device_target": "CPU", "device_id": 0}
 _plain_links = False
+_OF_TLS = {"config_file_path", "client_password", "server_password"}
 
 
 def set_context(**options: Any) -> None:
     """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them.
     device_target "CPU", "GPU" or "Ascend" decides what init() without a backend's name takes, device_id which device is
-    this rank's; both must be set before init(). mode has no effect.
+    this rank's; both must be set before init(). The others have no effect: one warning says so, where they ask for
+    something (PYNATIVE_MODE, save_graphs=True).
 
     An unknown option, mode or device_target: ValueError. Nothing is set then.
     """
@@ -42,6 +46,7 @@ def set_context(**options: Any) -> None:
         if name == "device_id":
             _int(0, 4095)(value)
     _context.update(options)
+    notices.tell_without_effect("set_context", **options)
 
 
 def get_context(name: str) -> Any:
@@ -68,10 +73,11 @@ def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
     """How a scheduler and its workers protect their links.
 
     An explicit enable_ssl=False permits links off loopback without a job key; a call that does not name enable_ssl
-    permits nothing. enable_ssl=True needs TLS, which is not in this release: NotImplementedError.
+    permits nothing. enable_ssl=True needs TLS, which is not in this release: NotImplementedError. config_file_path,
+    client_password and server_password are of TLS, too: a warning says that they have no effect.
     """
     global _plain_links
-    unknown = options.keys() - {"config_file_path", "client_password", "server_password"}
+    unknown = options.keys() - _OF_TLS
     if unknown:
         raise ValueError(f"set_ps_context: unknown option {sorted(unknown)[0]!r}")
     if enable_ssl:
@@ -80,6 +86,7 @@ def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
         )
     if enable_ssl is not None:
         _plain_links = True
+    notices.tell_without_effect("set_ps_context", **options)
 
 
 def plain_links_permitted() -> bool:
@@ -123,9 +130,12 @@ def _int(low: int, high: int) -> Callable[[Any], None]:
     return check
 
 
+_FUSIONS = ("allreduce", "allgather", "reducescatter", "openstate")
+
+
 def _fusion(value: Any) -> None:
     """As MindSpore spells it: {"allreduce": {"mode": "size", "config": 32}}."""
-    if not isinstance(value, dict) or not value.keys() <= {"allreduce", "allgather", "reducescatter", "openstate"}:
+    if not isinstance(value, dict) or not value.keys() <= set(_FUSIONS):
         raise ValueError(f'{value!r}; expected {{"allreduce": {{"mode": "auto" or "size", "config": MiB or None}}}}')
     said = value.get("allreduce", {"mode": "auto"})
     mode, config = said.get("mode"), said.get("config")
@@ -147,7 +157,7 @@ def _only(*values: Any) -> Callable[[Any], None]:
 
 
 def _anything(value: Any) -> None:
-    """Has no meaning in data parallel training."""
+    """Has no meaning in data parallel training: notices.py has a row for it."""
 
 
 class _Option(NamedTuple):
@@ -193,9 +203,9 @@ def set_auto_parallel_context(**options: Any) -> None:
     * device_num, global_rank: compared with the group when a training begins.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}}: MiB in a fusion bucket; mode "auto": mscomm's own.
 
-    MindSpore's other options are accepted where they mean nothing in data parallel training. An unknown name is a
-    ValueError; so is a wrong value, or a TypeError, or a NotImplementedError for what this release has not. Nothing is
-    set then.
+    MindSpore's other options are accepted where they mean nothing in data parallel training; one warning a job names
+    each that is set to something else than its default. An unknown name is a ValueError; so is a wrong value, or a
+    TypeError, or a NotImplementedError for what this release has not. Nothing is set then.
 
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     """
@@ -207,6 +217,8 @@ def set_auto_parallel_context(**options: Any) -> None:
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"set_auto_parallel_context: {name}: {error}") from None
     _auto_parallel.update(options)
+    notices.tell_without_effect("set_auto_parallel_context", **options)
+    notices.tell_without_effect("comm_fusion", **(options.get("comm_fusion") or {}))
 
 
 def get_auto_parallel_context(name: str) -> Any:

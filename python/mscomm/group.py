@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from mscomm.cluster.assemble import Founded, Job
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.letters import Letters
 from mscomm.errors import Error, make
+from mscomm.tracebacks import PACKAGE
 
-PACKAGE = os.path.dirname(__file__) + os.sep
 _LINES_KEPT = 1024
 
 Array = np.ndarray[Any, Any]
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         return array if isinstance(array, OnDevice) else None
 
     def arguments(self, timeout_s: float, *number: int) -> tuple[Any, ...]:
-        """Of _core.Group.run, which takes a number, and of start."""
+        """The arguments of _core.Group.run, which also takes a number, and of start."""
         what, x, out, function, dtype, op, root, *rest = self
         function = what if function is None else function
         stream = None if self.there is None else self.there.stream
@@ -205,7 +205,10 @@ def _not_plain(_what: Any, _x: Any, _op: Any, _root: Any, _out: Any, /) -> Any:
 
 
 class Group:
-    """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world)."""
+    """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world).
+
+    bool(group) says whether this rank is a member; the Group of a rank that is none raises RuntimeError at every use.
+    """
 
     def __init__(self, name: str, ranks: list[int], timeout_s: float) -> None:
         self.name = name
@@ -263,6 +266,9 @@ class Group:
         if self.control is not None and self.job.heap is not None:
             self.job.heap.release_control(self.control, self._control_ranks)
             self.control = None
+
+    def __bool__(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return f"<mscomm.Group {self.name}: rank {self.rank} of {self.size}>"
@@ -445,9 +451,18 @@ class Group:
         with self.failing():
             self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
-    def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> None:
+    def recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> tuple[int, int]:
+        """Returns the message's source and tag."""
         with self.failing():
-            self.core.recv(peer, tag, dtype, out, seconds, 0.0)
+            return self.core.recv(peer, tag, dtype, out, seconds, 0.0)
+
+    def sendrecv(
+        self, sending: tuple[int, int, int, Array], receiving: tuple[int, int, int, Array], seconds: float
+    ) -> tuple[int, int]:
+        """A send and a recv (peer, tag, dtype, array) that begin together; the received message's source and tag."""
+        peer, tag, _, x = sending
+        with self.failing():
+            return self.core.sendrecv(*sending, *receiving, seconds, self._reach(peer, tag, x, seconds))
 
     def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> _core.Work:
         """The same beside the caller; `watch` makes the user's handle of it. The first to a peer waits for its link."""
@@ -548,6 +563,41 @@ class Group:
             with contextlib.suppress(OSError):  # a folder that is not there, most likely
                 partial.unlink()
             print(f"mscomm: rank {rank}: cannot write the record of the last calls: {error}", file=sys.stderr)
+
+
+class NonMember(Group):
+    """What create_group and split give a rank that takes no part: it is False, and says who it is.
+
+    ranks is there if this rank was told them. What a member's Group has beside that is never set here, so that asking
+    for it raises.
+    """
+
+    def __init__(self, name: str, ranks: list[int] | None, me: int) -> None:
+        self.name = name
+        if ranks is not None:
+            self.ranks = ranks
+        self._me = me
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<mscomm.Group {self.name}: rank {self._me} is no member>"
+
+    def refusal(self) -> RuntimeError:
+        """The error of every use."""
+        ranks = vars(self).get("ranks")
+        why = "it gave split the color None" if ranks is None else f"the members are {ranks}"
+        return RuntimeError(
+            f"rank {self._me} is no member of {self.name}: {why}; only members may use a group (`if group:`)"
+        )
+
+    if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for Any
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise self.refusal()
 
 
 def printable(text: str) -> str:

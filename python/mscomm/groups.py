@@ -9,8 +9,10 @@ import operator
 import os
 import platform
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,16 +23,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm import bootstrap, environment, log
+from mscomm import bootstrap, environment, log, notices, tracebacks
 from mscomm.accelerators import CPU, NAMES
+from mscomm.bootstrap import ms_cluster
 from mscomm.cluster import assemble, links, plan
 from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
-from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, Identity, package_version
+from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.context import device_id, device_target, plain_links_permitted
 from mscomm.errors import Error, PeerLost, make
-from mscomm.group import PACKAGE, Group, Work, printable
+from mscomm.group import Group, NonMember, Work, printable
 
 __all__ = ["Group", "Work"]
 
@@ -45,7 +48,7 @@ _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
 class Making(NamedTuple):
     """A create_group or split call of this rank, to be made again in each epoch."""
 
-    group: Group  # what came of it; for a split with color None an empty one
+    group: Group  # what came of it
     make: Callable[[Deadline], object]
 
 
@@ -64,6 +67,7 @@ class _Joined:
         self.forked = False  # in a child of the process that joined; every call asks, and getpid() would be slow
         self.world = Group("world", list(range(job.size)), timeout_s)
         self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
+        self.others: dict[str, NonMember] = {}  # groups without this rank whose create_group it called
         self.makings: list[Making] = []  # how rejoin() brings the others back, in this order
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
         self.creations: dict[str, int] = {}  # how often each list of ranks was given each name in this epoch
@@ -100,6 +104,7 @@ class _Joined:
             raise cause from symptom
         group.enter(self.job, id, founded)
         self.groups[group.name] = group
+        self.others.pop(group.name, None)
 
 
 _joined: _Joined | None = None
@@ -153,6 +158,7 @@ def init(
     algo = environment.read("MSCOMM_ALGO", os.environ)
     forced = assemble.forced_algorithms(algo)
     deadline = Deadline(join_timeout_s(os.environ))
+    _watch_exit()
 
     began = time.monotonic()
     log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
@@ -169,8 +175,9 @@ def init(
         asked = asked._replace(device=device, local_rank=_local_rank_of(invitation))
         joined = _join(invitation, asked, algo, forced, timeout_s, deadline)
     _joined = joined
+    notices.know_rank(joined.job.rank)
+    _tell_variables_without_effect(launcher)
     log.info(f"joined as rank {joined.job.rank} of {joined.job.size} in {time.monotonic() - began:.3f} s")
-    _watch_exit()
 
 
 def _tell_launcher(launcher: bootstrap.Launcher | None) -> None:
@@ -180,6 +187,14 @@ def _tell_launcher(launcher: bootstrap.Launcher | None) -> None:
     module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # none: init's arguments say it
     known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
     log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
+
+
+def _tell_variables_without_effect(launcher: bootstrap.Launcher | None) -> None:
+    given = environment.given(os.environ, environment.CLUSTER)
+    names = ["MS_RECOVERY_PATH"]
+    if launcher is None or launcher.NAME != ms_cluster.NAME:
+        names.append("MS_ENABLE_RECOVERY")
+    notices.tell_without_effect("environment", **{name: given.get(name) for name in names})
 
 
 def _local_rank_of(invitation: bootstrap.Invitation) -> int | None:
@@ -200,8 +215,8 @@ def _join(
     with contextlib.ExitStack() as failing, assemble.unix_listener() as memory:
         failing.callback(sock.close)
         if not invitation.greeted:
-            stranger = Identity(version=package_version(), rank=UNKNOWN_RANK if rank is None else rank)
-            links.greet(sock, invitation.key, CONTROL, stranger, deadline)
+            mine = links.newcomer(os.environ, UNKNOWN_RANK if rank is None else rank)
+            links.greet(sock, invitation.key, CONTROL, mine, deadline)
         member = Member(
             Frames(sock, FROM_HUB_BYTES),
             key=invitation.key,
@@ -233,7 +248,8 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
         cause = member.settle(world, symptom, 0)
         if cause is symptom:
             raise
-        raise cause from symptom
+        # Where all ranks found the same, as that there is no libnccl, once is enough.
+        raise cause from (None if str(cause) == str(symptom) else symptom)
     except BaseException as error:
         member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
         raise
@@ -367,21 +383,23 @@ def _begin_epoch(joined: _Joined, member: Member, welcome: Welcome, memory: sock
 # -- groups
 
 
-def create_group(group: str, rank_ids: list[int]) -> Group | None:
+def create_group(group: str, rank_ids: list[int]) -> Group:
     """Found a group of some of the ranks; all of them call it with the same name and the same list.
 
     rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
-    need not call; if it does, nothing happens and it gets None. The same name and ranks again: the group that is
-    there. Groups may overlap, and two threads may use two groups at once. It returns when all of the list have called
-    it: ranks that are in several groups make them in one order.
+    need not call. If it does, nothing is sent, and it gets a Group that is False and raises RuntimeError at every use,
+    as the name does: ask `if group:`. The same name and ranks again: the group that is there. Groups may overlap, and
+    two threads may use two groups at once. It returns when all of the list have called it: ranks that are in several
+    groups make them in one order.
 
     TypeError if group is no str or rank_ids no list of ints; ValueError for an empty list, a rank that is none, a rank
     that is named twice, or a name that has other ranks. Mismatch if the ranks do not agree on the list; PeerLost;
     CollectiveTimeout after MS_TOPO_TIMEOUT.
 
-    >>> pair = mscomm.create_group("pair", [0, 1])                         # on ranks 0 and 1
-    >>> mscomm.all_reduce(np.ones(1), group=pair)
-    array([2.])
+    >>> pair = mscomm.create_group("pair", [0, 1])
+    >>> if pair:                                                           # ranks 0 and 1
+    ...     print(mscomm.all_reduce(np.ones(1), group=pair))
+    [2.]
     """
     joined = _here()
     if not isinstance(group, str):
@@ -401,7 +419,8 @@ def create_group(group: str, rank_ids: list[int]) -> Group | None:
             raise ValueError(f"create_group: group {group!r} has the ranks {there.ranks}; destroy_group it first")
         return there
     if joined.job.rank not in ranks:
-        return None
+        joined.others[group] = NonMember(group, ranks, joined.job.rank)
+        return joined.others[group]
     made = Group(group, ranks, joined.timeout_s)
     joined.found(made, Deadline(join_timeout_s(os.environ)))
     joined.makings.append(Making(made, lambda deadline: joined.found(made, deadline)))
@@ -419,37 +438,37 @@ def create_variant(group: str, algo: str) -> Group:
     return made
 
 
-def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group | None:
+def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group:
     """Divide a group: the ranks with the same color found a group, ordered by key, then by rank.
 
-    All ranks of the group (None: the world) call it. color None: this rank takes part in none, and gets None. As
-    MPI_Comm_split. Raises as create_group.
+    All ranks of the group (None: the world) call it. color None: this rank takes part in none, and gets a Group that is
+    False, as a non-member of create_group. As MPI_Comm_split. Raises as create_group.
     """
     joined = _here()
     parent = resolve(group)
     color = None if color is None else _in_64_bits("color", color)
     key = _in_64_bits("key", key)
 
-    def found(deadline: Deadline) -> Group | None:
+    def found(deadline: Deadline) -> None:
         turn = joined.splits[parent.name] = joined.splits.get(parent.name, 0) + 1
         facts = {"color": color, "key": key}
         said = [facts]
         if joined.member:
             meeting = f"{joined.job.epoch}:split {turn}:{parent.id}"
             said = joined.member.meet(meeting, f"split of group {parent.name}", parent.ranks, facts, deadline).facts
+        before, made.name = made.name, f"{parent.name}.{turn}.{color}"
         if color is None:
-            return None
+            return
+        joined.groups.pop(before, None)  # in an earlier epoch, by another name perhaps
         alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
         ranks = [parent.ranks[place] for _, place in sorted(alike)]
-        joined.groups.pop(made.name, None)  # in an earlier epoch, by another name perhaps
-        made.name, made.ranks, made.size = f"{parent.name}.{turn}.{color}", ranks, len(ranks)
+        made.ranks, made.size = ranks, len(ranks)
         joined.found(made, deadline)
-        return made
 
-    made = Group("", [], joined.timeout_s)
-    result = found(Deadline(join_timeout_s(os.environ)))
+    made = Group("", [], joined.timeout_s) if color is not None else NonMember("", None, joined.job.rank)
+    found(Deadline(join_timeout_s(os.environ)))
     joined.makings.append(Making(made, found))
-    return result
+    return made
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
@@ -473,8 +492,17 @@ def shrink(group: Group | str | None, name: str) -> Group:
 
 
 def destroy_group(group: Group | str) -> None:
-    """End this rank's part in the group, and free what it holds. ValueError for the group of all ranks."""
+    """End this rank's part in the group, and free what it holds; a rank that is no member forgets the name.
+
+    ValueError for the group of all ranks.
+    """
     joined = _here()
+    outside = joined.others.get(group) if isinstance(group, str) else group
+    if isinstance(outside, NonMember):
+        joined.makings = [making for making in joined.makings if making.group is not outside]
+        if joined.others.get(outside.name) is outside:
+            del joined.others[outside.name]
+        return
     found = resolve(group)
     if found is joined.world:
         raise ValueError("destroy_group: the group of all ranks ends with release()")
@@ -584,7 +612,7 @@ def _here() -> _Joined:
 
 
 def resolve(group: Group | str | None) -> Group:
-    """The Group that the argument names. RuntimeError before init(), and in a forked child."""
+    """The Group that the argument names. RuntimeError before init(), in a forked child, and if it lacks this rank."""
     joined = _joined
     if joined is None or joined.forked:
         joined = _here()  # which says what is wrong
@@ -592,6 +620,8 @@ def resolve(group: Group | str | None) -> Group:
         return joined.world
     if isinstance(group, Group):
         if joined.groups.get(group.name) is not group:
+            if isinstance(group, NonMember):
+                raise group.refusal()
             raise ValueError(f"group {group.name!r} was destroyed, or is of a job that this process has left")
         return group
     if isinstance(group, str):
@@ -599,6 +629,8 @@ def resolve(group: Group | str | None) -> Group:
             return joined.world
         if group in joined.groups:
             return joined.groups[group]
+        if group in joined.others:
+            raise joined.others[group].refusal()
         raise ValueError(f"no group is named {group!r}; there is {', '.join(joined.groups)}")
     raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
@@ -622,12 +654,14 @@ def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any
 
 
 def _watch_exit() -> None:
+    """Release at the end of the process, and tell the other ranks of an exception that ends it."""
     global _exit_handler_set
+    full = environment.read("MSCOMM_TRACEBACK", os.environ) == "FULL"
     if _exit_handler_set:
         return
     _exit_handler_set = True
     atexit.register(_release_at_exit)
-    sys.excepthook = _TellingHook(sys.excepthook)
+    sys.excepthook = _TellingHook(sys.excepthook, full)
 
 
 def _release_at_exit() -> None:
@@ -643,21 +677,40 @@ def _was_told(joined: _Joined, error: BaseException) -> bool:
 
 
 class _TellingHook:
-    """An excepthook that tells the other ranks why this one ends, then goes on to the hook before it."""
+    """An excepthook that tells the other ranks why this one ends, then goes on to the hook before it.
 
-    def __init__(self, before: Any) -> None:
+    full: that one gets the traceback as it is, and not the user's part of it.
+    """
+
+    def __init__(self, before: Any, full: bool) -> None:
         self._before = before
+        self._full = full
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if issubclass(kind, KeyboardInterrupt) and handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # people press Ctrl-C twice
+        else:
+            handler = None
+        try:
+            self._tell_and_show(kind, error, trace)
+        finally:
+            if handler:
+                signal.signal(signal.SIGINT, handler)
+
+    def _tell_and_show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         joined = _joined
-        if (
-            joined is not None
-            and joined.pid == os.getpid()
-            and joined.member is not None
-            and not _was_told(joined, error)
-        ):
-            frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(PACKAGE)]
-            where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+        if joined is not None and (joined.pid != os.getpid() or joined.member is None):
+            joined = None
+        place = tracebacks.place(trace)
+        where = f" ({place})" if place else ""
+        if joined is not None and not _was_told(joined, error):
             words = "".join(traceback.format_exception_only(kind, error)).strip()
             _end_all(joined, printable(f"rank {joined.job.rank}: {words}{where}"))
+        if not self._full:
+            tracebacks.shorten(error)
+            trace = tracebacks.users_part(trace)
+            if joined is not None and issubclass(kind, KeyboardInterrupt) and self._before is sys.__excepthook__:
+                print(f"KeyboardInterrupt{where}", file=sys.stderr, flush=True)  # all ranks get it: a line each
+                return
         self._before(kind, error, trace)

@@ -6,20 +6,23 @@ others do, and while others are in collectives of the same group. Strided arrays
 Messages are the CPU's. An array of a device is copied to the host when it is sent, after what its library's current
 stream has, and from there to a device when it is received; either side may have it on a device, of any backend.
 
-Both raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
+All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
 Mismatch or Aborted (see mscomm.errors) if the message fails. Then the group is broken, as after a failed collective,
 and the contents of out are undefined.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import operator
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from mscomm import _core
 from mscomm.arrays import fill, library, memory_anywhere, on_host, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
@@ -27,7 +30,38 @@ from mscomm.groups import Group, resolve
 
 Timeout = float | timedelta | None
 
-LAST_TAG = 2**31 - 1
+LAST_TAG = _core.last_tag  # 2^31 - 1
+
+
+class _Any(enum.Enum):
+    """No numbers, as MPI's are: a rank or tag that a program has computed wrongly is never a wildcard."""
+
+    ANY_SOURCE = _core.any_source
+    ANY_TAG = _core.any_tag
+
+    def __repr__(self) -> str:
+        return f"mscomm.{self.name}"
+
+
+ANY_SOURCE: Literal[_Any.ANY_SOURCE] = _Any.ANY_SOURCE
+ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
+
+
+@dataclasses.dataclass
+class Status:
+    """What recv or sendrecv has received. None before.
+
+    source: the sender's rank in the group. tag: the message's. count: its number of elements, 1 for an object.
+
+    >>> status = mscomm.Status()
+    >>> mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status)
+    >>> status.source, status.tag, status.count
+    (2, 7, 3)
+    """
+
+    source: int | None = None
+    tag: int | None = None
+    count: int | None = None
 
 
 def send(
@@ -42,13 +76,13 @@ def send(
     """Send x to rank dst, which receives it by recv with this rank as src and the same tag.
 
     x: an array of any shape, of a dtype that collectives take, also of no elements. dst: a rank in the group
-    (torch.distributed counts it in the world); this rank itself, too, if another thread or an earlier
-    `recv(..., async_op=True)` receives. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its
-    name. timeout: seconds or a timedelta; None takes init's.
+    (torch.distributed counts it in the world); this rank itself, too: such a message is copied, and kept until it is
+    received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout: seconds or a
+    timedelta; None takes init's.
 
     Returns None when x may be used again. That may be before the recv is called, but need not be: do not rely on it,
-    and let one of two ranks that exchange arrays receive first, or use async_op. async_op=True: returns a Work at
-    once; leave x alone until it has ended. The first send to a rank waits for the connection to it in both forms.
+    and exchange arrays with sendrecv, or with async_op. async_op=True: returns a Work at once; leave x alone until it
+    has ended. The first send to a rank waits for the connection to it in both forms.
 
     out on the other side must have x's dtype and as many elements, in any shape: Mismatch on both ranks otherwise.
     CollectiveTimeout, whose `.waiting_for` is dst, if the message has not been taken in time. PeerLost if dst ended or
@@ -63,20 +97,20 @@ def send(
     [0. 1. 2.]
     """
     group = resolve(group)
-    source = readable(on_host(x, "x", "send"))
-    code, dst, tag = dtype_code(source.dtype), _checked_rank("send", "dst", dst, group), _checked_tag("send", tag)
+    sending = _sending("send", x, dst, tag, "tag", group)
     seconds = group.seconds(timeout)
     if not async_op:
-        group.send(dst, tag, code, source, seconds)
+        group.send(*sending, seconds)
         return None
-    return group.watch(source, lambda: None, [lambda: group.start_send(dst, tag, code, source, seconds)])
+    return group.watch(sending, lambda: None, [lambda: group.start_send(*sending, seconds)])
 
 
 def recv(
     out: Any,
-    src: int,
-    tag: int = 0,
+    src: int | Literal[_Any.ANY_SOURCE],
+    tag: int | Literal[_Any.ANY_TAG] = 0,
     *,
+    status: Status | None = None,
     group: Group | str | None = None,
     timeout: Timeout = None,
     async_op: bool = False,
@@ -84,16 +118,19 @@ def recv(
     """Receive into out the next message that rank src sends here with this tag; return out.
 
     out: a writable array of the dtype and the number of elements that were sent, in any shape; Mismatch, which names
-    both sides, on both ranks otherwise. src: a rank in the group (torch.distributed counts it in the world). tag: an
-    int from 0 to 2^31 - 1. There are no wildcards, neither for src nor for tag. group: None for all ranks, or a Group
-    or its name. timeout: seconds or a timedelta; None takes init's.
+    both sides, on both ranks otherwise. src: a rank in the group (torch.distributed counts it in the world), or
+    mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, which says after
+    the recv whose message it was, and with which tag. group: None for all ranks, or a Group or its name. timeout:
+    seconds or a timedelta; None takes init's.
 
-    Messages of one source and tag come in the order in which they were sent; those of other tags may be received
-    before. Of several recvs of one source and tag the one that was called first gets the first. async_op=True: returns
-    a Work, whose wait() returns out; leave out alone until then.
+    Messages of one source come in the order in which they were sent; those of other tags, or of other sources, may be
+    received before. Messages of several sources come in the order in which they reach this rank. Of several recvs that
+    a message fits, the one that was called first gets it. async_op=True: returns a Work, whose wait() returns out and
+    fills status; leave out alone until then.
 
     CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. PeerLost if src ended or left without
-    sending one. After 10 s of waiting a line on stderr says so.
+    sending one. From ANY_SOURCE `.waiting_for` is all ranks that could have sent one, and PeerLost is raised when all
+    of them have left. After 10 s of waiting a line on stderr says so.
 
     As MPI_Recv, where a message may also be shorter than the buffer; as torch.distributed.recv, which returns the
     sender's rank.
@@ -101,35 +138,110 @@ def recv(
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
     group = resolve(group)
-    there = memory_anywhere(out, "out", "recv")
-    if not there.flags.writeable:
-        raise TypeError("recv: out is read-only")
-    code, src, tag = dtype_code(there.dtype), _checked_rank("recv", "src", src, group), _checked_tag("recv", tag)
-    target, finish = _on_host_for(out, there) if isinstance(there, OnDevice) else writable(there)
+    receiving = _receiving("recv", out, src, tag, "tag", status, group)
     seconds = group.seconds(timeout)
+    if not async_op:
+        return receiving.result(group.recv(*receiving.message, seconds))
+    works: list[_core.Work] = []
+
+    def start() -> _core.Work:
+        works.append(group.start_recv(*receiving.message, seconds))
+        return works[0]
 
     def result() -> Any:
+        matched = works[0].matched()
+        assert matched is not None
+        return receiving.result(matched)
+
+    return group.watch(receiving, result, [start])
+
+
+def sendrecv(
+    x: Any,
+    dst: int,
+    out: Any,
+    src: int | Literal[_Any.ANY_SOURCE],
+    send_tag: int = 0,
+    recv_tag: int | Literal[_Any.ANY_TAG] = 0,
+    *,
+    status: Status | None = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+) -> Any:
+    """Send x to rank dst and receive into out from rank src, both at once; return out.
+
+    Ranks that exchange arrays by it in any pattern, in pairs or around a ring, do not wait for each other in a circle,
+    whatever the sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same
+    rank, and this rank itself. x and out may differ in shape and dtype, and share no memory: ValueError if they do.
+    Arguments and errors are those of send and recv. As MPI_Sendrecv.
+
+    >>> right, left = (rank + 1) % size, (rank - 1) % size
+    >>> mscomm.sendrecv(np.full(3, rank), right, np.empty(3, int), left)   # on rank 1 of 4
+    array([0, 0, 0])
+    """
+    group = resolve(group)
+    sending = _sending("sendrecv", x, dst, send_tag, "send_tag", group)
+    receiving = _receiving("sendrecv", out, src, recv_tag, "recv_tag", status, group)
+    ends = memory_anywhere(x, "x", "sendrecv"), memory_anywhere(out, "out", "sendrecv")
+    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):  # a device's x has been copied
+        raise ValueError("sendrecv: x and out overlap; give out memory of its own, or a copy of x")
+    return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout)))
+
+
+class _Receiving(NamedTuple):
+    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype's number, where the numbers come
+    result: Callable[[tuple[int, int]], Any]  # from the source and tag that came: what the user gets
+
+
+def _sending(
+    function: str, x: Any, dst: Any, tag: Any, tag_argument: str, group: Group
+) -> tuple[int, int, int, np.ndarray[Any, Any]]:
+    """The message that is sent, checked."""
+    source = readable(on_host(x, "x", function))
+    code = dtype_code(source.dtype)
+    return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
+
+
+def _receiving(
+    function: str, out: Any, src: Any, tag: Any, tag_argument: str, status: Status | None, group: Group
+) -> _Receiving:
+    there = memory_anywhere(out, "out", function)
+    if not there.flags.writeable:
+        raise TypeError(f"{function}: out is read-only")
+    code = dtype_code(there.dtype)
+    wanted = checked_source(function, src, tag, tag_argument, status, group)
+    target, finish = _on_host_for(function, out, there) if isinstance(there, OnDevice) else writable(there)
+
+    def result(matched: tuple[int, int]) -> Any:
         if finish:
             finish()
         written(out)
+        if status is not None:
+            status.source, status.tag = matched
+            status.count = target.size
         return out
 
-    if async_op:
-        return group.watch(target, result, [lambda: group.start_recv(src, tag, code, target, seconds)])
-    group.recv(src, tag, code, target, seconds)
-    return result()
+    return _Receiving((*wanted, code, target), result)
 
 
-def _on_host_for(out: Any, there: OnDevice) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
+def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status: Any, group: Group) -> tuple[int, int]:
+    """What a message must match, source and tag, as the core has them; and status must be one."""
+    if status is not None and not isinstance(status, Status):
+        raise TypeError(f"{function}: status is a {type(status).__name__}, not a mscomm.Status")
+    source = _core.any_source if src is ANY_SOURCE else checked_rank(function, "src", src, group)
+    return source, _core.any_tag if tag is ANY_TAG else checked_tag(function, tag_argument, tag)
+
+
+def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
     """Where the numbers for an array of a device come, and what brings them there."""
-    if not hasattr(library(out, "out", "recv"), "namespace"):
+    if not hasattr(library(out, "out", function), "namespace"):
         kind = type(out).__name__
-        raise TypeError(f"recv: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")
+        raise TypeError(f"{function}: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")
     target = np.empty(there.shape, there.dtype)
-    return target, lambda: fill(out, target, "out", "recv")
+    return target, lambda: fill(out, target, "out", function)
 
 
-def _checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
+def checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
     try:
         rank = operator.index(rank)
     except TypeError:
@@ -141,11 +253,11 @@ def _checked_rank(function: str, argument: str, rank: Any, group: Group) -> int:
     return int(rank)
 
 
-def _checked_tag(function: str, tag: Any) -> int:
+def checked_tag(function: str, argument: str, tag: Any) -> int:
     try:
         tag = operator.index(tag)
     except TypeError:
-        raise TypeError(f"{function}: tag {tag!r} is not an integer") from None
+        raise TypeError(f"{function}: {argument} {tag!r} is not an integer") from None
     if not 0 <= tag <= LAST_TAG:
-        raise ValueError(f"{function}: tag {tag} is not in 0 to 2^31 - 1")
+        raise ValueError(f"{function}: {argument} {tag} is not in 0 to 2^31 - 1")
     return int(tag)

@@ -1,67 +1,95 @@
-"""Python objects between ranks: as bytes, and by all_gather_object and broadcast_object.
+"""Python objects between ranks: collectives, and messages from one rank to another.
 
-The bytes are one msgpack value; nothing in them can name code, so reading them runs none. What msgpack does not tell
-apart is an array whose first item is an empty extension: its code says what the rest is. A reader
-believes no number before it has seen that many bytes.
+An object is None, a bool, int, float, complex, str, bytes, list, tuple, set, frozenset or dict of such; a NumPy array
+or a NumPy scalar; a date, time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; an
+OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which comes back as one that needs no gradient; or an object of
+a class that register_object was told of. Each keeps its type. Anything else is a TypeError that says where in the
+object it is. It is raised before anything is sent and uses no call number, as for any wrong argument: this rank has not
+made the call, and the others wait for it until it does, ends, or their time is up.
+
+What came is an Error on the rank that cannot read it, as when it has not registered the class; the group goes on. A
+tensor of a library that is not installed there is a TypeError.
+
+`allow_pickle=True`: the sender pickles what it cannot send otherwise, and the receiver unpickles it, which can run any
+code of the sender's choice: give it where you trust every rank of the group. A pickle that comes to a call without it
+is an Error.
+
+`group`, `root` and `timeout` are as in the collectives; `src` and `dst` are ranks in the group.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import reprlib
-from collections.abc import Callable, Iterable
+import itertools
+import struct
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
-import msgpack
 import numpy as np
 
+from mscomm import _core
 from mscomm.arguments import checked_root
 from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import FUNCTION, WHAT, gather_rows
-from mscomm.errors import Error
 from mscomm.group import Call, Group
 from mscomm.groups import resolve
+from mscomm.messages import LAST_TAG, Status, checked_rank, checked_source, checked_tag
+from mscomm.packing import pack, unpack
+from mscomm.registry import register_object as register_object
 
 Timeout = float | timedelta | None
 
-DEEPEST = 128  # containers in containers: two frames of Python's stack each
-
-# What follows in the array, by the code of the extension that it begins with.
-_TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
-_COMPLEX = 4  # the real and the imaginary part
-_INTEGER = 5  # beyond 64 bits: its bytes, little endian, two's complement
-_ARRAY = 6  # dtype, shape, elements in C order
-_SCALAR = 7  # dtype, element
-
-# The dtypes that have one meaning on every machine, as numpy.dtype.str says them. bfloat16 goes by its name.
-_DTYPE = re.compile(
-    r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
-)
+# Opens a message: the length of the object's bytes, and the tag under which they follow. Each has a tag of its own,
+# beyond those of users, so that messages of several threads to one rank cannot be mixed up.
+_HEADER = struct.Struct("<QQ")
+_tags = itertools.count(LAST_TAG + 1)
 
 
-def all_gather_object(obj: Any, *, group: Group | str | None = None, timeout: Timeout = None) -> list[Any]:
+def all_gather_object(
+    obj: Any, *, group: Group | str | None = None, timeout: Timeout = None, allow_pickle: bool = False
+) -> list[Any]:
     """Every rank's obj, in rank order, as a list of new objects; the ranks' objects need not be alike.
 
-    obj is None, a bool, int, float, complex, str, bytes, list, tuple, set, frozenset or dict of such, a NumPy array
-    or a NumPy scalar; each keeps its type. Anything else is a TypeError that says where in obj it is. It is raised
-    before anything is sent and uses no call number, as for any wrong argument: this rank has not made the call, and
-    the others wait for it until it does, ends, or their time is up.
+    What obj may be, allow_pickle, and errors: see mscomm.objects.
 
     >>> mscomm.all_gather_object({"rank": mscomm.get_rank()})              # on 2 ranks
     [{'rank': 0}, {'rank': 1}]
     """
-    mine = np.frombuffer(pack(obj), np.uint8)
-    rows, counts = gather_rows("all_gather_object", mine, None, None, resolve(group), timeout, False)
-    ends = np.cumsum(counts).tolist()
-    return [unpack(rows[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    mine = _bytes_of(pack(obj, allow_pickle))
+    gathered = gather_rows("all_gather_object", mine, None, None, resolve(group), timeout, False)
+    return _unpacked(gathered, allow_pickle)
 
 
-def broadcast_object(obj: Any, root: int = 0, *, group: Group | str | None = None, timeout: Timeout = None) -> Any:
-    """The root's obj, on every rank as a new object. root is a rank in the group; obj counts there alone.
+def gather_object(
+    obj: Any,
+    root: int = 0,
+    *,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> list[Any] | None:
+    """Every rank's obj, at the root: a list of new objects in rank order. None elsewhere. As all_gather_object.
 
-    What obj may be, and what happens if it is something else: see all_gather_object.
+    >>> mscomm.gather_object(mscomm.get_rank() ** 2)                       # on 3 ranks, at rank 0
+    [0, 1, 4]
+    """
+    group = resolve(group)
+    mine = _bytes_of(pack(obj, allow_pickle))
+    root = checked_root("gather_object", root, group)
+    gathered = gather_rows("gather_object", mine, root, None, group, timeout, False)
+    return None if gathered is None else _unpacked(gathered, allow_pickle)
+
+
+def broadcast_object(
+    obj: Any,
+    root: int = 0,
+    *,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The root's obj, on every rank as a new object. obj counts at the root alone. As all_gather_object.
 
     >>> mscomm.broadcast_object({"lr": 0.1} if mscomm.get_rank() == 0 else None)
     {'lr': 0.1}
@@ -69,322 +97,135 @@ def broadcast_object(obj: Any, root: int = 0, *, group: Group | str | None = Non
     group = resolve(group)
     root = checked_root("broadcast_object", root, group)
     at_root = root == group.rank
-    mine = np.frombuffer(bytearray(pack(obj)) if at_root else b"", np.uint8)
+    mine = np.frombuffer(bytearray(pack(obj, allow_pickle)) if at_root else b"", np.uint8)
     length = np.array([mine.size], np.int64)
     both = Call(WHAT["broadcast"], function=FUNCTION["broadcast_object"], root=root)
 
     def data() -> tuple[Call, Callable[[], Any]]:
         x = mine if at_root else np.empty(int(length[0]), np.uint8)
-        return both._replace(x=x, out=x, dtype=dtype_code(x.dtype)), lambda: unpack(x)
+        return both._replace(x=x, out=x, dtype=dtype_code(x.dtype)), lambda: unpack(x, allow_pickle)
 
     head = both._replace(x=length, out=length, dtype=dtype_code(length.dtype), head=True)
     return group.call_after(head, data, timeout, False)
 
 
-def pack(obj: Any) -> bytes:
-    """obj as bytes from which unpack makes an equal object of the same types. Arrays come back in C order, and
-    numpy.longlong as numpy.int64, its equal.
+def scatter_object(
+    objs: Sequence[Any] | None = None,
+    root: int = 0,
+    *,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The item of the root's objs at this rank's place, as a new object.
 
-    TypeError for what cannot be sent, ValueError for a container inside itself, containers more than 128 deep and
-    single values over 4 GiB; each says where in obj it is.
+    objs: a list or tuple of one object for each rank, read at the root alone. TypeError or ValueError there if it is
+    something else, or has another length. Otherwise as all_gather_object.
+
+    >>> mscomm.scatter_object(["a", {"b": 1}] if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
+    'a'
+    {'b': 1}
     """
-    writer = _Writer()
-    writer.write(obj)
-    return writer.packer.bytes()  # type: ignore[no-any-return]
+    group = resolve(group)
+    root = checked_root("scatter_object", root, group)
+    parts: list[bytes] = []
+    if root == group.rank:
+        if not isinstance(objs, Sequence) or isinstance(objs, (str, bytes)):
+            raise TypeError(
+                f"scatter_object: objs is a {type(objs).__name__} at the root; expected a list, an item a rank"
+            )
+        if len(objs) != group.size:
+            raise ValueError(f"scatter_object: objs has {len(objs)} items; the group has {group.size} ranks")
+        parts = [pack(obj, allow_pickle, f"objs[{i}]") for i, obj in enumerate(objs)]
+    lengths = np.array([len(part) for part in parts] or [0] * group.size, np.int64)
+    both = Call(WHAT["scatter"], function=FUNCTION["scatter_object"], root=root)
+
+    def data() -> tuple[Call, Callable[[], Any]]:
+        counts = lengths.tolist()
+        mine = np.empty(counts[group.rank], np.uint8)
+        x = _bytes_of(b"".join(parts)) if parts else None
+        call = both._replace(x=x, out=mine, dtype=dtype_code(mine.dtype), shape=(sum(counts),), counts=counts)
+        return call, lambda: unpack(mine, allow_pickle)
+
+    head = both._replace(what=WHAT["broadcast"], x=lengths, out=lengths, dtype=dtype_code(lengths.dtype), head=True)
+    return group.call_after(head, data, timeout, False)
 
 
-def unpack(data: Any) -> Any:
-    """The object of which pack made data, a bytes-like object; Error if it did not. Arrays are new and writable."""
-    reader = _Reader(bytes(memoryview(data)))
-    try:
-        obj = reader.read(0)
-        if reader.at() != len(reader.data):
-            raise ValueError("more bytes follow the object")
-    except (ValueError, msgpack.OutOfData) as error:
-        reason = "the bytes end too early" if isinstance(error, msgpack.OutOfData) else str(error) or "not msgpack"
-        raise Error(f"unpack: at byte {reader.at()} of {len(reader.data)}: {reason}") from error
-    return obj
+def send_object(
+    obj: Any,
+    dst: int,
+    tag: int = 0,
+    *,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> None:
+    """Send obj to rank dst, which receives it by recv_object with this rank as src and the same tag.
+
+    dst, tag, errors, and when it returns: as send. What obj may be, and allow_pickle: see mscomm.objects. Several
+    threads may send to one rank and tag at once. A recv that meets the object is a Mismatch on both ranks, and so is a
+    recv_object that meets a send.
+
+    >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
+    ...     mscomm.send_object({"step": 7}, dst=1)
+    ... else:
+    ...     print(mscomm.recv_object(src=0))
+    {'step': 7}
+    """
+    group = resolve(group)
+    dst, tag = checked_rank("send_object", "dst", dst, group), checked_tag("send_object", "tag", tag)
+    data = _bytes_of(pack(obj, allow_pickle))
+    left = _seconds_left(group.seconds(timeout))
+    at = next(_tags)
+    header = _bytes_of(_HEADER.pack(data.size, at))
+    with group.committed(f"send_object to rank {group.ranks[dst]}"):
+        group.send(dst, tag, _core.object_dtype, header, left())
+        group.send(dst, at, _core.object_dtype, data, left())
 
 
-class _Writer:
-    """Writes one object, and knows where in it it is."""
+def recv_object(
+    src: Any,
+    tag: Any = 0,
+    *,
+    status: Status | None = None,
+    group: Group | str | None = None,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The next object that rank src sends here by send_object with this tag.
 
-    def __init__(self) -> None:
-        self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self._path: list[tuple[str, Any]] = []  # one entry a container that we are in: which of its items we are at
-        self._entered: dict[int, int] = {}  # the containers that we are in, by id, and their depth
+    src, tag, also mscomm.ANY_SOURCE and ANY_TAG, status, errors, and the order of messages: as recv. An object that
+    came and cannot be read is an Error here, and the group goes on.
 
-    def write(self, obj: Any) -> None:
-        write = _WRITERS.get(type(obj))
-        if write is not None:
-            write(self, obj)
-        elif isinstance(obj, np.generic):
-            self._scalar(obj)
-        else:
-            self._refuse(obj)
-
-    def _plain(self, obj: Any) -> None:
-        try:
-            self.packer.pack(obj)
-        except ValueError as error:
-            raise ValueError(f"{self._where()}: {error}; a single value may have up to 4 GiB") from None
-
-    def _int(self, obj: int) -> None:
-        if -(1 << 63) <= obj < 1 << 64:
-            self.packer.pack(obj)
-        else:
-            self._marked(_INTEGER, 1)
-            self._plain(obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
-
-    def _complex(self, obj: complex) -> None:
-        self._marked(_COMPLEX, 2)
-        self.packer.pack(obj.real)
-        self.packer.pack(obj.imag)
-
-    def _list(self, obj: list[Any]) -> None:
-        self.packer.pack_array_header(len(obj))
-        self._items(obj, "item", enumerate(obj))
-
-    def _tuple(self, obj: tuple[Any, ...]) -> None:
-        self._marked(_TUPLE, len(obj))
-        self._items(obj, "item", enumerate(obj))
-
-    def _set(self, obj: set[Any] | frozenset[Any]) -> None:
-        self._marked(_SET if type(obj) is set else _FROZENSET, len(obj))
-        self._items(obj, "element", ((None, item) for item in obj))
-
-    def _dict(self, obj: dict[Any, Any]) -> None:
-        self.packer.pack_map_header(len(obj))
-        self._enter(obj)
-        for key, item in obj.items():
-            self._path[-1] = "key", None
-            self.write(key)
-            self._path[-1] = "item", key
-            self.write(item)
-        self._leave(obj)
-
-    def _array(self, obj: np.ndarray[Any, Any]) -> None:
-        self._marked(_ARRAY, 3)
-        self.packer.pack(self._dtype(obj.dtype, "an array"))
-        self.packer.pack(list(obj.shape))
-        elements = np.asarray(obj, order="C").reshape(-1).view(np.uint8)
-        self._plain(elements.data)
-
-    def _scalar(self, obj: np.generic) -> None:
-        if isinstance(obj, (str, bytes)):  # numpy.str_ and numpy.bytes_, whose trailing NULs an array would lose
-            self._refuse(obj)
-        self._marked(_SCALAR, 2)
-        self.packer.pack(self._dtype(obj.dtype, "a scalar"))
-        self.packer.pack(obj.tobytes())
-
-    def _dtype(self, dtype: np.dtype[Any], what: str) -> str:
-        if dtype.name == "bfloat16":
-            return "bfloat16"
-        if not _DTYPE.fullmatch(dtype.str):
-            raise TypeError(f"{self._where()}: {what} of dtype {dtype} cannot be sent")
-        return dtype.str
-
-    def _marked(self, code: int, items: int) -> None:
-        self.packer.pack_array_header(1 + items)
-        self.packer.pack_ext_type(code, b"")
-
-    def _items(self, container: Any, kind: str, items: Iterable[tuple[Any, Any]]) -> None:
-        self._enter(container)
-        for key, item in items:
-            self._path[-1] = kind, key
-            self.write(item)
-        self._leave(container)
-
-    def _enter(self, container: Any) -> None:
-        outer = self._entered.get(id(container))
-        if outer is not None:
-            raise ValueError(f"{self._where()}: it is inside itself: it is the same object as {self._where(outer)}")
-        if len(self._path) == DEEPEST:
-            raise ValueError(f"{self._where()}: containers are more than {DEEPEST} deep in each other")
-        self._entered[id(container)] = len(self._path)
-        self._path.append(("item", None))
-
-    def _leave(self, container: Any) -> None:
-        self._path.pop()
-        del self._entered[id(container)]
-
-    def _refuse(self, obj: Any) -> NoReturn:
-        kind = type(obj)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        plain = next((known for known in _WRITERS if isinstance(obj, known)), None)
-        way_out = "" if plain is None else "; give it as np.asarray(...)" if plain is np.ndarray else ""
-        way_out = way_out or (f"; make it a plain {plain.__name__}" if plain else "")
-        raise TypeError(
-            f"{self._where()}: {'an' if name[0].lower() in 'aeiou' else 'a'} {name} cannot be sent{way_out}"
-        )
-
-    def _where(self, depth: int | None = None) -> str:
-        """obj["model"][3]: where we are, or were at that depth."""
-        text = "obj"
-        for kind, key in self._path[:depth]:
-            if kind == "item":
-                short = reprlib.repr(key)
-                text += f'["{short[1:-1]}"]' if type(key) is str and short[0] == "'" else f"[{short}]"
-            else:
-                text = f"({kind if kind == 'key' else 'element'} of {text})"
-        return text
+    >>> obj = mscomm.recv_object(src=0, tag=7)                             # on rank 1, while rank 0 sends
+    """
+    group = resolve(group)
+    wanted = checked_source("recv_object", src, tag, "tag", status, group)
+    left = _seconds_left(group.seconds(timeout))
+    header = np.empty(_HEADER.size, np.uint8)
+    with group.committed("recv_object"):
+        source, its_tag = group.recv(*wanted, _core.object_dtype, header, left())
+        length, at = _HEADER.unpack(header.tobytes())
+        if not (length < 1 << 62 and LAST_TAG < at < 1 << 63):
+            raise ValueError(f"rank {group.ranks[source]} sent a header of no object: {header.tobytes().hex()}")
+        data = np.empty(length, np.uint8)
+        group.recv(source, at, _core.object_dtype, data, left())
+    if status is not None:
+        status.source, status.tag, status.count = source, its_tag, 1
+    return unpack(data, allow_pickle)
 
 
-_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer._plain,
-    bool: _Writer._plain,
-    int: _Writer._int,
-    float: _Writer._plain,
-    complex: _Writer._complex,
-    str: _Writer._plain,
-    bytes: _Writer._plain,
-    list: _Writer._list,
-    tuple: _Writer._tuple,
-    set: _Writer._set,
-    frozenset: _Writer._set,
-    dict: _Writer._dict,
-    np.ndarray: _Writer._array,
-}
+def _bytes_of(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, np.uint8)
 
 
-class _Reader:
-    """Reads one object. Every size is compared with what is left before anything of that size is made."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self._unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), unicode_errors="surrogatepass")
-        self._unpacker.feed(data)
-        self.at: Callable[[], int] = self._unpacker.tell
-
-    def read(self, depth: int) -> Any:
-        """The next object, which is inside `depth` containers."""
-        head = self._head()
-        if head & 0xF0 == 0x90 or head in (0xDC, 0xDD):
-            return self._array(depth + 1)
-        if head & 0xF0 == 0x80 or head in (0xDE, 0xDF):
-            return self._dict(depth + 1)
-        if 0xC7 <= head <= 0xC9 or 0xD4 <= head <= 0xD8:
-            raise ValueError("an extension that does not begin an array")
-        return self._unpacker.unpack()  # a single value; its bytes are there, or it is OutOfData
-
-    def _head(self) -> int:
-        """The byte that says what comes next."""
-        if self.at() == len(self.data):
-            raise msgpack.OutOfData
-        return self.data[self.at()]
-
-    def _array(self, depth: int) -> Any:
-        size = self._checked(self._unpacker.read_array_header(), depth)
-        begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # the head of an extension of no bytes
-            return [self.read(depth) for _ in range(size)]
-        self._unpacker.skip()
-        code = begin[2] if len(begin) == 3 else 0
-        if code not in _READERS:
-            raise ValueError(f"unknown extension {code}")
-        return _READERS[code](self, size - 1, depth)
-
-    def _dict(self, depth: int) -> dict[Any, Any]:
-        size = self._unpacker.read_map_header()
-        self._checked(2 * size, depth)
-        found: dict[Any, Any] = {}
-        for _ in range(size):
-            key = self._hashable(self.read(depth), "a key")
-            found[key] = self.read(depth)
-        self._complete(found, size, "a key")
-        return found
-
-    def _tuple(self, size: int, depth: int) -> tuple[Any, ...]:
-        return tuple([self.read(depth) for _ in range(size)])
-
-    def _set(self, size: int, depth: int) -> set[Any]:
-        elements = {self._hashable(self.read(depth), "an element") for _ in range(size)}
-        self._complete(elements, size, "an element")
-        return elements
-
-    def _complex(self, size: int, depth: int) -> complex:
-        real, imag = self._parts(size, depth, float, float)
-        return complex(real, imag)
-
-    def _integer(self, size: int, depth: int) -> int:
-        (digits,) = self._parts(size, depth, bytes)
-        return int.from_bytes(digits, "little", signed=True)
-
-    def _ndarray(self, size: int, depth: int) -> np.ndarray[Any, Any]:
-        name, shape, elements = self._parts(size, depth, str, list, bytes)
-        dtype = _dtype(name)
-        if len(shape) > 64 or not all(type(extent) is int and 0 <= extent < 1 << 62 for extent in shape):
-            raise ValueError("a shape that no array has")
-        if math.prod(shape) * dtype.itemsize != len(elements):
-            raise ValueError(f"{len(elements)} bytes for an array of {dtype} with shape {shape}")
-        array = np.ndarray(shape, dtype, elements).copy()
-        if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
-            raise ValueError("an element that is neither True nor False")
-        return array
-
-    def _scalar(self, size: int, depth: int) -> np.generic:
-        name, element = self._parts(size, depth, str, bytes)
-        dtype = _dtype(name)
-        if dtype.itemsize != len(element) or dtype.kind in "SU":
-            raise ValueError(f"{len(element)} bytes for a scalar of {dtype}")
-        scalar: np.generic = np.frombuffer(element, dtype)[0]
-        return scalar
-
-    def _parts(self, size: int, depth: int, *kinds: type) -> list[Any]:
-        if size != len(kinds):
-            raise ValueError(f"{size} parts where {len(kinds)} belong")
-        parts = []
-        for kind in kinds:
-            part = self.read(depth)
-            if type(part) is not kind:
-                raise ValueError(f"a {type(part).__name__} where a {kind.__name__} belongs")
-            parts.append(part)
-        return parts
-
-    def _checked(self, size: int, depth: int) -> int:
-        left = len(self.data) - self.at()
-        if size > left:  # each item has one byte at least
-            raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # in the innermost may be a NumPy array, and in that its shape
-            raise ValueError(f"containers are more than {DEEPEST} deep in each other")
-        return size
-
-    @staticmethod
-    def _hashable(obj: Any, what: str) -> Any:
-        try:
-            hash(obj)
-        except TypeError:
-            raise ValueError(f"{what} with a {type(obj).__name__}, which cannot be one") from None
-        return obj
-
-    @staticmethod
-    def _complete(container: dict[Any, Any] | set[Any], size: int, what: str) -> None:
-        if len(container) != size:
-            raise ValueError(f"{what} comes twice")
+def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bool) -> list[Any]:
+    rows, counts = gathered
+    ends = np.cumsum(counts).tolist()
+    return [unpack(rows[begin:end], allow_pickle) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise Error("unpack: an array of bfloat16 came, which needs ml-dtypes: pip install ml-dtypes") from None
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
-    if not _DTYPE.fullmatch(name):
-        raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
-    try:
-        return np.dtype(name)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"an array of dtype {name!r}: {error}") from None
-
-
-_READERS: dict[int, Callable[[_Reader, int, int], Any]] = {
-    _TUPLE: _Reader._tuple,
-    _SET: _Reader._set,
-    _FROZENSET: lambda reader, size, depth: frozenset(reader._set(size, depth)),
-    _COMPLEX: _Reader._complex,
-    _INTEGER: _Reader._integer,
-    _ARRAY: _Reader._ndarray,
-    _SCALAR: _Reader._scalar,
-}
+def _seconds_left(seconds: float) -> Callable[[], float]:
+    """Of both messages together."""
+    until = time.monotonic() + seconds
+    return lambda: max(until - time.monotonic(), 0.001)

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mscomm import collectives, messages
-from mscomm.arrays import library
+from mscomm import collectives, messages, notices
+from mscomm.arrays import memory_anywhere
+from mscomm.arrays.numpy import dtype_named
 from mscomm.communication import GlobalComm
 from mscomm.groups import Group, resolve
 
@@ -36,12 +37,23 @@ class ReduceOp:
 
 
 class _Operator:
-    """Refuses wrong arguments where the operator is made, as MindSpore does."""
+    """Refuses wrong arguments where the operator is made, as MindSpore does; tells those without effect."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             if field.name in _CHECKS:
                 _CHECKS[field.name](type(self).__name__, field.name, getattr(self, field.name))
+            notices.tell_without_effect(type(self).__name__, **{field.name: getattr(self, field.name)})
+
+    @property
+    def __ms_class__(self) -> bool:
+        """MindSpore's compiler, and nothing else, asks for this: before it would read our Python and fail somewhere in
+        it. A graph may also run its calls in another order on each rank."""
+        raise RuntimeError(
+            f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), and"
+            " works in Python alone. Call it outside of the cell, set_context(mode=PYNATIVE_MODE), or let mscomm.Model"
+            " or GradientReducer reduce the gradients: with them the cell may be compiled"
+        )
 
 
 @dataclass(frozen=True)
@@ -140,14 +152,13 @@ class AlltoAll(_Operator):
         size = resolve(self.group).size
         if n != size:
             raise ValueError(f"AlltoAll: split_count is {n}, the group has {size} ranks; they must be equal")
-        library(x, "x", "AlltoAll")
+        shape = list(memory_anywhere(x, "x", "AlltoAll").shape)
         for name, dim in (("split_dim", self.split_dim), ("concat_dim", self.concat_dim)):
-            if not 0 <= dim < x.ndim:
-                raise ValueError(f"AlltoAll: {name} is {dim}, x of shape {tuple(x.shape)} has no such axis")
-        shape = list(x.shape)
+            if not 0 <= dim < len(shape):
+                raise ValueError(f"AlltoAll: {name} is {dim}, x of shape {tuple(shape)} has no such axis")
         part, rest = divmod(shape[self.split_dim], n)
         if rest:
-            raise ValueError(f"AlltoAll: axis {self.split_dim} of {tuple(x.shape)} does not divide into {n} parts")
+            raise ValueError(f"AlltoAll: axis {self.split_dim} of {tuple(shape)} does not divide into {n} parts")
         # By reshape and swapaxes alone, which arrays of every library have.
         parts = x.reshape((*shape[: self.split_dim], n, part, *shape[self.split_dim + 1 :]))
         for axis in range(self.split_dim, 0, -1):  # the parts to the front: (n, ..., part, ...)
@@ -172,7 +183,7 @@ class Barrier(_Operator):
 
 @dataclass(frozen=True)
 class Send(_Operator):
-    """mscomm.send with sr_tag as the tag. group_back, which MindSpore uses in gradients, has no effect."""
+    """mscomm.send with sr_tag as the tag. group_back, which MindSpore uses in gradients, has no effect, and is told."""
 
     sr_tag: int
     dest_rank: int
@@ -185,7 +196,8 @@ class Send(_Operator):
 
 @dataclass(frozen=True)
 class Receive(_Operator):
-    """mscomm.recv into a new NumPy array of that shape and dtype. group_back has no effect."""
+    """mscomm.recv into a new NumPy array of that shape and dtype, NumPy's or mindspore.float32. group_back has no
+    effect, and is told."""
 
     sr_tag: int
     src_rank: int
@@ -195,7 +207,7 @@ class Receive(_Operator):
     group_back: Group | str | None = _WORLD
 
     def __call__(self) -> np.ndarray[Any, Any]:
-        out: np.ndarray[Any, Any] = np.empty(tuple(self.shape), self.dtype)
+        out: np.ndarray[Any, Any] = np.empty(tuple(self.shape), dtype_named(self.dtype))
         messages.recv(out, self.src_rank, self.sr_tag, group=self.group)
         return out
 

@@ -164,5 +164,6 @@ def _of_ranks(what: str, words: Mapping[int, str], names: Sequence[str]) -> str:
     for text, ranks in alike.items():
         them = ", ".join(names[rank] for rank in ranks[:4])
         more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        parts.append(f"on {them}{more}: {text}")
+        who = f"all {len(names)} ranks" if 1 < len(ranks) == len(names) else f"{them}{more}"
+        parts.append(f"on {who}: {text}")
     return f"{what}, {'; '.join(parts)}"

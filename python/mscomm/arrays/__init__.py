@@ -10,6 +10,9 @@ A library module has
 * `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory;
 * `written(x)`, if the library wants to know that the memory of x was written.
 
+* `of_numpy(numbers)`, if its tensors can be in objects (PACKABLE) -> one of them on the CPU with the shape, dtype and
+  numbers of a writable numpy.ndarray in C order, which nobody else has.
+
 Of arrays on a device `memory` is an `OnDevice` of device.py, and the module also has
 
 * `packed(x)` -> x, or a copy of it in C order, made in the order of the current stream;
@@ -49,6 +52,9 @@ LIBRARIES = {
     "cupy": "cupy",
 }
 
+# Those whose tensors can be in Python objects.
+PACKABLE = ("torch", "jax", "mindspore")
+
 _found: dict[type, ModuleType] = {}
 
 
@@ -82,7 +88,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "cuda", "dlpack"):
+    for name in (*names(x), "numpy", "cuda", "dlpack"):  # Python's numbers are NumPy's
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
@@ -99,15 +105,34 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
 def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
     """The memory of an array of the CPU, or an OnDevice of one on a device.
 
-    TypeError, naming the function and its argument, if x is no array or cannot be reached.
+    TypeError, naming the function and its argument, if x is no array or cannot be reached; OverflowError for an int of
+    more than 64 bits.
     """
     if type(x) is np.ndarray:  # as most are, and small calls count microseconds
         return x
     arrays = library(x, argument, function)
     try:
         return arrays.memory(x)  # type: ignore[no-any-return]
-    except TypeError as error:
-        raise TypeError(f"{function}: {argument} {error}") from None
+    except (TypeError, OverflowError) as error:
+        kind = OverflowError if isinstance(error, OverflowError) else TypeError
+        raise kind(f"{function}: {argument} {error}") from None
+
+
+def packable(x: Any) -> str | None:
+    """The library of x, if of_numpy there makes tensors of the type that x has; None for what is no such tensor."""
+    name = next(names(x), None)
+    if name not in PACKABLE:
+        return None
+    module = importlib.import_module(f"mscomm.arrays.{name}")
+    return name if module.is_array(x) and type(x) is type(module.of_numpy(np.zeros(1, np.int8))) else None
+
+
+def on_cpu(x: Any) -> np.ndarray[Any, Any]:
+    """The memory of a tensor of the CPU. TypeError, with words that follow "x", for all others."""
+    there = library(x, "x", "on_cpu").memory(x)
+    if isinstance(there, OnDevice):
+        raise TypeError(f"is on device {there.index}; copy it to the CPU first")
+    return there  # type: ignore[no-any-return]
 
 
 def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:

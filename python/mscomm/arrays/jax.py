@@ -28,6 +28,13 @@ def memory(x: jax.Array) -> np.ndarray[Any, Any]:
     return there
 
 
+def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
+    made = jax.numpy.asarray(numbers)
+    if made.dtype != numbers.dtype:
+        raise TypeError(f"JAX here has no {numbers.dtype}: jax.config.update('jax_enable_x64', True)")
+    return made
+
+
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
     if not getattr(x, "committed", True):  # JAX may still move it to where it is needed

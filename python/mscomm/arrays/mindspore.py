@@ -32,3 +32,7 @@ def new(x: mindspore.Tensor, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, An
 
 def over(memory: np.ndarray[Any, Any]) -> mindspore.Tensor:
     return mindspore.Tensor.from_numpy(memory)
+
+
+def of_numpy(numbers: np.ndarray[Any, Any]) -> mindspore.Tensor:
+    return over(numbers)

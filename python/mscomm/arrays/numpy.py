@@ -1,4 +1,7 @@
-"""NumPy arrays, and what all libraries on the CPU come down to."""
+"""NumPy arrays, and what all libraries on the CPU come down to.
+
+NumPy scalars and Python's numbers are arrays of shape (), which cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,18 @@ Array = np.ndarray[Any, Any]
 DTYPES = tuple(_core.dtypes())
 CODES: dict[np.dtype[Any], int] = {}  # of the dtypes that dtype_code was asked for
 
+_NUMBERS: dict[type, type[np.generic]] = {
+    bool: np.bool_,
+    int: np.int64,
+    float: np.float64,
+    complex: np.complex128,
+}  # no subclass: an enum's member is one
+
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+    if isinstance(x, np.ndarray):
+        return not isinstance(x, np.ma.MaskedArray)
+    return isinstance(x, np.generic) or type(x) in _NUMBERS
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
@@ -36,6 +48,20 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     return CODES.setdefault(dtype, DTYPES.index(dtype.name))
 
 
+def dtype_named(given: Any) -> np.dtype[Any]:
+    """The dtype that a user gives: all that numpy.dtype takes, and MindSpore's and PyTorch's own, which are known by
+    their names: mindspore.int32, torch.bfloat16. TypeError for what is none; numpy takes None for float64.
+
+    >>> dtype_named("int32")
+    dtype('int32')
+    """
+    module, _, name = repr(given).rpartition(".")
+    if module in ("mindspore", "torch") and name in DTYPES:
+        return dtype_of(DTYPES.index(name))
+    dtype: np.dtype[Any] = np.dtype(given)
+    return dtype
+
+
 @functools.cache
 def dtype_of(code: int) -> np.dtype[Any]:
     """The dtype of that number; TypeError for bfloat16 where ml-dtypes is not installed."""
@@ -49,12 +75,19 @@ def dtype_of(code: int) -> np.dtype[Any]:
     return bfloat16
 
 
-def memory(x: Array) -> Array:
-    return x
+def memory(x: Any) -> Array:
+    if isinstance(x, np.ndarray):
+        return x
+    try:
+        made = np.array(x, _NUMBERS.get(type(x)))
+    except OverflowError:
+        raise OverflowError(f"is an int of {x.bit_length()} bits, the largest dtype is int64") from None
+    made.flags.writeable = False
+    return made
 
 
-def new(x: Array, shape: tuple[int, ...]) -> tuple[Array, Callable[[], Array]]:
-    made = np.empty(shape, x.dtype)
+def new(x: Any, shape: tuple[int, ...]) -> tuple[Array, Callable[[], Array]]:
+    made = np.empty(shape, memory(x).dtype)
     return made, lambda: made
 
 

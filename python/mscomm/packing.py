@@ -1,0 +1,441 @@
+"""Python objects as bytes, and back.
+
+The bytes are one msgpack value; nothing in them can name code, so reading them runs none but the decode functions that
+this process has registered (registry.py), and pickles where the call asks for it. Types that msgpack does not know are
+arrays whose first item is an empty extension; its code says what the other items are. A reader allocates nothing by a
+number from the wire before that many bytes have come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import pickle
+import re
+import reprlib
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+
+from mscomm import registry
+from mscomm.errors import Error
+
+DEEPEST = 128  # containers in containers: two frames of Python's stack each
+
+# What follows in the array, by the code of the extension that it begins with.
+_TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
+_COMPLEX = 4  # the real and the imaginary part
+_INTEGER = 5  # beyond 64 bits: its bytes, little endian, two's complement
+_ARRAY = 6  # dtype, shape, elements in C order
+_SCALAR = 7  # dtype, element
+_NAMED = 8  # the name of a row of the registry, the value that it made of the object
+_PICKLE = 9  # the name of the class, the pickle
+
+# The dtypes that have one meaning on every machine, as numpy.dtype.str says them. bfloat16 goes by its name.
+_DTYPE = re.compile(
+    r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+_PICKLE_PROTOCOL = 5  # which every Python here has
+
+
+def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
+    """obj as bytes from which unpack makes an equal object of the same types. Arrays come back in C order, and
+    numpy.longlong as numpy.int64, its equal.
+
+    allow_pickle: what has no form of its own here is pickled. called: what errors call the object.
+
+    TypeError for what cannot be sent, ValueError for a container inside itself, containers more than 128 deep (an
+    object of a registered class counts as one, and what it is sent as is another) and single values over 4 GiB; each
+    says where in obj it is.
+    """
+    writer = _Writer(allow_pickle, called)
+    writer.write(obj)
+    return writer.packer.bytes()  # type: ignore[no-any-return]
+
+
+def unpack(data: Any, allow_pickle: bool = False) -> Any:
+    """The object of which pack made data, a bytes-like object. Arrays are new and writable.
+
+    Error if pack did not make it, if it has an object of a class that is not registered here or that its row cannot
+    decode, or a pickle without allow_pickle. TypeError for a tensor of a library that is not here.
+    """
+    reader = _Reader(bytes(memoryview(data)), allow_pickle)
+    try:
+        obj = reader.read(0)
+        if reader.at() != len(reader.data):
+            raise ValueError("more bytes follow the object")
+    except (ValueError, msgpack.OutOfData) as error:
+        reason = "the bytes end too early" if isinstance(error, msgpack.OutOfData) else str(error) or "not msgpack"
+        raise Error(f"unpack: at byte {reader.at()} of {len(reader.data)}: {reason}") from error
+    return obj
+
+
+class _Writer:
+    """Writes one object, and knows where in it it is."""
+
+    def __init__(self, allow_pickle: bool, called: str) -> None:
+        self._allow_pickle = allow_pickle
+        self._called = called
+        self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
+        self._path: list[tuple[str, Any]] = []  # one entry a container that we are in: which of its items we are at
+        self._entered: dict[int, int] = {}  # the containers that we are in, by id, and their depth
+
+    def write(self, obj: Any) -> None:
+        write = _WRITERS.get(type(obj))
+        if write is not None:
+            write(self, obj)
+        elif isinstance(obj, np.generic):
+            self._scalar(obj)
+        elif (row := registry.row_of(obj)) is not None:
+            self._named(obj, row)
+        elif self._allow_pickle:
+            self._pickle(obj)
+        else:
+            self._refuse(obj)
+
+    def _plain(self, obj: Any) -> None:
+        try:
+            self.packer.pack(obj)
+        except ValueError as error:
+            raise ValueError(f"{self._where()}: {error}; a single value may have up to 4 GiB") from None
+
+    def _int(self, obj: int) -> None:
+        if -(1 << 63) <= obj < 1 << 64:
+            self.packer.pack(obj)
+        else:
+            self._marked(_INTEGER, 1)
+            self._plain(obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+
+    def _complex(self, obj: complex) -> None:
+        self._marked(_COMPLEX, 2)
+        self.packer.pack(obj.real)
+        self.packer.pack(obj.imag)
+
+    def _list(self, obj: list[Any]) -> None:
+        self.packer.pack_array_header(len(obj))
+        self._items(obj, "item", enumerate(obj))
+
+    def _tuple(self, obj: tuple[Any, ...]) -> None:
+        self._marked(_TUPLE, len(obj))
+        self._items(obj, "item", enumerate(obj))
+
+    def _set(self, obj: set[Any] | frozenset[Any]) -> None:
+        self._marked(_SET if type(obj) is set else _FROZENSET, len(obj))
+        self._items(obj, "element", ((None, item) for item in obj))
+
+    def _dict(self, obj: dict[Any, Any]) -> None:
+        kind = "field" if type(obj) is registry.Fields else "item"
+        self.packer.pack_map_header(len(obj))
+        self._enter(obj)
+        for key, item in obj.items():
+            self._path[-1] = "key", None
+            self.write(key)
+            self._path[-1] = kind, key
+            self.write(item)
+        self._leave(obj)
+
+    def _named(self, obj: Any, row: registry.Row) -> None:
+        try:
+            value = row.encode(obj)
+        except Exception as error:
+            raise TypeError(f"{self._where()}: a {row.name} cannot be sent: {error}") from error
+        self._marked(_NAMED, 2)
+        self.packer.pack(row.name)
+        self._items(obj, "whole", [(None, value)])
+
+    def _pickle(self, obj: Any) -> None:
+        name = _name_of(obj)
+        try:
+            data = pickle.dumps(obj, _PICKLE_PROTOCOL)
+        except Exception as error:  # pickle's own, or any of the object's
+            raise TypeError(f"{self._where()}: {_a(name)} cannot be pickled: {error}") from error
+        self._marked(_PICKLE, 2)
+        self.packer.pack(name)
+        self._plain(data)
+
+    def _array(self, obj: np.ndarray[Any, Any]) -> None:
+        dtype = _name_of_dtype(obj.dtype)
+        if dtype is None:
+            return self._unknown(obj, f"an array of dtype {obj.dtype} cannot be sent")
+        self._marked(_ARRAY, 3)
+        self.packer.pack(dtype)
+        self.packer.pack(list(obj.shape))
+        elements = np.asarray(obj, order="C").reshape(-1).view(np.uint8)
+        self._plain(elements.data)
+
+    def _scalar(self, obj: np.generic) -> None:
+        if isinstance(obj, (str, bytes)):  # numpy.str_ and numpy.bytes_, whose trailing NULs an array would lose
+            return self._pickle(obj) if self._allow_pickle else self._refuse(obj)
+        dtype = _name_of_dtype(obj.dtype)
+        if dtype is None:
+            return self._unknown(obj, f"a scalar of dtype {obj.dtype} cannot be sent")
+        self._marked(_SCALAR, 2)
+        self.packer.pack(dtype)
+        self.packer.pack(obj.tobytes())
+
+    def _unknown(self, obj: Any, why: str) -> None:
+        if not self._allow_pickle:
+            raise TypeError(f"{self._where()}: {why}")
+        self._pickle(obj)
+
+    def _marked(self, code: int, items: int) -> None:
+        self.packer.pack_array_header(1 + items)
+        self.packer.pack_ext_type(code, b"")
+
+    def _items(self, container: Any, kind: str, items: Iterable[tuple[Any, Any]]) -> None:
+        self._enter(container)
+        for key, item in items:
+            self._path[-1] = kind, key
+            self.write(item)
+        self._leave(container)
+
+    def _enter(self, container: Any) -> None:
+        outer = self._entered.get(id(container))
+        if outer is not None:
+            raise ValueError(f"{self._where()}: it is inside itself: it is the same object as {self._where(outer)}")
+        if len(self._path) == DEEPEST:
+            raise ValueError(f"{self._where()}: containers are more than {DEEPEST} deep in each other")
+        self._entered[id(container)] = len(self._path)
+        self._path.append(("item", None))
+
+    def _leave(self, container: Any) -> None:
+        self._path.pop()
+        del self._entered[id(container)]
+
+    def _refuse(self, obj: Any) -> NoReturn:
+        kind = type(obj)
+        plain = next((known for known in registry.PLAIN if isinstance(obj, known)), None)
+        if isinstance(obj, enum.Enum) or dataclasses.is_dataclass(kind):
+            way_out = f"register its class on every rank: mscomm.register_object({kind.__qualname__})"
+        elif plain is not None:
+            way_out = "give it as np.asarray(...)" if plain is np.ndarray else f"make it a plain {plain.__name__}"
+        elif hasattr(kind, "detach"):
+            way_out = "give it as x.detach()"  # a parameter of PyTorch
+        else:
+            way_out = "see mscomm.register_object"
+        raise TypeError(f"{self._where()}: {_a(_name_of(obj))} cannot be sent; {way_out}")
+
+    def _where(self, depth: int | None = None) -> str:
+        """obj["model"].lr[3]: where we are, or were at that depth."""
+        text = self._called
+        for kind, key in self._path[:depth]:
+            if kind == "field":
+                text += f".{key}"
+            elif kind == "item":
+                short = reprlib.repr(key)
+                text += f'["{short[1:-1]}"]' if type(key) is str and short[0] == "'" else f"[{short}]"
+            elif kind != "whole":
+                text = f"({kind} of {text})"
+        return text
+
+
+_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer._plain,
+    bool: _Writer._plain,
+    int: _Writer._int,
+    float: _Writer._plain,
+    complex: _Writer._complex,
+    str: _Writer._plain,
+    bytes: _Writer._plain,
+    list: _Writer._list,
+    tuple: _Writer._tuple,
+    set: _Writer._set,
+    frozenset: _Writer._set,
+    dict: _Writer._dict,
+    registry.Fields: _Writer._dict,
+    np.ndarray: _Writer._array,
+}
+
+
+class _Reader:
+    """Reads one object. Every size is compared with what is left before anything of that size is made."""
+
+    def __init__(self, data: bytes, allow_pickle: bool) -> None:
+        self.data = data
+        self._allow_pickle = allow_pickle
+        self._unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), unicode_errors="surrogatepass")
+        self._unpacker.feed(data)
+        self.at: Callable[[], int] = self._unpacker.tell
+
+    def read(self, depth: int) -> Any:
+        """The next object, which is inside `depth` containers."""
+        head = self._head()
+        if head & 0xF0 == 0x90 or head in (0xDC, 0xDD):
+            return self._array(depth + 1)
+        if head & 0xF0 == 0x80 or head in (0xDE, 0xDF):
+            return self._dict(depth + 1)
+        if 0xC7 <= head <= 0xC9 or 0xD4 <= head <= 0xD8:
+            raise ValueError("an extension that does not begin an array")
+        return self._unpacker.unpack()  # a single value; its bytes are there, or it is OutOfData
+
+    def _head(self) -> int:
+        """The byte that says what comes next."""
+        if self.at() == len(self.data):
+            raise msgpack.OutOfData
+        return self.data[self.at()]
+
+    def _array(self, depth: int) -> Any:
+        size = self._checked(self._unpacker.read_array_header(), depth)
+        begin = self.data[self.at() : self.at() + 3]
+        if size == 0 or begin[:2] != b"\xc7\x00":  # the head of an extension of no bytes
+            return [self.read(depth) for _ in range(size)]
+        self._unpacker.skip()
+        code = begin[2] if len(begin) == 3 else 0
+        if code not in _READERS:
+            raise ValueError(f"unknown extension {code}")
+        return _READERS[code](self, size - 1, depth)
+
+    def _dict(self, depth: int) -> dict[Any, Any]:
+        size = self._unpacker.read_map_header()
+        self._checked(2 * size, depth)
+        found: dict[Any, Any] = {}
+        for _ in range(size):
+            key = self._hashable(self.read(depth), "a key")
+            found[key] = self.read(depth)
+        self._complete(found, size, "a key")
+        return found
+
+    def _tuple(self, size: int, depth: int) -> tuple[Any, ...]:
+        return tuple([self.read(depth) for _ in range(size)])
+
+    def _set(self, size: int, depth: int) -> set[Any]:
+        elements = {self._hashable(self.read(depth), "an element") for _ in range(size)}
+        self._complete(elements, size, "an element")
+        return elements
+
+    def _complex(self, size: int, depth: int) -> complex:
+        real, imag = self._parts(size, depth, float, float)
+        return complex(real, imag)
+
+    def _integer(self, size: int, depth: int) -> int:
+        (digits,) = self._parts(size, depth, bytes)
+        return int.from_bytes(digits, "little", signed=True)
+
+    def _ndarray(self, size: int, depth: int) -> np.ndarray[Any, Any]:
+        name, shape, elements = self._parts(size, depth, str, list, bytes)
+        dtype = _dtype(name)
+        if len(shape) > 64 or not all(type(extent) is int and 0 <= extent < 1 << 62 for extent in shape):
+            raise ValueError("a shape that no array has")
+        if math.prod(shape) * dtype.itemsize != len(elements):
+            raise ValueError(f"{len(elements)} bytes for an array of {dtype} with shape {shape}")
+        array = np.ndarray(shape, dtype, elements).copy()
+        if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
+            raise ValueError("an element that is neither True nor False")
+        return array
+
+    def _scalar(self, size: int, depth: int) -> np.generic:
+        name, element = self._parts(size, depth, str, bytes)
+        dtype = _dtype(name)
+        if dtype.itemsize != len(element) or dtype.kind in "SU":
+            raise ValueError(f"{len(element)} bytes for a scalar of {dtype}")
+        scalar: np.generic = np.frombuffer(element, dtype)[0]
+        return scalar
+
+    def _named(self, size: int, depth: int) -> Any:
+        name, value = self._parts(size, depth, str, object)
+        row = registry.row_named(name)
+        if row is None:
+            raise ValueError(
+                f"an object of a class came that is not registered here, {name[:200]!r}:"
+                " call mscomm.register_object on this rank, too"
+            )
+        try:
+            return row.decode(value)
+        except (registry.NotInstalled, MemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(f"{_a(name)} cannot be made of what came: {type(error).__name__}: {error}") from error
+
+    def _pickled(self, size: int, depth: int) -> Any:
+        name, data = self._parts(size, depth, str, bytes)
+        if not self._allow_pickle:
+            raise ValueError(
+                f"{_a(name[:200])} came as a pickle, which can run any code: give this call allow_pickle=True if"
+                " you trust every rank of the group"
+            )
+        try:
+            return pickle.loads(data)  # noqa: S301  the call asked for it
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(f"the pickle of {_a(name[:200])}: {type(error).__name__}: {error}") from error
+
+    def _parts(self, size: int, depth: int, *kinds: type) -> list[Any]:
+        if size != len(kinds):
+            raise ValueError(f"{size} parts where {len(kinds)} belong")
+        parts = []
+        for kind in kinds:
+            part = self.read(depth)
+            if type(part) is not kind and kind is not object:
+                raise ValueError(f"a {type(part).__name__} where a {kind.__name__} belongs")
+            parts.append(part)
+        return parts
+
+    def _checked(self, size: int, depth: int) -> int:
+        left = len(self.data) - self.at()
+        if size > left:  # each item has one byte at least
+            raise ValueError(f"{size} items in the {left} bytes that are left")
+        if depth > DEEPEST + 2:  # in the innermost may be a NumPy array, and in that its shape
+            raise ValueError(f"containers are more than {DEEPEST} deep in each other")
+        return size
+
+    @staticmethod
+    def _hashable(obj: Any, what: str) -> Any:
+        try:
+            hash(obj)
+        except Exception as error:  # of a registered class, whatever its __hash__ raises
+            raise ValueError(f"{what} with a {type(obj).__name__}, which cannot be one") from error
+        return obj
+
+    @staticmethod
+    def _complete(container: dict[Any, Any] | set[Any], size: int, what: str) -> None:
+        if len(container) != size:
+            raise ValueError(f"{what} comes twice")
+
+
+def _name_of(obj: Any) -> str:
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
+
+
+def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
+    """As it stands in the bytes; None if it has no place there."""
+    if dtype.name == "bfloat16":
+        return "bfloat16"
+    return dtype.str if _DTYPE.fullmatch(dtype.str) else None
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise Error("unpack: an array of bfloat16 came, which needs ml-dtypes: pip install ml-dtypes") from None
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    if not _DTYPE.fullmatch(name):
+        raise ValueError(f"an array of dtype {name[:30]!r}, which pack does not write")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an array of dtype {name!r}: {error}") from None
+
+
+_READERS: dict[int, Callable[[_Reader, int, int], Any]] = {
+    _TUPLE: _Reader._tuple,
+    _SET: _Reader._set,
+    _FROZENSET: lambda reader, size, depth: frozenset(reader._set(size, depth)),
+    _COMPLEX: _Reader._complex,
+    _INTEGER: _Reader._integer,
+    _ARRAY: _Reader._ndarray,
+    _SCALAR: _Reader._scalar,
+    _NAMED: _Reader._named,
+    _PICKLE: _Reader._pickled,
+}

@@ -1,0 +1,293 @@
+"""Classes whose objects can be sent beside the plain ones: each goes as a name and a value that can be sent itself.
+
+The name says which row of this table decodes the value, and nothing more. A name that has no row here is an error: what
+comes from another rank cannot name code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import functools
+import importlib
+import operator
+import pathlib
+import zoneinfo
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mscomm import arrays
+
+# Sent as they are, so that no row is asked for them.
+PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, np.ndarray)
+
+C = TypeVar("C", bound=type)
+
+
+class Row(NamedTuple):
+    name: str
+    cls: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+class Fields(dict[str, Any]):
+    """The fields of a dataclass, by name. It is sent as a dict."""
+
+
+class NotInstalled(TypeError):
+    """A tensor came of a library that is not here."""
+
+
+_by_class: dict[type, Row] = {}
+_by_name: dict[str, Row] = {}
+
+
+def register_object(
+    cls: C,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+    *,
+    name: str | None = None,
+) -> C:
+    """Let the object functions send objects of that class; return it. Every rank that receives them registers it, too.
+
+    encode(obj) gives what can be sent already: plain values, arrays, objects of other registered classes. decode(value)
+    makes the object of that. Without them cls is a dataclass or an Enum. A dataclass goes by its fields, and __init__
+    and __post_init__ do not run on arrival. An enum's member goes by its name. Fields or members that differ between
+    sender and receiver are an Error there. Objects of a subclass need the subclass registered.
+
+    name: what stands for the class between the ranks; its module and name by default. Give one where they differ by
+    rank. Registering a class again replaces its functions.
+
+    TypeError if cls is no class, or if it is neither dataclass nor Enum and encode or decode is missing. ValueError if
+    another class has the name, if the class has another name already, or if its objects are sent as they are.
+
+    >>> @mscomm.register_object
+    ... @dataclasses.dataclass
+    ... class Config:
+    ...     lr: float
+    >>> mscomm.broadcast_object(Config(0.1))
+    Config(lr=0.1)
+    >>> mscomm.register_object(Fraction, lambda x: (x.numerator, x.denominator), lambda parts: Fraction(*parts))
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_object: {cls!r} is not a class")
+    if cls in PLAIN or issubclass(cls, np.generic):
+        raise ValueError(f"register_object: objects of {cls.__qualname__} are sent as they are")
+    if encode is None and decode is None:
+        encode, decode = _defaults(cls)
+    elif encode is None or decode is None:
+        raise TypeError("register_object: give both encode and decode, or neither")
+    name = _full_name(cls) if name is None else name
+    there, other = _by_class.get(cls), _by_name.get(name)
+    if there is not None and there.name != name:
+        raise ValueError(f"register_object: {_full_name(cls)} is registered as {there.name!r} already")
+    if other is not None and other.cls is not cls:
+        if _full_name(other.cls) != _full_name(cls):
+            raise ValueError(
+                f"register_object: the name {name!r} is that of {_full_name(other.cls)}; give another name="
+            )
+        _by_class.pop(other.cls, None)  # the same class, defined again: a notebook's cell
+    _by_class[cls] = _by_name[name] = Row(name, cls, encode, decode)
+    return cls
+
+
+def row_of(obj: Any) -> Row | None:
+    """How the object is sent; None if nobody has said it."""
+    row = _by_class.get(type(obj))
+    return row if row is not None else _row_of_tensor(obj)
+
+
+def row_named(name: str) -> Row | None:
+    return _by_name.get(name)
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# -- dataclasses and enums
+
+
+def _defaults(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    if issubclass(cls, enum.Flag):
+        return functools.partial(_flags_of, cls), functools.partial(_flags, cls)
+    if issubclass(cls, enum.Enum):
+        return operator.attrgetter("name"), functools.partial(_member, cls)
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(
+            f"register_object: {_full_name(cls)} is neither a dataclass nor an Enum; give encode and decode"
+        )
+    if cls.__new__ is not object.__new__:
+        raise TypeError(
+            f"register_object: {_full_name(cls)} has a __new__ of its own or its base's; give encode and decode"
+        )
+    names = [field.name for field in dataclasses.fields(cls)]
+    return functools.partial(_fields_of, names), functools.partial(_of_fields, cls, names)
+
+
+def _fields_of(names: list[str], obj: Any) -> Fields:
+    kept = (functools.cached_property,)  # it is computed anew
+    own = vars(obj) if hasattr(obj, "__dict__") else {}
+    others = [one for one in own if one not in names and not isinstance(getattr(type(obj), one, None), kept)]
+    if others:
+        raise TypeError(f"has attributes that are no fields ({', '.join(others)}); register it with encode and decode")
+    return Fields((name, getattr(obj, name)) for name in names)
+
+
+def _of_fields(cls: type, names: list[str], value: Any) -> Any:
+    if type(value) is not dict or value.keys() != set(names):
+        came = ", ".join(map(str, value)) if type(value) is dict else f"a {type(value).__name__}"
+        raise ValueError(
+            f"the fields are {', '.join(names)}, and what came has {came}: do the ranks run the same code?"
+        )
+    obj: Any = object.__new__(cls)
+    for name in names:
+        object.__setattr__(obj, name, value[name])  # also of a frozen one
+    return obj
+
+
+def _member(cls: type[enum.Enum], name: Any) -> enum.Enum:
+    if type(name) is not str or name not in cls.__members__:
+        raise ValueError(
+            f"{name!r} is none of the members {', '.join(cls.__members__)}: do the ranks run the same code?"
+        )
+    return cls.__members__[name]
+
+
+def _flags_of(cls: type[enum.Flag], obj: Any) -> list[str]:
+    names = [name for name, one in cls.__members__.items() if one.value and one.value & obj.value == one.value]
+    if _flags(cls, names) != obj:
+        raise TypeError(f"{obj!r} has bits that no member has")
+    return names
+
+
+def _flags(cls: type[enum.Flag], names: Any) -> enum.Flag:
+    if type(names) is not list:
+        raise ValueError(f"a {type(names).__name__} where a list of names belongs")
+    return functools.reduce(operator.or_, [_member(cls, name) for name in names], cls(0))
+
+
+# -- rows that are there from the start
+
+
+def _ints(value: Any, count: int) -> list[int]:
+    if type(value) is not list or len(value) != count or not all(type(one) is int for one in value):
+        raise ValueError(f"{value!r} where a list of {count} ints belongs")
+    return value
+
+
+def _parts(value: Any, *kinds: type) -> list[Any]:
+    if type(value) is not list or len(value) != len(kinds) or not all(map(isinstance, value, kinds)):
+        raise ValueError(f"{value!r} where a list of {', '.join(kind.__name__ for kind in kinds)} belongs")
+    return value
+
+
+def _date(value: Any) -> datetime.date:
+    return datetime.date(*_ints(value, 3))
+
+
+def _timedelta(value: Any) -> datetime.timedelta:
+    return datetime.timedelta(*_ints(value, 3))
+
+
+def _timezone_of(zone: datetime.timezone) -> list[Any]:
+    return [zone.utcoffset(None), zone.tzname(None)]
+
+
+def _timezone(value: Any) -> datetime.timezone:
+    offset, name = _parts(value, datetime.timedelta, str)
+    unnamed = datetime.timezone(offset)
+    return unnamed if unnamed.tzname(None) == name else datetime.timezone(offset, name)
+
+
+def _zone_of(zone: zoneinfo.ZoneInfo) -> str:
+    if zone.key is None:
+        raise TypeError("was read from a file and has no key")
+    return zone.key
+
+
+def _zone(key: Any) -> zoneinfo.ZoneInfo:
+    if type(key) is not str:
+        raise ValueError(f"a {type(key).__name__} where a key belongs")
+    return zoneinfo.ZoneInfo(key)
+
+
+def _time_of(x: datetime.time) -> list[Any]:
+    return [[x.hour, x.minute, x.second, x.microsecond, x.fold], x.tzinfo]
+
+
+def _time(value: Any) -> datetime.time:
+    clock, zone = _parts(value, list, object)
+    hour, minute, second, microsecond, fold = _ints(clock, 5)
+    return datetime.time(hour, minute, second, microsecond, zone, fold=fold)
+
+
+def _datetime_of(x: datetime.datetime) -> list[Any]:
+    return [[x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, x.fold], x.tzinfo]
+
+
+def _datetime(value: Any) -> datetime.datetime:
+    clock, zone = _parts(value, list, object)
+    year, month, day, hour, minute, second, microsecond, fold = _ints(clock, 8)
+    return datetime.datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
+
+
+def _path(cls: type[pathlib.PurePath], value: Any) -> pathlib.PurePath:
+    if type(value) is not str:
+        raise ValueError(f"a {type(value).__name__} where a str belongs")
+    return cls(value)
+
+
+def _ordered(value: Any) -> OrderedDict[Any, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"a {type(value).__name__} where a dict belongs")
+    return OrderedDict(value)
+
+
+register_object(datetime.date, lambda x: [x.year, x.month, x.day], _date)
+register_object(datetime.time, _time_of, _time)
+register_object(datetime.datetime, _datetime_of, _datetime)
+register_object(datetime.timedelta, lambda x: [x.days, x.seconds, x.microseconds], _timedelta)
+register_object(datetime.timezone, _timezone_of, _timezone)
+register_object(zoneinfo.ZoneInfo, _zone_of, _zone)
+register_object(OrderedDict, dict, _ordered)
+for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):  # by names that all Pythons have
+    register_object(_cls, str, functools.partial(_path, _cls), name=f"pathlib.{_cls.__name__}")
+
+
+# -- tensors
+
+
+def _row_of_tensor(obj: Any) -> Row | None:
+    """Of a tensor of a library's own class, which comes back as one of that class."""
+    library = arrays.packable(obj)
+    return None if library is None else _by_name[f"{library} tensor"]
+
+
+def _numbers_of(tensor: Any) -> np.ndarray[Any, Any]:
+    try:
+        return arrays.on_cpu(tensor)
+    except TypeError as error:
+        raise TypeError(f"it {error}") from None
+
+
+def _tensor(library: str, numbers: Any) -> Any:
+    if type(numbers) is not np.ndarray:
+        raise ValueError(f"a {type(numbers).__name__} where an array belongs")
+    try:
+        module = importlib.import_module(f"mscomm.arrays.{library}")
+    except ImportError as error:
+        raise NotInstalled(f"a tensor of {library} came, which this rank cannot import ({error})") from error
+    return module.of_numpy(numbers)
+
+
+for _library in arrays.PACKABLE:
+    _by_name[f"{_library} tensor"] = Row(
+        f"{_library} tensor", object, _numbers_of, functools.partial(_tensor, _library)
+    )
