@@ -8,6 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from images import image
 
 import mscomm
@@ -119,7 +121,32 @@ def test_resize_is_pillows(inter):
 def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
-        vision.Resize(8)(image(4, 4))
+        vision.Resize(3)(image(4, 4))
+    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # which NumPy does
+
+
+@given(
+    old=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    more=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    channels=st.sampled_from([None, 1, 2, 3, 4]),
+    planar=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_larger_images_have_pillows_bits(old, more, channels, planar):
+    from PIL import Image
+
+    rows = np.stack([image(*old, channels), 255 - image(*old, channels)])
+    rows[0, 0], rows[1, -1] = 255, 0
+    if planar and channels:
+        rows = np.ascontiguousarray(rows.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1)
+    size = (old[0] + more[0], old[1] + more[1])
+    got = vision.Resize(size).on_rows(rows)
+    assert got.shape == (2, *size, *rows.shape[3:]) and got.dtype == np.uint8
+    for one, row in zip(got, rows, strict=True):
+        planes = [row] if channels is None else [row[:, :, channel] for channel in range(channels)]
+        pictures = [Image.fromarray(np.ascontiguousarray(plane)) for plane in planes]
+        want = [np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR)) for picture in pictures]
+        assert np.array_equal(one, want[0] if channels is None else np.dstack(want))
 
 
 def test_resize_takes_no_other_dtype():
@@ -151,6 +178,19 @@ def test_normalize_is_by_channel(is_hwc, batch, dtype):
     np.testing.assert_allclose(got, want, rtol=3e-7)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 3), (1, 224, 7, 3), (2, 40, 200, 3), (3, 8, 8, 1), (0, 4, 4, 3)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (1, 0, 3, 2), (3, 2, 1, 0)])
+def test_normalize_has_the_bits_of_the_formula_whatever_the_order_in_memory(shape, order):
+    x = np.random.default_rng(0).random(shape, np.float32)
+    x = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
+    mean, std = (0.4465, 0.4822, 0.4914)[: shape[-1]], (0.2010, 0.1994, 0.2023)[: shape[-1]]
+    want = (x - np.array(mean, np.float32)) / np.array(std, np.float32)
+    for got in (vision.Normalize(mean, std)(x), vision.Normalize(mean, std).on_rows(x)):
+        assert got.dtype == np.float32 and np.array_equal(got, want)
+    channels_first = vision.Normalize(mean, std, is_hwc=False)(x.transpose(0, 3, 1, 2))
+    assert np.array_equal(channels_first, want.transpose(0, 3, 1, 2))
+
+
 def test_hwc2chw_moves_the_channels():
     x = image(4, 5, 3)
     assert np.array_equal(vision.HWC2CHW()(x), x.transpose(2, 0, 1))
@@ -162,6 +202,14 @@ def test_type_cast_is_astype(dtype):
     x = np.array([[0, 1.75, 200]])
     got = transforms.TypeCast(dtype)(x)
     assert got.dtype == np.dtype(dtype) and np.array_equal(got, x.astype(dtype))
+
+
+@pytest.mark.parametrize("library", ["torch", "mindspore"])
+@pytest.mark.parametrize("name", ["bool", "int32", "float16", "float64", "bfloat16"])
+def test_a_dtype_may_be_another_librarys(library, name):
+    given = getattr(pytest.importorskip(library), {"bool": "bool_"}.get(name, name) if library == "mindspore" else name)
+    kind = transforms.TypeCast(given)(np.array([0.0, 2.75])).dtype
+    assert kind.name == name and mscomm.zeros(3, dtype=given).dtype == kind
 
 
 @pytest.mark.parametrize(
@@ -227,6 +275,23 @@ def test_every_operation_leaves_its_input_alone_and_says_where_it_failed(name):
     bad = [(np.array(["text"]),)]
     with pytest.raises(RuntimeError, match=rf"map of x: {name} on row 0 of the source"):
         list(ds.GeneratorDataset(bad, "x").map(operation))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("channels", [None, 3])
+@pytest.mark.parametrize("size", [(6, 7), (12, 20)])
+def test_rows_together_have_the_bits_of_each_by_itself(name, channels, size):
+    if channels is None and name in ("Normalize", "HWC2CHW"):
+        pytest.skip("needs channels")
+    operation = OPERATIONS[name](*EXAMPLES[name])
+    rows = np.stack([image(*size, channels), 255 - image(*size, channels), image(*size, channels)[::-1]])
+    drawn = draws.bits(9, [1, 2, 3]).tolist()
+    kept = rows.copy()
+    together = operation.on_rows(rows, drawn)
+    for which, row in enumerate(rows):
+        alone = operation.apply(row, drawn[which]) if hasattr(operation, "apply") else operation(row)
+        assert together[which].dtype == alone.dtype and np.array_equal(together[which], alone)
+    assert np.array_equal(rows, kept)
 
 
 @pytest.mark.parametrize("module", ["vision", "transforms"])

@@ -6,6 +6,8 @@ The format is that of https://www.cs.toronto.edu/~kriz/cifar.html, "binary versi
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import re
 import weakref
@@ -16,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm.dataset import agree
-from mscomm.dataset.pipeline import Row, Source, Ticket, Tickets
+from mscomm.dataset import agree, workers
+from mscomm.dataset.pipeline import Column, Source, Ticket, Tickets
 from mscomm.dataset.sampler import DistributedSampler, choose
+from mscomm.dataset.workers import Turn
 
 CHANNELS, SIDE, CLASSES = 3, 32, 10
 RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
@@ -48,7 +51,7 @@ class Cifar10Dataset(Source):
     test_batch.bin, "all" or None both: 60,000 rows of CIFAR-10. num_shards, shard_id: this rank's part, as
     DistributedSampler deals it. shuffle: None or True: another order in each pass; False: that of the files.
     num_samples: at most so many rows. sampler: a DistributedSampler, or the numbers of rows, instead of these.
-    num_parallel_workers has no effect.
+    num_parallel_workers: as in Dataset.map; reading is safe in any number of threads.
 
     ValueError for a folder without the files, and for files that are truncated or of another format: it says which, and
     what to do. Names and sizes are checked here, labels before the first pass, which reads all files once. Then the
@@ -72,15 +75,14 @@ class Cifar10Dataset(Source):
         num_shards: int | None = None,
         shard_id: int | None = None,
     ) -> None:
-        del num_parallel_workers
-        super().__init__(("image", "label"))
+        super().__init__(("image", "label"), workers.checked("Cifar10Dataset", num_parallel_workers))
         if usage is not None and usage not in _USAGES:
             raise ValueError(f"Cifar10Dataset: usage={usage!r}; expected one of {', '.join(_USAGES)}")
         self._sampler = choose("Cifar10Dataset", num_samples, shuffle, sampler, num_shards, shard_id)
         self._folder = Path(dataset_dir)
         self._names = _find(self._folder, usage or "all")
-        self._ends = np.cumsum([_records(self._folder / name) for name in self._names])
-        self._rows = int(self._ends[-1])
+        self._ends = list(itertools.accumulate(_records(self._folder / name) for name in self._names))
+        self._rows = self._ends[-1]
         self._files: list[int] = []  # descriptors, from the first pass on
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -107,18 +109,18 @@ class Cifar10Dataset(Source):
         for index in self._sampler.indices(self._rows, seed, epoch).tolist():
             yield Ticket(epoch, index)
 
-    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
+    def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
         records = np.empty((len(tickets), RECORD_BYTES), np.uint8)
-        for record, ticket in zip(records, tickets, strict=True):
-            which = int(np.searchsorted(self._ends, ticket.sample, side="right"))
-            place = ticket.sample - (int(self._ends[which - 1]) if which else 0)
-            # Not by a map of the file: where that is cut short by somebody, it kills the process.
-            if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
-                raise ValueError(f"{self._folder / self._names[which]}: record {place} is gone; the file was cut short")
+        with turn.at(self._place):
+            for record, ticket in zip(records, tickets, strict=True):
+                which = bisect.bisect_right(self._ends, ticket.sample)
+                place = ticket.sample - (self._ends[which - 1] if which else 0)
+                # Not by a map of the file: where that is cut short by somebody, it kills the process.
+                if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
+                    where = self._folder / self._names[which]
+                    raise ValueError(f"{where}: record {place} is gone; the file was cut short")
         planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
-        images = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
-        labels = records[:, 0].astype(np.uint32)
-        return [(images[which], labels[which, ...]) for which in range(len(tickets))]
+        return [planes.transpose(0, 2, 3, 1), records[:, 0].astype(np.uint32)]
 
     def _size(self) -> int:
         return self._sampler.count(self._rows)

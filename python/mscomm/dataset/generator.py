@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mscomm.dataset import agree
-from mscomm.dataset.pipeline import Row, Source, Ticket, Tickets
+from mscomm.dataset import agree, workers
+from mscomm.dataset.pipeline import Column, Source, Ticket, Tickets
 from mscomm.dataset.sampler import DistributedSampler, choose
+from mscomm.dataset.workers import Turn
 
 
 class GeneratorDataset(Source):
@@ -22,8 +23,10 @@ class GeneratorDataset(Source):
 
     num_shards, shard_id, shuffle and sampler are as in Cifar10Dataset and need random access: ValueError otherwise.
     With random access rows are shuffled unless shuffle=False, as in MindSpore. num_samples: at most so many rows.
-    num_parallel_workers has no effect. What the source raises comes as RuntimeError that names the row, from the
-    original. ValueError for an iterator, which can be read only once. The source runs in a thread.
+    num_parallel_workers: how many threads may read from a source with random access at once; None: 1, as in MindSpore.
+    One that is read in order is read by one thread in any case; see Dataset.map. What the source raises comes as
+    RuntimeError that names the row, from the original. ValueError for an iterator, which can be read only once. The
+    source runs in a thread.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
     >>> [(x.item(), y.item()) for x, y in data]
@@ -42,13 +45,13 @@ class GeneratorDataset(Source):
         num_shards: int | None = None,
         shard_id: int | None = None,
     ) -> None:
-        del num_parallel_workers
+        threads = workers.checked("GeneratorDataset", num_parallel_workers)
         names = [column_names] if isinstance(column_names, str) else list(column_names)
         if not names or not all(isinstance(name, str) for name in names):
             raise TypeError(f"GeneratorDataset: column_names={column_names!r}; expected a name, or several")
         if len(set(names)) != len(names):
             raise ValueError(f"GeneratorDataset: column_names={column_names!r} has a name twice")
-        super().__init__(names)
+        super().__init__(names, threads)
         self._source: Any = source
         self._random_access = not callable(source) and hasattr(source, "__getitem__") and hasattr(source, "__len__")
         self._num_samples = num_samples
@@ -101,16 +104,20 @@ class GeneratorDataset(Source):
         except Exception as error:
             raise RuntimeError(_tell(index + 1, error)) from error
 
-    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
-        rows = []
-        for ticket in tickets:
-            try:
-                rows.append(self._row(self._source[ticket.sample] if self._random_access else ticket.held))
-            except Exception as error:
-                raise RuntimeError(_tell(ticket.sample, error)) from error
-        return rows
+    def _width(self) -> int:
+        return self._workers or 1
 
-    def _row(self, given: Any) -> Row:
+    def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
+        rows = []
+        with turn.at(self._place):
+            for ticket in tickets:
+                try:
+                    rows.append(self._row(self._source[ticket.sample] if self._random_access else ticket.held))
+                except Exception as error:
+                    raise RuntimeError(_tell(ticket.sample, error)) from error
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def _row(self, given: Any) -> tuple[Any, ...]:
         values = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         if len(values) != len(self.columns):
             raise ValueError(f"it has {len(values)} values, there are {len(self.columns)} columns")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mscomm.dataset import config
 from mscomm.dataset.prefetch import Prefetch
+from mscomm.dataset.workers import Turn, in_order
 
 if TYPE_CHECKING:
     from mscomm.dataset.pipeline import Dataset
+
+
+def row_of(column: Any, which: int) -> Any:
+    """One row of a column: an array with an axis for the rows in front, or a list of arrays."""
+    return column[which, ...] if isinstance(column, np.ndarray) else column[which]
 
 
 class DatasetIterator:
@@ -84,12 +94,14 @@ class DatasetIterator:
 
 def _rows(dataset: Dataset, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
     """The rows, or batches, of one pass but for the first `skip`, of which only the order is worked out."""
-    tickets: Iterator[Any] = dataset.tickets(seed, epoch)
-    try:
-        for number, ticket in enumerate(tickets):
-            if number >= skip:
-                (row,) = dataset.load(seed, [ticket])
-                # In C order: some operations give views with negative strides, which torch.from_numpy refuses.
-                yield tuple(array if array.flags.c_contiguous else array.copy() for array in row)
-    finally:
-        tickets.close()  # type: ignore[attr-defined]
+    tickets = dataset.tickets(seed, epoch)
+
+    def make(turn: Turn, ticket: Any) -> tuple[Any, ...]:
+        # In C order: others know no negative strides, as torch.from_numpy.
+        row = (row_of(column, 0) for column in dataset.load(turn, [ticket]))
+        return tuple(array if array.flags.c_contiguous else array.copy() for array in row)
+
+    widths = dataset.widths()
+    threads = dataset.threads()
+    with contextlib.closing(tickets):
+        yield from in_order(make, seed, itertools.islice(tickets, skip, None), threads, widths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,19 @@ Array = np.ndarray[Any, Any]
 
 
 class Operation:
-    """Changes one array; may also be called by itself."""
+    """Changes one array; may also be called by itself. It keeps nothing between calls that decides about a result, so
+    several threads may call it."""
 
     def __call__(self, x: Any) -> Array:
         raise NotImplementedError
+
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        """The results for arrays of one shape, which are stacked along axis 0, stacked likewise; the same bits.
+
+        draws: for a RandomOperation, the random bits of each row. The result may lie in memory in any order of its
+        axes. What a row cannot be raises something here too; the pipeline then goes row by row, to name the one.
+        """
+        return np.stack([self(rows[which, ...]) for which in range(len(rows))])
 
     def __repr__(self) -> str:
         return type(self).__name__
@@ -36,6 +46,10 @@ class RandomOperation(Operation):
 
     def apply(self, x: Any, draw: int) -> Array:
         """The result for these random bits."""
+        result: Array = self.on_rows(image_of(x, self)[None], [draw])[0]
+        return result
+
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
         raise NotImplementedError
 
 
@@ -49,6 +63,12 @@ def image_of(x: Any, operation: object) -> Array:
             f" got {x.dtype}{list(x.shape)}"
         )
     return x
+
+
+def images_of(rows: Array, operation: object) -> Array:
+    """rows, if each of them is an image."""
+    image_of(rows[0, ...], operation)
+    return rows
 
 
 def two_sizes(operation: str, argument: str, value: Any) -> tuple[int, int]:

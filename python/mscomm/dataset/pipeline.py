@@ -1,8 +1,10 @@
 """A source and the steps after it: map, shuffle, batch, repeat.
 
 A pass has two halves. `tickets` says which rows come in which order, without reading them; `load` makes the rows of
-some tickets. So an order can be gone through without the work, which is how a pass goes on in the middle; and `load`
-sees all rows of a batch at once.
+some tickets. So an order can be gone through without the work, which is how a pass goes on in the middle; `load` sees
+all rows of a batch at once; and since it depends on its arguments alone, several threads may make batches: `workers`.
+
+Rows that have one shape lie in one array, whose first axis is theirs. Operations of ours change many at once there.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm.dataset import config, draws
-from mscomm.dataset.iterator import DatasetIterator
-from mscomm.dataset.operation import Operation, RandomOperation
+from mscomm.dataset import config, draws, workers
+from mscomm.dataset.iterator import DatasetIterator, row_of
+from mscomm.dataset.operation import Array, Operation, RandomOperation
+from mscomm.dataset.workers import Turn
 
-Row = tuple[Any, ...]  # an array for each column
+Column = Array | list[Any]  # of some rows: one array with an axis for the rows in front, or an array for each row
 _VERSION = 1  # of state_dict
+_PIECE_BYTES = 1 << 20  # of rows that go through all operations of a map together, so that they stay in the cache
 
 
 class Ticket(NamedTuple):
@@ -41,8 +45,9 @@ class Dataset(ABC):
 
     columns: tuple[str, ...]
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, workers: int | None) -> None:
         self._place = place  # how many steps lie before this one
+        self._workers = workers  # num_parallel_workers
         self._seed: int | None = None
         self._next = (0, 0)  # the pass and the batch that the next pass begins with
         self._agreed = False
@@ -62,15 +67,20 @@ class Dataset(ABC):
         operations: one callable or several. The first is called with the input columns' arrays, each other one with
         what the one before it returned: an array, or a tuple of several. input_columns: a name or several; None: the
         first column. output_columns: names for the results; needed where there are more or fewer than input columns,
-        and these then come first. num_parallel_workers has no effect.
+        and these then come first. A function of yours is called with arrays in C order.
+
+        num_parallel_workers: how many threads may work in this step at once, 1 to the number of CPUs. An iterator has
+        as many threads as the step with the largest number; each makes a whole batch. None: 1 where operations has
+        functions of yours, which then see the batches in order; as many as there are where all are of mscomm.dataset.
+        The results do not depend on it, unless a function has a state.
 
         An exception is raised where the batch would have been, as RuntimeError that names the operation and the row,
-        from the original. TypeError for what is not callable, ValueError for a column that there is not.
+        from the original. TypeError for what is not callable, ValueError for a column that there is not, or for another
+        num_parallel_workers.
 
         >>> data = data.map(operations=[vision.RandomCrop(24), vision.HWC2CHW()], input_columns="image")
         """
-        del num_parallel_workers
-        return _Map(self, operations, input_columns, output_columns)
+        return _Map(self, operations, input_columns, output_columns, workers.checked("map", num_parallel_workers))
 
     def shuffle(self, buffer_size: int) -> Dataset:
         """Mix rows that are near each other: each row is taken at random from the next buffer_size ones.
@@ -86,12 +96,11 @@ class Dataset(ABC):
         """Put batch_size rows into one: each column's arrays are stacked along a new first axis.
 
         drop_remainder: leave out a last batch with fewer rows. A RuntimeError comes instead of a batch whose rows have
-        different shapes or dtypes. num_parallel_workers has no effect. TypeError, ValueError for wrong arguments.
+        different shapes or dtypes. num_parallel_workers: as in map. TypeError, ValueError for wrong arguments.
 
         >>> data = data.batch(batch_size=32, drop_remainder=True)
         """
-        del num_parallel_workers
-        return _Batch(self, batch_size, drop_remainder)
+        return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """So many passes in one, each with an order of its own; None or -1: without end.
@@ -200,6 +209,19 @@ class Dataset(ABC):
                 )
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is number `epoch`, from 0: it has the order and the random changes of that pass of any run.
+
+        Passes count on by themselves; Model.train calls this for its initial_epoch. TypeError for what is no int,
+        ValueError outside 0..2**32-1.
+
+        >>> data.set_epoch(3)
+        """
+        epoch = _count("set_epoch", "epoch", epoch, 0)
+        if epoch >= 2**32:
+            raise ValueError(f"set_epoch: epoch={epoch}; expected less than 2**32")
+        self._next = self.position = (epoch, 0)
+
     def begin_pass(self) -> tuple[int, int, int]:
         """For DatasetIterator: seed, epoch, and the batch to begin with. At the first pass the ranks compare."""
         seed = config.get_seed() if self._seed is None else self._seed
@@ -223,8 +245,20 @@ class Dataset(ABC):
         """The rows of a pass, in order."""
 
     @abstractmethod
-    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
-        """The rows of these tickets."""
+    def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
+        """The rows of these tickets, by columns. Called by several threads at once."""
+
+    def widths(self) -> dict[int, int]:
+        """How many threads may be in a step at once, by its place; without those that any number may be in."""
+        width = self._width()
+        return {} if width is None else {self._place: width}
+
+    def threads(self) -> int:
+        """How many threads make batches: the largest num_parallel_workers of the steps."""
+        return self._workers or 1
+
+    def _width(self) -> int | None:
+        return self._workers
 
     @abstractmethod
     def _size(self) -> int: ...
@@ -241,8 +275,8 @@ class Dataset(ABC):
 class Source(Dataset):
     """A dataset with nothing before it."""
 
-    def __init__(self, columns: Sequence[str]) -> None:
-        super().__init__(0)
+    def __init__(self, columns: Sequence[str], workers: int | None) -> None:
+        super().__init__(0, workers)
         self.columns = tuple(columns)
 
     def source(self) -> Source:
@@ -256,8 +290,8 @@ class Source(Dataset):
 class _Step(Dataset):
     """A dataset that changes the one before it. By itself it changes nothing."""
 
-    def __init__(self, before: Dataset) -> None:
-        super().__init__(before._place + 1)
+    def __init__(self, before: Dataset, workers: int | None = None) -> None:
+        super().__init__(before._place + 1, workers)
         self._before = before
         self.columns = before.columns
 
@@ -267,8 +301,14 @@ class _Step(Dataset):
     def tickets(self, seed: int, epoch: int) -> Tickets:
         yield from self._before.tickets(seed, epoch)
 
-    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
-        return self._before.load(seed, tickets)
+    def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
+        return self._before.load(turn, tickets)
+
+    def widths(self) -> dict[int, int]:
+        return {**self._before.widths(), **super().widths()}
+
+    def threads(self) -> int:
+        return max(self._before.threads(), super().threads())
 
     def _size(self) -> int:
         return self._of(self._before._size())
@@ -292,8 +332,10 @@ class _Step(Dataset):
 
 
 class _Map(_Step):
-    def __init__(self, before: Dataset, operations: Any, input_columns: Any, output_columns: Any) -> None:
-        super().__init__(before)
+    def __init__(
+        self, before: Dataset, operations: Any, input_columns: Any, output_columns: Any, workers: int | None
+    ) -> None:
+        super().__init__(before, workers)
         self._operations = list(operations) if isinstance(operations, (list, tuple)) else [operations]
         if not self._operations:
             raise ValueError("map: operations is empty")
@@ -313,30 +355,82 @@ class _Map(_Step):
             self.columns = tuple(renamed.get(name, name) for name in before.columns)
         else:
             self.columns = (*self._outputs, *others)
+        self._ours = all(isinstance(operation, Operation) for operation in self._operations)
+        self._row_bytes = [1] * len(self._operations)  # of what came out of each last
 
-    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
-        rows = [dict(zip(self._before.columns, row, strict=True)) for row in self._before.load(seed, tickets)]
-        values = [tuple(row.pop(name) for name in self._inputs) for row in rows]
-        for number, operation in enumerate(self._operations):
-            if isinstance(operation, RandomOperation):
-                epochs, indices = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
-                drawn = draws.bits(seed, self._place, number, epochs, indices).tolist()
+    def _width(self) -> int | None:
+        return self._workers or (None if self._ours else 1)
+
+    def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
+        columns = dict(zip(self._before.columns, self._before.load(turn, tickets), strict=True))
+        inputs = [columns.pop(name) for name in self._inputs]
+        with turn.at(self._place):
+            drawn = self._draws(turn.seed, tickets)
+            rows = _together(inputs[0]) if self._ours and len(inputs) == len(self._outputs) == 1 else None
+            if rows is not None:
+                columns[self._outputs[0]] = self._by_pieces(rows, drawn, tickets)
+            else:
+                columns.update(zip(self._outputs, self._by_rows(inputs, drawn, tickets), strict=True))
+        return [columns[name] for name in self.columns]
+
+    def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
+        """For each operation the random bits of the rows; none where it takes none."""
+        epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
+        return [
+            draws.bits(seed, self._place, number, epochs, samples).tolist()
+            if isinstance(operation, RandomOperation)
+            else []
+            for number, operation in enumerate(self._operations)
+        ]
+
+    def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
+        """Each operation on all rows, as long as what comes out is small; the others on a few rows at a time."""
+        large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
+        first = large.index(True) if True in large else len(large)
+        step = max(1, _PIECE_BYTES // max(self._row_bytes))
+        try:
+            together = self._piece(rows, drawn, range(first), slice(None))
+            if first == len(large):
+                return together
+            result: Array | None = None
+            for begin in range(0, len(rows), step):
+                some = slice(begin, begin + step)
+                piece = self._piece(together[some], drawn, range(first, len(large)), some)
+                if result is None:
+                    result = np.empty((len(rows), *piece.shape[1:]), piece.dtype)
+                result[some] = piece
+        except Exception:
+            return self._by_rows([rows], drawn, tickets)[0]  # it fails there, too, and says which row
+        assert result is not None
+        return result
+
+    def _piece(self, rows: Array, drawn: list[list[int]], numbers: range, some: slice) -> Array:
+        for number in numbers:
+            rows = self._operations[number].on_rows(rows, drawn[number][some])
+            self._row_bytes[number] = max(1, rows.nbytes // len(rows))
+        return rows
+
+    def _by_rows(self, inputs: list[Column], drawn: list[list[int]], tickets: Sequence[Ticket]) -> list[list[Any]]:
+        """Each operation on one row after the other; the results by columns."""
+        values = [tuple(row_of(column, which) for column in inputs) for which in range(len(tickets))]
+        for number, (operation, bits) in enumerate(zip(self._operations, drawn, strict=True)):
             for which, ticket in enumerate(tickets):
                 try:
                     if isinstance(operation, RandomOperation):
                         (value,) = values[which]
-                        result = operation.apply(value, drawn[which])
-                    else:
+                        result = operation.apply(value, bits[which])
+                    elif isinstance(operation, Operation):
                         result = operation(*values[which])
+                    else:
+                        result = operation(*map(_in_c_order, values[which]))
                 except Exception as error:
                     raise RuntimeError(self._tell(number, ticket, f"{type(error).__name__}: {error}")) from error
                 values[which] = result if isinstance(result, tuple) else (result,)
-        for row, value, ticket in zip(rows, values, tickets, strict=True):
+        for value, ticket in zip(values, tickets, strict=True):
             if len(value) != len(self._outputs):
                 came = f"it returned {len(value)} values for {len(self._outputs)} columns; name them by output_columns"
                 raise RuntimeError(self._tell(len(self._operations) - 1, ticket, came))
-            row.update(zip(self._outputs, map(np.asarray, value), strict=True))
-        return [tuple(row[name] for name in self.columns) for row in rows]
+        return [[np.asarray(value[place]) for value in values] for place in range(len(self._outputs))]
 
     def _tell(self, number: int, ticket: Ticket, what: str) -> str:
         operation = self._operations[number]
@@ -376,8 +470,8 @@ class _Shuffle(_Step):
 
 
 class _Batch(_Step):
-    def __init__(self, before: Dataset, batch_size: int, drop_remainder: bool) -> None:
-        super().__init__(before)
+    def __init__(self, before: Dataset, batch_size: int, drop_remainder: bool, workers: int | None) -> None:
+        super().__init__(before, workers)
         self._batch_size = _count("batch", "batch_size", batch_size, 1)
         if not isinstance(drop_remainder, bool):
             raise TypeError(f"batch: drop_remainder is a {type(drop_remainder).__name__}; expected a bool")
@@ -389,13 +483,18 @@ class _Batch(_Step):
             if len(parts) == self._batch_size or not self._drop_remainder:
                 yield Ticket(parts[0].epoch, parts[0].sample, parts)
 
-    def load(self, seed: int, tickets: Sequence[Ticket]) -> list[Row]:
-        batches = []
-        for ticket in tickets:
-            rows = self._before.load(seed, ticket.held)
-            columns = zip(self.columns, zip(*rows, strict=True), strict=True)
-            batches.append(tuple(_stacked(name, arrays, ticket.held) for name, arrays in columns))
-        return batches
+    def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
+        # All batches' rows in one go: a step is entered once a turn.
+        columns = self._before.load(turn, [part for ticket in tickets for part in ticket.held])
+        batches: list[list[Any]] = [[] for _ in self.columns]
+        with turn.at(self._place):
+            begin = 0
+            for ticket in tickets:
+                end = begin + len(ticket.held)
+                for name, column, into in zip(self.columns, columns, batches, strict=True):
+                    into.append(_stacked(name, column[begin:end], ticket.held))
+                begin = end
+        return list(batches)
 
     def _of(self, before: int) -> int:
         return before // self._batch_size if self._drop_remainder else -(-before // self._batch_size)
@@ -437,7 +536,21 @@ class _Repeat(_Step):
         return [*super()._described(), f"repeat({self._count})"]
 
 
-def _stacked(name: str, arrays: Sequence[Any], tickets: Sequence[Ticket]) -> Any:
+def _together(column: Column) -> Array | None:
+    """The rows in one array, if they have one shape and one dtype."""
+    if isinstance(column, np.ndarray):
+        return column
+    alike = len({(row.shape, row.dtype) for row in column}) == 1
+    return np.stack(column) if alike else None
+
+
+def _in_c_order(x: Any) -> Any:
+    return x.copy() if isinstance(x, np.ndarray) and not x.flags.c_contiguous else x
+
+
+def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
+    if isinstance(arrays, np.ndarray):
+        return np.ascontiguousarray(arrays)
     first = arrays[0]
     for array, ticket in zip(arrays, tickets, strict=True):
         if array.shape != first.shape or (array.dtype != first.dtype and array.dtype.kind not in "SU"):

@@ -10,13 +10,15 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 _LOOK_S = 1.0  # how often who waits for an item looks whether the thread lives; its word wakes him at once
 _EXIT_S = 5.0  # at exit: for what a thread is in the middle of
+IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
 
 class _Queue:
@@ -53,7 +55,7 @@ class Prefetch:
     def __init__(self, source: Generator[Any, None, None], room: int) -> None:
         self._queue = _Queue(room)
         self._thread = threading.Thread(target=_fill, args=(self._queue, source), name="mscomm-data", daemon=True)
-        _running[self._thread] = self._queue
+        ended_at_exit(self._thread, self._queue.stop)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.stop)
         self._finalizer.atexit = False  # _end_all does that
@@ -64,9 +66,7 @@ class Prefetch:
     def __next__(self) -> Any:
         queue = self._queue
         if queue.pid != os.getpid():
-            raise RuntimeError(
-                "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
-            )
+            raise RuntimeError(IN_A_CHILD)
         with queue.news:
             while not queue.items and not queue.ended and not queue.stopped:
                 if not queue.news.wait(_LOOK_S) and not self._thread.is_alive() and not queue.ended:
@@ -90,8 +90,13 @@ class Prefetch:
             self._thread.join()
 
 
-_running: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=_running.clear)
+
+
+def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
+    """Call stop at the end of the process, and wait for the thread for a while."""
+    _running[thread] = stop
 
 
 def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
@@ -119,7 +124,8 @@ def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
 @atexit.register
 def _end_all() -> None:
     threads = list(_running.items())
-    for _, queue in threads:
-        queue.stop()
+    for _, stop in threads:
+        stop()
+    until = time.monotonic() + _EXIT_S
     for thread, _ in threads:
-        thread.join(_EXIT_S)
+        thread.join(max(0.0, until - time.monotonic()))

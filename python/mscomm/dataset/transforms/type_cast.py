@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mscomm.arrays.numpy import dtype_named
 from mscomm.dataset.operation import Array, Operation
 
 
 class TypeCast(Operation):
     """The same numbers in another dtype, of any shape; as numpy.ndarray.astype, which cuts the fraction off.
 
-    output_type: a NumPy dtype, its name, or one of mscomm.dtype. TypeError if it is none.
+    output_type: a NumPy dtype, its name, one of mscomm.dtype, mindspore.int32, torch.int32. TypeError if it is none.
 
     >>> TypeCast("int32")(np.float32(2.75))
     array(2, dtype=int32)
@@ -22,7 +24,7 @@ class TypeCast(Operation):
         try:
             if output_type is None:  # numpy takes it for float64
                 raise TypeError
-            self._dtype = np.dtype(output_type)
+            self._dtype = dtype_named(output_type)
         except TypeError:
             raise TypeError(
                 f"TypeCast: output_type={output_type!r} is no dtype; expected np.int32, mscomm.int32, ..."
@@ -30,3 +32,6 @@ class TypeCast(Operation):
 
     def __call__(self, x: Any) -> Array:
         return np.asarray(x).astype(self._dtype)
+
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        return self(rows)

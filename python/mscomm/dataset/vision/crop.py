@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mscomm.dataset import draws
-from mscomm.dataset.operation import Array, RandomOperation, image_of, two_sizes
+from mscomm.dataset.draws import below
+from mscomm.dataset.operation import Array, RandomOperation, images_of, two_sizes
 
 
 class Border(enum.Enum):
@@ -58,37 +59,40 @@ class RandomCrop(RandomOperation):
             raise ValueError(f"RandomCrop: fill_value={fill_value!r}; expected 0 to 255")
         self._fill = fill
 
-    def apply(self, x: Any, draw: int) -> Array:
-        image = image_of(x, self)
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        rows = images_of(rows, self)
         if any(self._padding):
-            image = self._padded(image, *self._padding)
+            rows = self._padded(rows, *self._padding)
         height, width = self._size
         if self._pad_if_needed:
-            down, right = max(height - image.shape[0], 0), max(width - image.shape[1], 0)
+            down, right = max(height - rows.shape[1], 0), max(width - rows.shape[2], 0)
             if down or right:
-                image = self._padded(image, right, down, right, down)
-        if image.shape[0] < height or image.shape[1] < width:
+                rows = self._padded(rows, right, down, right, down)
+        high, wide = rows.shape[1:3]
+        if high < height or wide < width:
             raise ValueError(
-                f"RandomCrop: the image has {image.shape[0]} x {image.shape[1]} pixels after padding, the size is"
+                f"RandomCrop: the image has {high} x {wide} pixels after padding, the size is"
                 f" {height} x {width}; give more padding, or pad_if_needed=True"
             )
-        top = draws.below(image.shape[0] - height + 1, draw)
-        left = draws.below(image.shape[1] - width + 1, draw >> 32)
-        return image[top : top + height, left : left + width]
+        result: Array = np.empty_like(rows, shape=(len(rows), height, width, *rows.shape[3:]))
+        for cut, image, draw in zip(result, rows, draws, strict=True):
+            top, left = below(high - height + 1, draw), below(wide - width + 1, draw >> 32)
+            cut[...] = image[top : top + height, left : left + width]
+        return result
 
-    def _padded(self, image: Array, left: int, top: int, right: int, bottom: int) -> Array:
-        sides = [(top, bottom), (left, right), (0, 0)][: image.ndim]
+    def _padded(self, rows: Array, left: int, top: int, right: int, bottom: int) -> Array:
+        sides = [(0, 0), (top, bottom), (left, right), (0, 0)][: rows.ndim]
         if self._mode is not Border.CONSTANT:
-            return np.pad(image, sides, mode=self._mode.value)
-        if self._fill.ndim and image.shape[2:] != self._fill.shape:
+            return np.pad(rows, sides, mode=self._mode.value)
+        if self._fill.ndim and rows.shape[3:] != self._fill.shape:
             raise ValueError(
-                f"RandomCrop: fill_value has {len(self._fill)} numbers, the image is {image.dtype}{list(image.shape)}"
+                f"RandomCrop: fill_value has {len(self._fill)} numbers, the image is {rows.dtype}{list(rows.shape[1:])}"
             )
         # By hand: numpy.pad takes five times as long for an image of 32 x 32.
-        shape = (image.shape[0] + top + bottom, image.shape[1] + left + right, *image.shape[2:])
-        padded: Array = np.empty(shape, image.dtype)
+        shape = (len(rows), rows.shape[1] + top + bottom, rows.shape[2] + left + right, *rows.shape[3:])
+        padded: Array = np.empty_like(rows, shape=shape)
         padded[...] = self._fill
-        padded[top : top + image.shape[0], left : left + image.shape[1]] = image
+        padded[:, top : top + rows.shape[1], left : left + rows.shape[2]] = rows
         return padded
 
 

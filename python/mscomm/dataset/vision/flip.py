@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from mscomm.dataset import draws
-from mscomm.dataset.operation import Array, RandomOperation, image_of
+from mscomm.dataset.draws import unit
+from mscomm.dataset.operation import Array, RandomOperation, images_of
 
 
 class RandomHorizontalFlip(RandomOperation):
@@ -25,6 +25,9 @@ class RandomHorizontalFlip(RandomOperation):
             raise ValueError(f"RandomHorizontalFlip: prob={prob}; expected 0 to 1")
         self._prob = prob
 
-    def apply(self, x: Any, draw: int) -> Array:
-        image = image_of(x, self)
-        return image[:, ::-1] if draws.unit(draw) < self._prob else image
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        result = images_of(rows, self).copy(order="K")
+        for flipped, image, draw in zip(result, rows, draws, strict=True):
+            if unit(draw) < self._prob:
+                flipped[...] = image[:, ::-1]
+        return result

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
+
+_RUN = 512  # numbers: from so many on it does not matter what NumPy does once for each run of them
 
 
 class Rescale(Operation):
@@ -29,6 +33,9 @@ class Rescale(Operation):
         if self._shift:
             result += self._shift
         return result
+
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        return self(rows)
 
 
 class Normalize(Operation):
@@ -57,8 +64,13 @@ class Normalize(Operation):
         self._axis = -1 if is_hwc else -3
 
     def __call__(self, x: Any) -> Array:
-        x = np.asarray(x)
-        if x.ndim < 3:
+        return self._normalized(np.asarray(x), 3)
+
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        return self._normalized(rows, 4)
+
+    def _normalized(self, x: Array, least_axes: int) -> Array:
+        if x.ndim < least_axes:
             raise ValueError(f"Normalize: expected an image with channels, got {x.dtype}{list(x.shape)}")
         channels = x.shape[self._axis]
         if len(self._mean) not in (1, channels):
@@ -67,9 +79,22 @@ class Normalize(Operation):
                 f" {channels} channels"
             )
         shape = (-1,) if self._axis == -1 else (-1, 1, 1)
-        result: Array = np.subtract(x, self._mean.reshape(shape), dtype=np.float32)
-        result /= self._std.reshape(shape)
-        return result
+        mean, std = self._mean.reshape(shape), self._std.reshape(shape)
+        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # of the axes in memory
+        inside = order.index(x.ndim + self._axis)  # the channels' place there
+        lines = x.transpose(order)
+        if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:
+            return _divided(np.subtract(x, mean, dtype=np.float32), std)
+        # NumPy takes up to seven times as long where numbers in a row have different means, since it begins anew for
+        # each of them. So write the means out for a line of memory, and go line by line. The bits are the same.
+        begin = inside
+        while begin and math.prod(lines.shape[begin:]) < _RUN:
+            begin -= 1
+        mean, std = (
+            np.broadcast_to(numbers, x.shape).transpose(order)[(0,) * begin].reshape(-1) for numbers in (mean, std)
+        )
+        result = _divided(np.subtract(lines.reshape(-1, mean.size), mean, dtype=np.float32), std)
+        return result.reshape(lines.shape).transpose(np.argsort(order))
 
 
 class HWC2CHW(Operation):
@@ -82,10 +107,20 @@ class HWC2CHW(Operation):
     """
 
     def __call__(self, x: Any) -> Array:
-        x = np.asarray(x)
-        if x.ndim < 3:
+        return self._moved(np.asarray(x), 3)
+
+    def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
+        return self._moved(rows, 4)
+
+    def _moved(self, x: Array, least_axes: int) -> Array:
+        if x.ndim < least_axes:
             raise ValueError(f"HWC2CHW: expected (height, width, channels), got {x.dtype}{list(x.shape)}")
-        return np.moveaxis(x, -1, -3)
+        return x.transpose(*range(x.ndim - 3), -1, -3, -2)
+
+
+def _divided(x: Array, by: Array) -> Array:
+    x /= by
+    return x
 
 
 def _numbers(name: str, values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
