@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,44 @@ def test_a_file_that_ends_early_anywhere_is_told(tmp_path):
         tensorfile.read_metadata(path)
 
 
+def flip(path: Path, bit: int) -> None:
+    """Change one bit of a file; of a negative number the last ones count."""
+    content = bytearray(path.read_bytes())
+    bit %= 8 * len(content)
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_no_flipped_bit_changes_what_is_read(tmp_path):
+    path = tmp_path / "file"
+    tensorfile.write(path, {"x": np.arange(3.0), "y": np.array(1, np.int16)}, {"who": "me", "when": "now"})
+    size, found = path.stat().st_size, 0
+    for bit in range(8 * size):
+        flip(path, bit)
+        try:
+            arrays, metadata = tensorfile.read(path)
+        except ValueError:
+            found += 1
+        else:  # the name of the checksum itself, or the blanks after the header
+            assert set(arrays) == {"x", "y"} and (arrays["x"] == np.arange(3.0)).all() and arrays["y"] == 1
+            assert metadata["who"] == "me" and metadata["when"] == "now"
+            assert arrays["x"].dtype == np.float64 and arrays["y"].dtype == np.int16
+        flip(path, bit)
+    assert found > 0.6 * 8 * size
+    flip(path, -1)
+    with pytest.raises(ValueError, match="file: damaged: its content is not what was written, as its checksum tells"):
+        load_checkpoint(path)
+
+
+def as_earlier_versions_wrote(path: Path) -> None:
+    """Without a checksum, and without the names of the training."""
+    import safetensors.numpy
+
+    arrays, metadata = tensorfile.read(path)
+    new = {"mscomm.run", "mscomm.part", "mscomm.first"}
+    safetensors.numpy.save_file(arrays, path, {name: x for name, x in metadata.items() if name not in new})
+
+
 def test_foreign_files_are_no_safetensors_files(tmp_path):
     path = tmp_path / "net.ckpt"
     for content in (b"", b"\x08\x96\x01" * 40, b"{" * 100, b"PK\x03\x04" + bytes(200)):
@@ -138,6 +177,14 @@ def test_a_state_comes_back_with_its_types():
 
 
 # --- save_checkpoint, load_checkpoint, load_param_into_net ----------------------------------------------------------
+
+
+def test_a_file_of_mindspore_says_how_to_convert_it(tmp_path):
+    path = tmp_path / "resnet.ckpt"
+    path.write_bytes(b"\n\x17\n\x06weight\x12\r\x08\x03\x12\x07Float32")  # a Checkpoint of its protobuf schema
+    line = re.escape(f'mscomm.save_checkpoint(mindspore.load_checkpoint("{path}"), "{tmp_path}/resnet.safetensors")')
+    with pytest.raises(ValueError, match=f"MindSpore's .ckpt. Convert it once, where MindSpore is: {line}$"):
+        load_checkpoint(path)
 
 
 class Line:
@@ -315,6 +362,44 @@ def test_broken_files_are_told_and_the_older_one_is_used(tmp_path, capfd):
             ValueError, match=r"no complete checkpoint in .*m-1_1\.safetensors: no whole safetensors file"
         ):
             function(tmp_path)
+
+
+def test_a_damaged_newest_file_is_told_and_the_older_one_is_used(tmp_path, capfd):
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path)])
+    newest, older = tmp_path / "m-1_5.safetensors", tmp_path / "m-1_4.safetensors"
+    flip(newest, -1)
+    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert (load_checkpoint(tmp_path)["a"] == load_checkpoint(older)["a"]).all()
+    assert "checkpoint left out: " in (told := capfd.readouterr().err) and "m-1_5.safetensors: damaged" in told
+    with pytest.raises(ValueError, match=r"Model\.resume: .*m-1_5\.safetensors: damaged"):
+        model().resume(newest)
+    going_on = model()
+    assert going_on.resume(tmp_path) == (1, 4) and "m-1_5.safetensors: damaged" in capfd.readouterr().err
+
+    class NothingIsDeleted(mscomm.Callback):
+        def step_begin(self, run_context: Any) -> None:
+            assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+
+    going_on.train(1, Batches(), [NothingIsDeleted(), ModelCheckpoint("m", tmp_path, CheckpointConfig(1, 0, 1))])
+    assert "m-1_5.safetensors" in names(tmp_path) and load_checkpoint(newest)
+    for path in tmp_path.iterdir():
+        flip(path, -1)
+    for function in (load_checkpoint, model().resume):
+        with pytest.raises(ValueError, match=r"no complete checkpoint in .*m-1_\d\.safetensors: damaged"):
+            function(tmp_path)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    first = model()
+    first.train(1, Batches(), [ModelCheckpoint("m", tmp_path)])
+    for path in tmp_path.iterdir():
+        as_earlier_versions_wrote(path)
+    (tmp_path / "m-1_5.safetensors").unlink()
+    assert set(load_checkpoint(tmp_path)) == {"a", "b"}
+    going_on, again = model(), model()
+    assert going_on.resume(tmp_path) == (1, 4)
+    going_on.train(2, Batches(), [ModelCheckpoint("m", tmp_path)])
+    assert again.resume(tmp_path) == (2, 5)
 
 
 @pytest.mark.parametrize("at", [5, 7])

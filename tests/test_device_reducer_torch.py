@@ -82,6 +82,7 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
     import torch
 
     device = join("nccl", how)
+    torch.manual_seed(0)
     model = device.module(torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(20))))
     x = torch.ones(2, 10)
     for compression in (None, "bf16"):
@@ -222,6 +223,7 @@ def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) 
     import torch
 
     device = join()
+    torch.manual_seed(0)
     model = device.module(torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(4))))
     reducer = GradientReducer(model.parameters(), bucket_mb=0.004)
     for _ in range(2):
@@ -255,4 +257,29 @@ def test_uneven_data_under_pytorch(rank: int, backend: str) -> None:
             device.settle()
             seen.append(weight.grad[0].item())
     assert seen == [2.0, 2.5, 3.0][: rank + 1]
+    assert violations() == []
+
+
+@each_backend
+@devices(2)
+def test_the_wrapper_has_reduced_gradients_when_backward_returns(rank: int, backend: str) -> None:
+    import torch
+
+    device = join(backend)
+    inner = device.module(network(seed=rank).float())
+    mine: dict[str, Any] = {}
+    for name, p in inner.named_parameters():
+        p.register_hook(lambda gradient, name=name: mine.update({name: gradient.clone()}))
+    for as_view in (False, True):
+        model = mscomm.DistributedDataParallel(inner, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view)
+        device.settle()
+        for step in range(3):
+            model.zero_grad()
+            images, labels = batch(10 * step + rank, 8)
+            loss_of(model, images.float(), labels).backward()
+            device.settle()
+            for (name, p), view in zip(inner.named_parameters(), model._reducer.buffers, strict=True):
+                assert (p.grad == mscomm.all_reduce(mine[name], "avg")).all()
+                assert (p.grad.data_ptr() == view.data_ptr()) == as_view
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert violations() == []

@@ -263,6 +263,58 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
 
 
+@ranks(3)
+def test_after_a_join_all_have_the_weights_of_the_rank_that_left_last(rank, group):
+    told: list[str] = []
+    mscomm.log.warn = told.append
+    weights = [np.zeros(3)]
+    reducer = GradientReducer(weights)
+    with reducer.join():
+        for _ in range(1 + rank):
+            weights[0] -= reducer.reduce([np.full(3, 1.0 + rank)])[0]
+    assert reducer.last_rank == 2 and (weights[0] == -(2 + 2.5 + 3)).all()
+    optimizer = mscomm.train.Momentum(weights, 1.0, 0.5)
+    with reducer.join(sync=[optimizer]):
+        for _ in range(3 - rank):
+            optimizer.step(reducer.reduce([np.full(3, 1.0 + rank)]))
+    assert reducer.last_rank == 0 and (weights[0] == -7.5 - 2 - (1 + 1.5) - (1.25 + 1)).all()
+    assert (optimizer.state_dict()["velocities"][0] == 2.25).all()
+    assert not told
+    new = weights
+    expected = weights[0] - 2
+    with reducer.join():
+        for _ in range(rank):
+            new = [new[0] - reducer.reduce([np.ones(3)])[0]]
+    assert len(told) == (rank == 2) and all("weights = broadcast_parameters(weights" in text for text in told)
+    (whole,) = broadcast_parameters(new, root=reducer.last_rank)
+    assert (whole == expected).all()
+    with pytest.raises(TypeError, match=r"join: sync has a ndarray; expected .* state_dict\(\) and load_state_dict"):
+        reducer.join(sync=weights)
+    with (
+        pytest.raises(ValueError, match=r"sync of \['Momentum'\] on rank 0 of the group, \[\] on rank 2"),
+        reducer.join(sync=[optimizer] if rank < 2 else []),
+    ):
+        pass
+
+
+@ranks(3)
+def test_ranks_that_begin_with_different_weights_are_told(rank, group):
+    told: list[str] = []
+    mscomm.log.warn = told.append
+    weights = {"same": np.zeros(3), "w": np.full(3, np.float32(rank // 2))}
+    GradientReducer(weights, exclude=["w"])
+    assert not told
+    GradientReducer(weights)  # which need not be the weights
+    assert len(told) == (rank == 0)
+    assert all("ranks 0 and 2 of the group begin with different weights, of w; use one seed" in one for one in told)
+    frozen = {**weights, "same": np.zeros(3)}
+    frozen["same"].flags.writeable = False
+    with pytest.raises(TypeError, match=r"same cannot be written; weights = broadcast_parameters\(weights\)"):
+        GradientReducer(frozen, parameter_broadcast=True)
+    GradientReducer(weights, parameter_broadcast=True)
+    assert (weights["w"] == 0).all()
+
+
 @ranks(2)
 def test_everybody_gets_the_roots_parameters(rank, group):
     model = {"w": np.full((3, 4), float(rank)), "b": np.full(2, rank, np.float32)}
@@ -490,12 +542,15 @@ def test_parameters_without_a_gradient(rank, group):
 def test_misuse_is_told(rank, group):
     import torch
 
+    torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     reducer = GradientReducer(model.named_parameters())
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"the gradient of (weight|bias) came twice in one step: call wait"):
         model(torch.ones(1, 3)).sum().backward()
-    reducer.wait()
+    with pytest.raises(RuntimeError, match=r"the gradient of \w+ was changed between backward\(\) and wait\(\)"):
+        reducer.wait()
+    reducer = GradientReducer(model.named_parameters())
     with pytest.raises(RuntimeError, match=r"inside no_sync\(\) gradients stay"), reducer.no_sync():
         reducer.wait()
     with pytest.raises(RuntimeError, match=r"PyTorch's gradients are reduced by backward\(\) and wait"):
@@ -573,6 +628,100 @@ def test_gradients_that_the_program_changes_or_replaces(rank, group):
     assert (weight.grad == 1.5).all()  # rank 1's was taken away before
 
 
+def clipped(model: Any) -> None:
+    importlib.import_module("torch").nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def halved(model: Any) -> None:
+    model.weight.grad = model.weight.grad / 2
+
+
+@needs_torch
+@ranks(2)
+def test_gradients_that_are_used_before_they_are_reduced_are_told(rank, group):
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    for change in (clipped, halved):
+        reducer = GradientReducer(model.named_parameters())
+        for step in range(3):
+            reducer.zero_grad() if step == 1 else model.zero_grad()
+            model(torch.ones(1, 3) + rank).sum().backward()
+            if step == 2:
+                change(model)
+                words = r"the gradient of weight was changed between backward\(\) and wait\(\)"
+                with pytest.raises(RuntimeError, match=words):
+                    reducer.wait()
+            else:
+                reducer.wait()
+                change(model)
+    reducer = GradientReducer(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"SGD\.step: the gradients are not reduced yet: call GradientReducer\.wait"):
+        optimizer.step()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0).step()  # of another model
+    reducer.wait()
+    optimizer.step()
+
+
+@needs_torch
+@ranks(2)
+def test_what_differs_at_the_start_or_is_unfrozen_later_is_told(rank, group):
+    import torch
+
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    torch.nn.init.zeros_(model[0].weight)
+    words = r"GradientReducer: ranks 0 and 1 of the group begin with different weights, of 0\.bias; use one seed on all"
+    with pytest.raises(ValueError, match=words):
+        GradientReducer(model.named_parameters())
+    GradientReducer(model.named_parameters(), exclude=["0.bias", model[1].weight, model[1].bias])
+    model[1].requires_grad_(False)  # it differs, too
+    GradientReducer(model[0].parameters(), parameter_broadcast=True)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 of the group begin with different weights, of 1\.weight"):
+        GradientReducer(model.named_parameters())
+    GradientReducer(model.named_parameters(), exclude=list(model[1].parameters()))
+    GradientReducer(model.named_parameters(), parameter_broadcast=True)
+    assert (mscomm.all_gather(model[1].weight.detach()[None]) == model[1].weight).all()
+    model[1].weight.requires_grad_(True)
+    reducer = GradientReducer(model.named_parameters())
+    model[1].bias.requires_grad_(True)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"1\.bias has a gradient, but needed none when the reducer was made"):
+        reducer.wait()
+
+
+@needs_torch
+@ranks(3)
+def test_after_a_join_all_have_one_model_and_the_states_that_were_named(rank, group):
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model[2].bias.data.fill_(rank)
+    reducer = GradientReducer(model.named_parameters(), exclude=["2.bias"])
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with reducer.join(sync=[model, optimizer, schedule]):
+        for step in range(2 * rank):  # rank 0 has no optimizer state yet
+            optimizer.zero_grad()
+            images = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+            model(images).square().sum().backward()
+            reducer.wait()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    assert reducer.last_rank == 2 and schedule.last_epoch == 4 and optimizer.param_groups[0]["lr"] == 0.1 / 16
+    state = optimizer.state_dict()["state"]
+    assert state[0]["step"].item() == 4 and model[1].num_batches_tracked == 4
+    moments = {f"{i} {name}": x for i, of_one in state.items() for name, x in of_one.items()}
+    for name, x in {**model.state_dict(), **moments}.items():
+        assert (mscomm.all_gather(x[None]) == x).all() != name.startswith("2.bias"), name
+
+
 @needs_torch
 @ranks(3)
 def test_uneven_data_under_pytorch(rank, group):
@@ -587,7 +736,9 @@ def test_uneven_data_under_pytorch(rank, group):
             (weight * (rank + 1)).sum().backward()
             reducer.wait()
             seen.append(weight.grad[0].item())
-    assert seen == [2.0, 2.5, 3.0][: rank + 1]
+            with torch.no_grad():
+                weight -= weight.grad
+    assert seen == [2.0, 2.5, 3.0][: rank + 1] and (weight == -7.5).all()
 
 
 @needs_torch

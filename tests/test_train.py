@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -230,8 +231,8 @@ def test_modes(rank, group):
         by_itself = trained(0.1)
         trained(0.1)
     assert [line.partition("WARN ")[2] for line in told] == [
-        "Model.train: each of the 2 ranks trains a model of its own; for one model:"
-        " set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL)"
+        "Model: each of the 2 ranks trains a model of its own. For one model: mscomm.set_auto_parallel_context("
+        "parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
     ] * (rank == 0)
     assert (mscomm.all_gather(by_itself).std(0) > 0).all()
     with stderr() as told:
@@ -347,6 +348,54 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
         with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
             model.resume(file)
         mscomm.barrier()
+
+
+@ranks(2)
+def test_one_flipped_bit_in_one_ranks_momentum(rank, group):
+    data_parallel()
+    with tempfile.TemporaryDirectory() as folder:
+        newest, own = Path(folder, "line-1_6.safetensors"), Path(folder)
+        whole, weights = numpy_line()
+        whole.train(1, Batches(rank, 2), ModelCheckpoint("line", own))
+        if rank == 1:
+            flip_in_momentum(newest)
+        going_on, weights_again = numpy_line()
+        with stderr() as told:
+            assert going_on.resume(own) == (1, 5)
+        assert len(told) == rank and all("line-1_6.safetensors: damaged: its content" in line for line in told)
+        assert newest.exists()
+        going_on.train(1, Batches(rank, 2))
+        for name, x in weights().items():
+            assert (bits(x) == bits(weights_again()[name])).all()
+
+        as_earlier_versions_wrote(newest)  # no checksum: what differs is seen when the ranks compare
+        damaged, _ = numpy_line()
+        assert damaged.resume(own) == (1, 6)
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 .* different optimizer states, of \['velocities'\]\[0\]"):
+            damaged.train(2, Batches(rank, 2))
+        mscomm.barrier()
+    net = Line()
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 .* different optimizer states, of \['learning_rate'\]; make"):
+        Model(net, optimizer=SGD(net.parameters, 0.1 + rank)).train(1, Batches(rank, 2))
+
+
+def flip_in_momentum(path: Path) -> None:
+    """One bit of the first array of the optimizer's state, in the file."""
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    begin, _ = json.loads(content[8 : 8 + length])["mscomm.state.0"]["data_offsets"]
+    content[8 + length + begin] ^= 1
+    path.write_bytes(content)
+
+
+def as_earlier_versions_wrote(path: Path) -> None:
+    """Without a checksum, and without the names of the training; whether it is damaged or not."""
+    import safetensors.numpy
+
+    with safetensors.safe_open(path, "np") as file:
+        arrays, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    new = {"mscomm.checksum", "mscomm.run", "mscomm.part", "mscomm.first"}
+    safetensors.numpy.save_file(arrays, path, {name: x for name, x in metadata.items() if name not in new})
 
 
 class RankOneDies(mscomm.Callback):
@@ -514,8 +563,24 @@ def test_the_bar_is_rank_0s(rank, group):
     console = Console(file=io.StringIO(), width=120)
     numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
     shown = console.file.getvalue()
-    expected = r"epoch 2/2 .* 6/6 loss \d+\.\d{4}  \d+ images/s  \d+ % communication\s*"
-    assert re.fullmatch(expected, shown) if rank == 0 else shown == ""
+    line = r"epoch {} {}/6 loss \d+\.\d{{4}}  \d+ images/s  \d+ % communication\n"
+    assert re.fullmatch(line.format("2/2", 6), shown) if rank == 0 else shown == ""
+
+    # Where a training takes longer there are lines between, and no control characters.
+    with mock.patch("mscomm.train.monitors._EVERY_S", 0.0):
+        numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
+    lines = "".join(line.format(f"{1 + i // 6}/2", 1 + i % 6) for i in range(12))
+    assert re.fullmatch(lines, console.file.getvalue()[len(shown) :]) if rank == 0 else shown == ""
+
+
+@ranks(1)
+def test_on_a_terminal_there_is_a_bar(rank, group):
+    from rich.console import Console
+
+    data_parallel()
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    numpy_line()[0].train(1, Batches(rank, 1), [ProgressBar(console)])
+    assert "━" in console.file.getvalue()
 
 
 @ranks(2)
@@ -526,7 +591,15 @@ def test_a_trace_of_the_steps(rank, group):
 
     data_parallel()
     with shared_folder(rank) as folder:
-        numpy_line()[0].train(2, Batches(rank, 2), [StepTrace(folder, 3, 8)])
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            numpy_line()[0].train(2, Batches(rank, 2), [StepTrace(folder, 3, 8)])
+            numpy_line()[0].train(1, Batches(rank, 2), [StepTrace(Path(folder, "late"), 7)])
+        told = (
+            f"StepTrace: steps 3 to 8 are in {folder}, of 12 (first_step=3, last_step=8)\n"
+            f"StepTrace: no step is in {folder}/late, of 6 (first_step=7, last_step=20)\n"
+        )
+        assert said.getvalue() == (told if rank == 0 else "")
         mscomm.barrier()
         merged = Path(folder, f"merged_by_{rank}")
         told = CliRunner().invoke(trace.command, ["merge", folder, "-o", str(merged)])
@@ -570,6 +643,12 @@ def test_mindspores_layerwise_parameters_are_each_ranks_own(rank, group, library
 def test_what_pytorch_wants(rank, group, library):
     import torch
 
+    data_parallel()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
+    torch.nn.init.constant_(net[0].weight, rank).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 of the group begin with different weights, of 0\.weight"):
+        Model(net, torch.nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), 0.1)).train(1, [(0, 0)])
     torch.manual_seed(rank)
     data_parallel(parameter_broadcast=True)
     net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).eval()
@@ -716,6 +795,76 @@ def test_a_training_whose_ranks_were_all_killed_ends_with_the_bits_of_one_that_w
         assert before[len(whole) + 2 :] == whole[: len(before) - len(whole) - 2]
         assert len(whole) > len(went_on) > 5 and went_on[1:] == whole[-len(went_on) + 1 :]
         assert sum(line.startswith("result") for line in went_on) >= 2
+
+
+# --- a full disk ----------------------------------------------------------------------------------------------------
+
+IN_A_FULL_FOLDER = """
+import os, resource, signal, sys
+sys.path.insert(0, {tests!r})
+import mscomm
+from test_train import Batches, ModelCheckpoint, data_parallel, numpy_line
+
+mscomm.init()
+rank = mscomm.get_rank()
+if {limited} and rank == 1:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+data_parallel()
+model, weights = numpy_line()
+folder = os.path.join({folder!r}, str(rank))
+print("goes on after", model.resume(folder), flush=True)
+model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.CheckpointConfig(4)))
+"""
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Any:
+    """A disk of one page, which can be made larger; None where that needs rights that this process has not."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], capture_output=True).returncode:
+        yield None
+        return
+    try:
+        yield lambda: subprocess.run(["mount", "-o", "remount,size=1m", folder], check=True)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
+    def run(name: str, limited: bool = False) -> tuple[list[Any], Job]:
+        code = IN_A_FULL_FOLDER.format(tests=str(Path(__file__).parent), folder=str(tmp_path), limited=limited)
+        (tmp_path / name).mkdir()
+        job = Job(2, [sys.executable, "-c", code], tmp_path / name)
+        return job.wait(60), job
+
+    def files(rank: int) -> list[str]:
+        return sorted(path.name for path in (tmp_path / str(rank)).iterdir())
+
+    with small_disk(tmp_path / "1") as enlarge:
+        codes, job = run("full", limited=enlarge is None)
+        assert codes[1] == 1 and "line-1_4.safetensors cannot be written" in job.output(1), job.logs()
+        assert files(0) == ["line-1_4.safetensors"] and files(1) == []
+        before = (tmp_path / "0/line-1_4.safetensors").read_bytes()
+        if enlarge:
+            enlarge()
+        codes, job = run("restarted")
+        assert codes == [0, 0], job.logs()
+        told = [line for line in job.output(0).splitlines() + job.output(1).splitlines() if "WARN" in line]
+        assert len(told) == 1 and "training begins at step 0: not every rank has written the first" in told[0]
+        assert "(1_4 on rank 0; rank 1 has none). The files stay where they are" in told[0]
+        assert files(0) == ["line-1_4.safetensors", "line_1-1_4.safetensors", "line_1-1_6.safetensors"]
+        assert files(1) == ["line-1_4.safetensors", "line-1_6.safetensors"]
+        assert (tmp_path / "0/line-1_4.safetensors").read_bytes() == before
+        # The series have other names, but are one training: the newest is lost on rank 0, and both go on from 1_4.
+        (tmp_path / "0/line_1-1_6.safetensors").unlink()
+        codes, job = run("again")
+        assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
+        # What is left of two trainings does not fit together, though the names do.
+        (tmp_path / "0/line_1-1_4.safetensors").unlink()
+        (tmp_path / "0/line_1-1_6.safetensors").unlink()
+        codes, job = run("mixed")
+        assert codes != [0, 0] and "has no checkpoint of the last training in" in job.output(1), job.logs()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from mscomm.arrays import torch as real
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import dtype_of
 from mscomm.train import GradientReducer
+from mscomm.train.autograd import Autograd
 from mscomm.train.device_buckets import DeviceBucket
 
 
@@ -140,6 +141,7 @@ def register() -> None:
 
     for name in ("scale", "_widen", "_narrow"):  # what PyTorch computes there
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
+    Autograd._copy_out = _settled(Autograd._copy_out, before=True)  # type: ignore[method-assign]
 
 
 def settle_in_steps() -> None:

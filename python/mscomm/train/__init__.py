@@ -1,5 +1,10 @@
 """Data-parallel training: every rank computes the gradients of its part of the batch, and all take the same step."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mscomm.train import callback as callback
 from mscomm.train import model as model
 from mscomm.train import serialization as serialization
@@ -36,3 +41,12 @@ __all__ = [
     "load_param_into_net",
     "save_checkpoint",
 ]
+
+if TYPE_CHECKING:
+    from mscomm.train.ddp import DistributedDataParallel as DistributedDataParallel
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "DistributedDataParallel":  # which needs PyTorch
+            return importlib.import_module("mscomm.train.ddp").DistributedDataParallel
+        raise AttributeError(f"module 'mscomm.train' has no attribute {name!r}")

@@ -1,15 +1,24 @@
-"""PyTorch's part of GradientReducer: hooks that tell when a gradient is there, and gradients that are views."""
+"""PyTorch's part of GradientReducer: hooks that tell when a gradient is there, and gradients that are views.
+
+The end of a backward pass is known by a callback that its first gradient gives to autograd's engine. For
+GradientReducer it looks at the gradients, so that wait() can tell whether somebody has changed them too early; for
+DistributedDataParallel it finishes the step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mscomm import log
 from mscomm.arrays import torch as arrays
+from mscomm.train.states import with_arrays
 from mscomm.train.step import Step
 
 _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
@@ -18,21 +27,35 @@ _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 class Autograd:
     """Keeps the gradients of the parameters in the step's buffers. others: parameters that it only zeroes.
 
+    A backward pass counts while `syncing`.
+
     A gradient that autograd has made elsewhere is copied into its buffer at once on the CPU; on a device it stays where
     it is until its bucket is started, which gathers all such ones.
     """
 
-    def __init__(self, step: Step, parameters: list[Any], others: Iterable[Any]) -> None:
+    def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
         self._step = step
+        self._names = names
         self._parameters = parameters
         self._others = list(others)
         self._hooks: list[Any] = []
         self._elsewhere: set[int] = set()  # gradients of this step, on a device, that do not lie in their buffers
         self._stream: Any = None  # of the gradient before
         self.syncing = True  # False inside no_sync()
+        self._seen: dict[int, tuple[Any, int]] = {}  # between backward() and wait(): gradients and their versions
+        self._end_of_pass: Any = lambda: None  # a weak reference to the callback that the running pass has
+        self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._within = False  # whether the step is finished inside the backward pass
+        self._as_views = True  # whether gradients lie in the buffers
+        self._opaque = False  # whether the last forward pass gave nothing that could be watched
+        self.accumulating = False  # whether the last forward pass was one inside no_sync()
+        self._told = self._told_of_state = False
+        self._taken_over = ""  # the first parameter that a later one reduces; this one has ended then
         mine = {id(parameter) for parameter in parameters}
         for earlier in list(_alive):  # two would write to one gradient
-            if any(id(parameter) in mine for parameter in earlier._parameters):
+            common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
+            if common:
+                earlier._taken_over = common[0]
                 earlier.end()
         # The hooks know the object weakly, so that they end with the reducer and not with the parameters.
         this = weakref.ref(self)
@@ -59,8 +82,146 @@ class Autograd:
 
     def accumulated(self, index: int) -> None:
         """The backward pass has put this gradient where it belongs."""
-        if self.syncing:
+        if self.syncing or self._opaque:
+            self._watch_pass()
             self._put(index)
+        elif self._within and not self.accumulating and not self._told:
+            self._told = True
+            log.warn(
+                f"DistributedDataParallel: a gradient of {self._names[index]} stays on this rank, as its backward pass"
+                " began at nothing that the wrapped module's forward pass has given; call the wrapper, not its .module"
+            )
+
+    def _watch_pass(self) -> None:
+        """Be called at the end of the running backward pass.
+
+        Autograd's engine drops the callback with the pass, also where that ends by an exception: by the weak reference
+        a later pass can tell.
+        """
+        if self._end_of_pass() is None:
+            callback = functools.partial(_ended, weakref.ref(self))
+            self._end_of_pass = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def ended(self) -> None:
+        """The backward pass has ended well."""
+        if not self._within:
+            self._remember()
+        elif self._step.begun:
+            self.finish()
+
+    def _remember(self) -> None:
+        """What the gradients are at the end of a backward pass, and their versions: an operation in place raises it."""
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is not None:
+                self._seen[index] = weakref.ref(gradient), gradient._version
+
+    def _check_unchanged(self) -> None:
+        """RuntimeError if the program has changed a gradient that is, or was, on its way."""
+        for index, (before, version) in self._seen.items():
+            gradient = self._parameters[index].grad
+            if gradient is not None and (gradient is not before() or gradient._version != version):
+                raise RuntimeError(
+                    f"GradientReducer.wait: the gradient of {self._names[index]} was changed between backward() and"
+                    " wait(), before it was reduced; clip and unscale gradients after wait()"
+                )
+        self._seen.clear()
+
+    def finish(self) -> None:
+        """The end of the step: reduce what is left, and wait for all of it."""
+        self._check_unchanged()
+        with self._step.owed():
+            missing = self._gather()
+            laid_out = self._step.finish()
+            self._hand_out(missing)
+            if laid_out:
+                self.move()
+        if self._within:
+            self.syncing = False
+
+    # -- of DistributedDataParallel
+
+    def finish_within(self, as_views: bool) -> None:
+        """From now on each step is finished inside its backward pass, which expect() announces."""
+        self._within, self._as_views, self.syncing = True, as_views, False
+
+    def check_before_forward(self) -> None:
+        """RuntimeError if the last backward pass has left a step in its middle."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed part is computed again
+            return
+        self._end_of_pass = lambda: None
+        if self._step.begun:
+            raise RuntimeError(
+                "DistributedDataParallel: the last backward pass ended with an exception when gradients were on their"
+                " way already, and the other ranks wait for the rest; end the program, or after rejoin() make a new"
+                " wrapper on every rank"
+            )
+
+    def check_not_taken_over(self) -> None:
+        """RuntimeError if a later one reduces a parameter of this one: the gradients would stay on this rank."""
+        if self._taken_over:
+            raise RuntimeError(
+                f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
+                " and this one reduces nothing any more; put all layers that are trained together into one module, and"
+                " wrap that"
+            )
+
+    def expect(self, output: Any) -> None:
+        """A backward pass from this output of the module is to be reduced.
+
+        The output tells of the pass before any gradient does. That is the outermost one: parts under
+        torch.utils.checkpoint(use_reentrant=True) have passes of their own inside it.
+        """
+        self.syncing, self.accumulating = True, False
+        reached = functools.partial(_reached, weakref.ref(self))
+        watched = [one for one in tensors_in(output) if one.grad_fn is not None]
+        for one in watched:
+            one.register_hook(reached)
+        self._opaque = not watched
+
+    def expect_nothing(self) -> None:
+        """A forward pass inside no_sync(): the gradients of backward passes from its output stay on this rank."""
+        self.syncing, self._opaque, self.accumulating = False, False, True
+
+    def reached(self) -> None:
+        """A backward pass has come to the output of a forward pass."""
+        self.syncing = True
+        self._watch_pass()
+
+    # -- optimizers
+
+    def steps_by(self, optimizer: Any) -> bool:
+        """Whether the optimizer changes parameters of ours."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._optimizers.get(optimizer)
+        if known is None or known[0] != size:
+            mine = {id(parameter) for parameter in self._parameters}
+            ours = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+            known = self._optimizers[optimizer] = size, ours
+        return known[1]
+
+    def check_before_step(self, optimizer: Any) -> None:
+        if self.steps_by(optimizer) and self._step.begun:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: the gradients are not reduced yet: call GradientReducer.wait()"
+                " first; with DistributedDataParallel, step when backward() has returned"
+            )
+
+    def warn_of_optimizers(self, given: list[Any]) -> None:
+        """At the end of an uneven join(): an optimizer whose state only the ranks have that left last."""
+        for optimizer, (_, ours) in self._optimizers.items():
+            if not ours or any(one is optimizer for one in given) or self._told_of_state:
+                continue
+            if any(isinstance(x, torch.Tensor) for state in optimizer.state.values() for x in state.values()):
+                self._told_of_state = True
+                name = type(optimizer).__name__
+                log.warn(
+                    f"join: ranks that ran out of batches early keep the state of {name} from then, and train on"
+                    " differently; join(sync=[optimizer]) gives them that of the last rank"
+                )
+
+    # -- gradients
 
     def _put(self, index: int) -> None:
         """The gradient is there, if there is one: for its buffer, if autograd made a new tensor for it."""
@@ -73,6 +234,11 @@ class Autograd:
                 f"GradientReducer: a gradient of layout {gradient.layout}; use dense gradients (sparse=False), or"
                 " exclude the parameter"
             )
+        if gradient.dtype is not self._views[index].dtype:
+            raise RuntimeError(
+                f"GradientReducer: the gradient of {self._names[index]} is of {gradient.dtype}, but was of"
+                f" {self._views[index].dtype} at the beginning; convert the model before, on every rank"
+            )
         self._follow(gradient)
         source = None
         if gradient.data_ptr() != self._addresses[index] or gradient.stride() != self._strides[index]:
@@ -83,7 +249,8 @@ class Autograd:
             else:
                 view = self._views[index]
                 view.copy_(gradient.detach())
-                parameter.grad = view.detach()
+                if self._as_views:
+                    parameter.grad = view.detach()
         self._take_over(self._step.ready(index, source))
 
     def _follow(self, on_it: torch.Tensor) -> None:
@@ -101,10 +268,11 @@ class Autograd:
             parameter = self._parameters[index]
             if parameter.grad is not None:
                 arrays.used(parameter.grad)
-                parameter.grad = self._views[index].detach()
+                if self._as_views:
+                    parameter.grad = self._views[index].detach()
             self._elsewhere.remove(index)
 
-    def gather(self) -> list[int]:
+    def _gather(self) -> list[int]:
         """At the end of the backward pass: what took no part in it, but has a gradient of passes before. What this rank
         does not have."""
         self._follow(self._views[0])
@@ -112,19 +280,33 @@ class Autograd:
             self._put(index)
         return self._step.missing()
 
-    def hand_out(self, missing: list[int]) -> None:
+    def _hand_out(self, missing: list[int]) -> None:
         """After the step: the gradients that only other ranks had, and those of the last buckets."""
-        for index in missing:
-            if self._step.was_used(index):
-                self._parameters[index].grad = self._views[index].detach()
+        here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
         self._stream = None
+        if not self._as_views:
+            self._copy_out(here, new)
+            return
+        for index in new:
+            self._parameters[index].grad = self._views[index].detach()
+
+    def _copy_out(self, here: list[int], new: list[int]) -> None:
+        """From the buckets into memory of the gradients' own. here: what has such already; new: what has not."""
+        for index in [*here, *new]:
+            parameter = self._parameters[index]
+            if parameter.grad is None or parameter.grad.requires_grad:  # of a pass with create_graph, which may need it
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        if here or new:
+            into = [self._parameters[index].grad for index in [*here, *new]]
+            torch._foreach_copy_(into, [self._views[index] for index in [*here, *new]])
 
     def move(self) -> None:
         """The gradients are in new buffers."""
         self._look_at_buffers()
         for view, parameter in zip(self._views, self._parameters, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and self._as_views:
                 parameter.grad = view.detach()
 
     def zero(self) -> None:
@@ -135,6 +317,52 @@ class Autograd:
         for parameter in self._others:
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
+
+
+def tensors_in(x: Any) -> list[torch.Tensor]:
+    """The tensors in a module's output: in lists, tuples, dicts and dataclasses."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        x = [getattr(x, field.name) for field in dataclasses.fields(x)]
+    return [one for part in x for one in tensors_in(part)] if isinstance(x, list | tuple) else []
+
+
+def loader(optimizer: Any) -> Callable[[Any], None]:
+    """Its load_state_dict, for a state of NumPy arrays or tensors of the CPU."""
+
+    def load(state: Any) -> None:
+        loaded = with_arrays(state, arrays.over)
+        # PyTorch puts moments on the device of their parameter, but leaves a learning rate where it is.
+        for mine, theirs in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
+            for name, x in theirs.items():
+                if isinstance(x, torch.Tensor) and isinstance(mine.get(name), torch.Tensor):
+                    theirs[name] = x.to(mine[name].device)
+        optimizer.load_state_dict(loaded)
+
+    return load
+
+
+def _before_optimizer_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for one in list(_alive):
+        one.check_before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_optimizer_step)
+
+
+def _ended(autograd: weakref.ref[Autograd]) -> None:
+    there = autograd()
+    if there is not None:
+        there.ended()
+
+
+def _reached(autograd: weakref.ref[Autograd], _gradient: torch.Tensor) -> None:
+    there = autograd()
+    if there is not None:
+        there.reached()
 
 
 def _accumulated(autograd: weakref.ref[Autograd], index: int, _parameter: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mscomm import collectives
+from mscomm import collectives, notices
 from mscomm.train import serialization, tensorfile
 from mscomm.train.hooks import Callback, RunContext
 
@@ -26,9 +26,11 @@ class CheckpointConfig:
 
     save_checkpoint_steps: each so many steps; 0 or None: save_checkpoint_seconds decides, on the first rank's clock.
     keep_checkpoint_max: so many files; the oldest are deleted; 0 or None: keep_checkpoint_per_n_minutes decides: one in
-    so many minutes, and the newest. integrated_save, async_save: accepted; files hold whole weights, and are there when
-    the step ends. TypeError for what is no number, ValueError below 0 and if all four are 0 or None,
-    NotImplementedError for MindSpore's other options.
+    so many minutes, and the newest. integrated_save, async_save: files hold whole weights, and are whole when the step
+    ends, in any case; a warning tells who asks for something else. crc_check: files have a checksum in any case.
+
+    TypeError for what is no number, ValueError below 0 and if all four are 0 or None, NotImplementedError for
+    MindSpore's other options.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_max=5)
     """
@@ -60,12 +62,13 @@ class CheckpointConfig:
         for name, value in others.items():
             if name not in ("saved_network", "append_info", "enc_key", "enc_mode", "exception_save", "crc_check"):
                 raise TypeError(f"CheckpointConfig: unknown option {name!r}")
-            if value and not (name == "enc_mode" and others.get("enc_key") is None):
+            if value and name != "crc_check" and not (name == "enc_mode" and others.get("enc_key") is None):
                 raise NotImplementedError(f"CheckpointConfig: {name} is not in this release")
         self.save_checkpoint_steps = save_checkpoint_steps or 0
         self.save_checkpoint_seconds = 0 if save_checkpoint_steps else save_checkpoint_seconds or 0
         self.keep_checkpoint_max = keep_checkpoint_max or (0 if keep_checkpoint_per_n_minutes else 1)
         self.keep_checkpoint_per_n_minutes = 0 if keep_checkpoint_max else keep_checkpoint_per_n_minutes or 0
+        notices.tell_without_effect("CheckpointConfig", integrated_save=integrated_save, async_save=async_save)
         self.integrated_save = integrated_save
         self.async_save = async_save
 
@@ -80,8 +83,9 @@ class ModelCheckpoint(Callback):
 
     A file gets its name when all of it is on the disk. It has the weights under their own names, which any reader of
     safetensors files can read, and epoch, step, the optimizer's state, random states, the dataset's position and what
-    compression owes, as text and arrays; nothing in it can be executed. There is one file more than keep_checkpoint_max
-    until every rank is known to have the newest.
+    compression owes, as text and arrays; nothing in it can be executed. By a checksum of all that, CRC-32, a damaged
+    file is known when it is read. There is one file more than keep_checkpoint_max until every rank is known to have the
+    newest.
 
     TypeError for a prefix or config of another type, ValueError for a prefix with a slash; OSError where a file cannot
     be written: those before it are untouched.
@@ -106,7 +110,9 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        self._kept: list[tuple[Path, float]] = []  # files of this series and when they were written, oldest first
+        # Files of this series and when they were written, in the order in which they are deleted, the oldest first.
+        self._kept: list[tuple[Path, float]] = []
+        self._has_saved = False  # in this training
         self._is_due_at_epoch_end = False
         self._saved_step = 0
         self._saved_at = 0.0  # on the monotonic clock
@@ -131,15 +137,14 @@ class ModelCheckpoint(Callback):
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            for epoch, step, path in mine:
-                if (epoch, step) > (resumed.epoch, resumed.step):
-                    path.unlink()  # not every rank has it: the steps up to there come again
-                else:
-                    self._kept.append((path, path.stat().st_mtime))
+            # Later ones are damaged, or not on every rank: the steps up to there come again. They are the first to go.
+            later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
+            others = [path for _, _, path in mine if path not in later]
+            self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
         else:
             numbers = [self._number(prefix) for _, prefix, *_ in there if self._is_of_series(prefix)]
             self._prefix = f"{self._given_prefix}_{max(numbers) + 1}" if numbers else self._given_prefix
-        self._is_due_at_epoch_end = False
+        self._is_due_at_epoch_end = self._has_saved = False
         self._saved_step, self._saved_at, self._minute_mark = now.cur_step_num, time.monotonic(), time.time()
 
     def step_end(self, run_context: RunContext) -> None:
@@ -175,12 +180,17 @@ class ModelCheckpoint(Callback):
         weights, state = now.training_state()
         written = time.time()
         path = self._directory / f"{self._prefix}-{state['epoch']}_{state['step']}{serialization.SUFFIX}"
-        serialization.save_training(path, weights, state, written)
+        serialization.save_training(
+            path, weights, state, written, first=now.resumed_from is None and not self._has_saved
+        )
+        self._has_saved = True
         self._kept = [*((old, at) for old, at in self._kept if old != path), (path, written)]
         self._saved_step, self._saved_at = now.cur_step_num, time.monotonic()
 
     def _delete_surplus(self) -> None:
-        """Every rank has the newest: keep what the config says."""
+        """Every rank has the newest: keep what the config says. Before this training has saved nothing is deleted."""
+        if not self._has_saved:
+            return
         if self._config.keep_checkpoint_max:
             surplus = self._kept[: -self._config.keep_checkpoint_max]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from mscomm import collectives, context, log, objects
+from mscomm import bootstrap, collectives, context, log, notices, objects
 from mscomm.arrays import on_host
-from mscomm.arrays.numpy import readable
 from mscomm.context import ParallelMode
 from mscomm.group import Group
 from mscomm.groups import is_initialized, resolve
-from mscomm.train import hooks, networks, randomness, serialization
+from mscomm.train import hooks, networks, randomness, resuming, serialization, states
 from mscomm.train.checkpoint import ModelCheckpoint
+from mscomm.train.epochs import Epochs, knows_its_place
 from mscomm.train.hooks import RunContext
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
 
 BATCHES = "batches in an epoch"
-_told: set[str] = set()  # what is said once in a process
+# What to write where warnings advise it.
+ONE_MODEL = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
 
 
 class Model:
@@ -62,6 +63,8 @@ class Model:
     ) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"Model: loss_fn is a {type(loss_fn).__name__}; expected a callable(output, label)")
+        if group is not None and is_initialized():
+            resolve(group)  # raises if this rank is no member
         self._given = {"network": network, "loss_fn": loss_fn, "optimizer": optimizer}
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
@@ -82,28 +85,29 @@ class Model:
         epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len(),
         which gives an epoch's batches each time: tuples, lists or dicts of arrays, NumPy's or the network's own; with a
         loss_fn (data, ..., label). For PyTorch a label of integers becomes int64, and what is on the CPU goes to the
-        device of the module's first parameter. callbacks: a Callback or several,
-        which are called in their order, ModelCheckpoint after the others. dataset_sink_mode, sink_size: accepted; as on
-        MindSpore's CPU each step is one of its own. initial_epoch: begin after that epoch; 0 after resume(), which
-        knows it.
+        device of the module's first parameter. Before each epoch it is told its number, from 0, by set_epoch(), and so
+        are the samplers of a DataLoader. callbacks: a Callback or several, which are called in their order,
+        ModelCheckpoint after the others. dataset_sink_mode, sink_size: no effect, and a warning: as on MindSpore's CPU
+        each step is one of its own. initial_epoch: begin after that epoch; 0 after resume(), which knows it.
 
         In data parallel mode (set_auto_parallel_context) the ranks of the group train one model, each on the batches of
         its own dataset, and take the same steps; the loss that callbacks see is their mean. In stand-alone mode, the
         default, each trains by itself.
 
         TypeError, ValueError for wrong arguments. ValueError on all ranks if they differ in the number of batches or
-        epochs or begin with different weights, or if two of one host write checkpoints into one directory. RuntimeError
-        for a dataset with fewer batches than it said. Else errors as in all_reduce.
+        epochs, begin with different weights or states of the optimizer, or if two of one host write checkpoints into
+        one directory. RuntimeError for a dataset with fewer batches than it said. Else errors as in all_reduce.
         """
         listed = hooks.checked(callbacks)
         listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it writes how a step has left the others
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
+        notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
             raise ValueError("Model.train: there is no optimizer; give one to Model()")
         group = self._training_group("train")
         done = self._steps_done(batches, initial_epoch)
         folders = [folder for one in listed for folder in one.writes_to()]
-        all_ranks_save = _agree(group, {BATCHES: batches, "epochs": epoch, "first step": done + 1}, folders)
+        all_ranks_save, part = _agree(group, {BATCHES: batches, "epochs": epoch, "first step": done + 1}, folders)
         resumed, state = self._resumed or (None, None)
         self._resumed = None
 
@@ -113,7 +117,18 @@ class Model:
             sent = broadcast_parameters(shared, group=group)
             new = {name: x for name, x in sent.items() if x is not shared[name]}  # where they cannot be written
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
-        _check_same_start(group, self._network.trained())
+        _check_same_start(
+            group,
+            "weights",
+            self._network.trained(),
+            "use the same seed on every rank, or mscomm.set_auto_parallel_context(parameter_broadcast=True)",
+        )
+        _check_same_start(
+            group,
+            "optimizer states",
+            self._optimizer_entries(),
+            "make the same optimizer on every rank, and resume all from one checkpoint",
+        )
         reducer = self._reducer(group)
         if reducer is not None and state is not None and state["reducer"] is not None:
             reducer.load_state_dict(state["reducer"])
@@ -138,12 +153,16 @@ class Model:
             device_number=1 if group is None else group.size,
             all_ranks_save=all_ranks_save,
             resumed_from=resumed,
+            run=resumed.run if resumed is not None and resumed.prefix else part,
+            part=part,
             epoch_random=None,
         )
-        now.training_state = lambda: (self._network.weights(), self._state(now, reducer))
+        numbers = None if state is None else state.get("epochs", {})
+        epochs = Epochs(train_dataset, initial_epoch, numbers, first=done // batches)
+        now.training_state = lambda: (self._network.weights(), self._state(now, reducer, epochs))
         try:
             _load_callbacks(listed, state["callbacks"] if state is not None else [])
-            self._loop(now, reducer, state)
+            self._loop(now, reducer, state, epochs)
         finally:
             if reducer is not None:
                 reducer.close()
@@ -151,42 +170,40 @@ class Model:
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
         """Take over a checkpoint, so that the next train() goes on behind it with the bits of a run without a break.
 
-        path: a directory that ModelCheckpoint has written to, on each rank its own; or a file. Of directories the
-        newest checkpoint counts that every rank has, whole. In data parallel mode all ranks call it together, after
-        set_auto_parallel_context. Gives its (epoch, step), or None where no rank has any: training then begins at the
-        beginning, so a script can always call it.
+        path: a directory that ModelCheckpoint has written to, on each rank its own; or a file. Of the training that
+        wrote last it takes the newest checkpoint that every rank has, whole and undamaged, and says which it leaves
+        out. In data parallel mode all ranks call it together, after set_auto_parallel_context.
+
+        Gives its (epoch, step), or None: training then begins at the beginning, so a script can always call it. That
+        is so if no rank has a checkpoint, or if the training's first one is not on all ranks, which is told. Nothing is
+        deleted.
 
         The dataset goes on by its load_state_dict(); of one that has none, the batches that were done are read again
         and left out. Training with other numbers of ranks or batches is refused; load_checkpoint has the weights for
         that.
 
-        ValueError on all ranks if some have no checkpoint, or there is none that all have; and for a file that is
-        truncated, or no checkpoint, or of another network.
+        ValueError on all ranks if some have no checkpoint of a training that has come further, or there is none that
+        all have; and for a file that is truncated, damaged, or no checkpoint, or of another network.
 
         >>> model.resume(f"checkpoints/{mscomm.get_rank()}")
         (3, 100)
         """
         group = self._training_group("resume")
-        given = Path(path)
-        found, problem = [], ""
-        try:
-            is_file = given.is_file() or given.suffix == serialization.SUFFIX
-            found = [serialization.saved(given)] if is_file else serialization.series(given)
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        if group is None:
-            if problem:
-                raise ValueError(f"Model.resume: {problem}")
-            everybodys: list[Any] = [[[(one.epoch, one.step) for one in found], "", str(path)]]
-        else:
-            mine = [[(one.epoch, one.step) for one in found], problem, os.path.realpath(path)]
-            everybodys = objects.all_gather_object(mine, group=group)
-        place = _newest_of_all(everybodys)
-        if place is None:
+        agreed = resuming.agree_on(Path(path), group)
+        if agreed is None:
             return None
-        chosen = next(one for one in found if (one.epoch, one.step) == place)
-        self._take_over(chosen, group, directory=given.is_dir())
-        return place
+        chosen, weights, state = agreed
+        self._take_over(chosen, weights, state, group)
+        return chosen.epoch, chosen.step
+
+    def _optimizer_entries(self) -> dict[str, Any]:
+        """What the optimizer knows, by where it is in its state; without what each rank keeps for itself."""
+        optimizer = self._given["optimizer"]
+        if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
+            return {}  # one of the user's own, which no checkpoint can hold
+        own = self._network.own()
+        entries = states.entries(self._network.optimizer_state())
+        return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
 
     def _steps_done(self, batches: int, initial_epoch: int) -> int:
         """How many steps lie before the first one of a training."""
@@ -202,8 +219,13 @@ class Model:
             )
         return (resumed.epoch - 1) * batches + resumed.step
 
-    def _take_over(self, chosen: serialization.Saved, group: Group | None, directory: bool) -> None:
-        weights, state = serialization.load_training(chosen.path)
+    def _take_over(
+        self,
+        chosen: serialization.Saved,
+        weights: dict[str, np.ndarray[Any, Any]],
+        state: dict[str, Any],
+        group: Group | None,
+    ) -> None:
         ranks, mine = state["ranks"], _place(group)
         if ranks[1] != mine[1]:
             raise ValueError(
@@ -226,22 +248,13 @@ class Model:
             self._network.load_optimizer_state(state["optimizer"])
         except ValueError as error:
             raise ValueError(f"Model.resume: {chosen.path}: {error}") from error
-        # Out of a file on its own a new series begins; the directory's other files stay.
-        self._resumed = (chosen if directory else chosen._replace(prefix=""), state)
+        self._resumed = (chosen, state)
 
     def _training_group(self, function: str) -> Group | None:
         """The ranks that train together; None: this one is alone."""
         if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
-            if (
-                is_initialized()
-                and resolve(self._group).size > 1
-                and not context.auto_parallel_was_set("parallel_mode")
-            ):
-                _tell_once(
-                    resolve(self._group),
-                    f"Model.{function}: each of the {resolve(self._group).size} ranks trains a model of its own; for"
-                    " one model: set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL)",
-                )
+            if not context.auto_parallel_was_set("parallel_mode"):
+                _tell_if_one_of_several(self._group)
             return None
         group = resolve(self._group)
         for name, mine, what in (("device_num", group.size, "ranks"), ("global_rank", group.rank, "as this rank")):
@@ -255,10 +268,10 @@ class Model:
             return None
         mean = context.get_auto_parallel_context("gradients_mean")
         if group.size > 1 and not mean:
-            _tell_once(
-                group,
+            notices.warn_once(
                 f"Model.train: the gradients of {group.size} ranks are summed, as gradients_mean is False (MindSpore's"
-                " default); for their mean: set_auto_parallel_context(gradients_mean=True)",
+                " default); for their mean: mscomm.set_auto_parallel_context(gradients_mean=True)",
+                group.rank,
             )
         fusion = (context.get_auto_parallel_context("comm_fusion") or {}).get("allreduce", {})
         return GradientReducer(
@@ -269,7 +282,9 @@ class Model:
             group=group,
         )
 
-    def _loop(self, now: SimpleNamespace, reducer: GradientReducer | None, state: dict[str, Any] | None) -> None:
+    def _loop(
+        self, now: SimpleNamespace, reducer: GradientReducer | None, state: dict[str, Any] | None, epochs: Epochs
+    ) -> None:
         run_context = RunContext(now)
         with contextlib.ExitStack() as entered:
             for one in now.list_callback:
@@ -283,6 +298,7 @@ class Model:
             call("begin")
             while now.cur_step_num < now.epoch_num * now.batch_num and not run_context.get_stop_requested():
                 now.cur_epoch_num = now.cur_step_num // now.batch_num + 1
+                epochs.begin()
                 call("epoch_begin")
                 for batch in self._rest_of_epoch(now, state):
                     now.train_dataset_element = networks.as_tuple(batch)
@@ -310,16 +326,15 @@ class Model:
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of the current epoch that are still to come. state: of a checkpoint to go on from."""
         dataset, first = now.train_dataset, now.cur_step_num % now.batch_num
-        knows_its_place = hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
         taken = first
         if state is not None:
-            if knows_its_place and state["dataset"] is not None:
+            if knows_its_place(dataset) and state["dataset"] is not None:
                 dataset.load_state_dict(state["dataset"])
             else:
                 taken = 0
             # The order of an epoch may be drawn where it begins.
             randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
-        now.epoch_random = None if knows_its_place else randomness.states()
+        now.epoch_random = None if knows_its_place(dataset) else randomness.states()
         batches = iter(dataset)
         while taken < now.batch_num:
             if taken == first > 0 and state is not None:
@@ -335,13 +350,16 @@ class Model:
             if taken > first:
                 yield batch
 
-    def _state(self, now: SimpleNamespace, reducer: GradientReducer | None) -> dict[str, Any]:
+    def _state(self, now: SimpleNamespace, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
         """What a checkpoint holds beside the weights."""
         dataset = now.train_dataset
         return {
+            "epochs": epochs.numbers(ended=now.cur_step_num % now.batch_num == 0),
             "epoch": now.cur_epoch_num,
             "step": (now.cur_step_num - 1) % now.batch_num + 1,
             "batch_num": now.batch_num,
+            "run": now.run,
+            "part": now.part,
             "ranks": _place(now.group),
             "optimizer": self._network.optimizer_state(),
             "reducer": None if reducer is None else reducer.state_dict(),
@@ -402,13 +420,15 @@ def _place(group: Group | None) -> list[int]:
     return [0, 1] if group is None else [group.rank, group.size]
 
 
-def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> bool:
-    """ValueError on all ranks if they are not about to do the same. Whether all of them write files."""
+def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
+    """Whether all ranks write files, and a name for this training that nobody else has. ValueError on all ranks if they
+    are not about to do the same."""
+    part = secrets.token_hex(8)
     if group is None:
-        return False
-    everybodys = objects.all_gather_object([facts, folders], group=group)
+        return False, part
+    everybodys = objects.all_gather_object([facts, folders, part], group=group)
     for name in facts:
-        values = [theirs[name] for theirs, _ in everybodys]
+        values = [theirs[name] for theirs, *_ in everybodys]
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             advice = "; give every rank a shard of the same size (num_shards, shard_id, drop_remainder)"
@@ -417,7 +437,7 @@ def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> bo
                 f" group{advice if name == BATCHES else ''}"
             )
     owners: dict[tuple[int, str], int] = {}
-    for rank, (_, theirs) in enumerate(everybodys):
+    for rank, (_, theirs, _) in enumerate(everybodys):
         for folder in set(theirs):
             first = owners.setdefault((group.hosts[rank], folder), rank)
             if first != rank:
@@ -426,52 +446,41 @@ def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> bo
                     f" {folder};"
                     ' give each its own, as directory=f"checkpoints/{get_rank()}"'
                 )
-    return all(len(theirs) == len(folders) > 0 for _, theirs in everybodys)
+    return all(len(theirs) == len(folders) > 0 for _, theirs, _ in everybodys), everybodys[0][2]
 
 
-def _check_same_start(group: Group | None, parameters: dict[str, Any]) -> None:
-    """ValueError on all ranks if they begin with different weights."""
+def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advice: str) -> None:
+    """ValueError on all ranks if they begin with different values. mine: arrays and numbers, by name."""
     if group is None or group.size == 1:
         return
-    sums = [
-        zlib.crc32(readable(on_host(x, name, "Model")).reshape(-1).view(np.uint8).data)
-        for name, x in parameters.items()
-    ]
-    everybodys = objects.all_gather_object([list(parameters), sums], group=group)
-    names, first = everybodys[0]
-    for rank, (theirs, their_sums) in enumerate(everybodys):
-        if theirs == names and their_sums != first:  # other parameters: GradientReducer says more
-            name = next(name for name, one, other in zip(names, their_sums, first, strict=True) if one != other)
+    sums = {name: states.checksum(x, name, "Model") for name, x in mine.items()}
+    everybodys = objects.all_gather_object(sums, group=group)
+    first = everybodys[0]
+    for rank, theirs in enumerate(everybodys):
+        if what == "weights" and theirs.keys() != first.keys():
+            continue  # GradientReducer says more of other parameters
+        name = next((name for name in {**first, **theirs} if theirs.get(name) != first.get(name)), None)
+        if name is not None:
             raise ValueError(
-                f"Model.train: ranks 0 and {rank} of the group begin with different weights, of {name}; use the same"
-                " seed on every rank, or set_auto_parallel_context(parameter_broadcast=True)"
+                f"Model.train: ranks 0 and {rank} of the group begin with different {what}, of {name}; {advice}"
             )
 
 
-def _newest_of_all(everybodys: list[Any]) -> tuple[int, int] | None:
-    """The newest (epoch, step) that all ranks have. For each rank: what it has, what is wrong, where."""
-    for rank, (_, problem, _) in enumerate(everybodys):
-        if problem:
-            raise ValueError(f"Model.resume: rank {rank} of the group: {problem}")
-    have = [{tuple(place) for place in places} for places, *_ in everybodys]
-    if not any(have):
-        return None
-    for rank, (places, (*_, path)) in enumerate(zip(have, everybodys, strict=True)):
-        if not places:
-            other = next(i for i, theirs in enumerate(have) if theirs)
-            raise ValueError(
-                f"Model.resume: rank {rank} of the group has no checkpoint in {path}, rank {other} has"
-                f" {len(have[other])}; delete those to begin anew"
+def _tell_if_one_of_several(group: Group | str | None) -> None:
+    """Stand-alone by default, as in MindSpore: whoever starts several processes hardly means that."""
+    if is_initialized():
+        size = resolve(group).size
+        if size > 1:
+            notices.warn_once(
+                f"Model: each of the {size} ranks trains a model of its own. For one model: {ONE_MODEL}",
+                resolve(group).rank,
             )
-    common = set.intersection(*have)
-    if not common:
-        newest = ", ".join("{}_{}".format(*max(places)) + f" on rank {rank}" for rank, places in enumerate(have))
-        raise ValueError(f"Model.resume: there is no checkpoint that every rank has; the newest are {newest}")
-    epoch, step = max(common)
-    return epoch, step
-
-
-def _tell_once(group: Group, text: str) -> None:
-    if group.rank == 0 and text not in _told:
-        _told.add(text)
-        log.warn(text)
+        return
+    place = bootstrap.announced(os.environ)
+    if place is not None and place.size != 1:
+        if place.rank is None:
+            notices.know_rank(0)  # only init() could tell it, so each such process says it
+        notices.warn_once(
+            f"Model: {place.launcher} has started {place.size or 'several'} processes, but mscomm.init() was not"
+            f" called: each trains a model of its own. For one model: mscomm.init(), then {ONE_MODEL}"
+        )

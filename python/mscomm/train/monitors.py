@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from mscomm import notices
 from mscomm.train.hooks import Callback, RunContext
+
+_EVERY_S = 5.0  # a ProgressBar's lines where there is no terminal
 
 
 def _say(line: str) -> None:
@@ -52,11 +55,11 @@ class LossMonitor(Callback):
 class TimeMonitor(Callback):
     """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
-    data_size: steps in an epoch, where it is not the dataset's. data_time is accepted as in MindSpore, without effect.
+    data_size: steps in an epoch, where it is not the dataset's. data_time has no effect, and True is told.
     """
 
     def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
-        del data_time
+        notices.tell_without_effect("TimeMonitor", data_time=data_time)
         self._steps = data_size
         self._began = 0.0
 
@@ -73,13 +76,17 @@ class ProgressBar(Callback):
     """A bar on rank 0's terminal: epoch, steps, loss, rows of data a second over all ranks, and the share of the time
     in which the ranks wait for communication that no computing hid.
 
-    console: a rich.console.Console, stderr's by default. Where that is no terminal only the last state is shown.
+    console: a rich.console.Console, stderr's by default. Where that is no terminal, as under `mscomm run`, it prints a
+    line every 5 seconds and one at the end.
 
     >>> model.train(10, dataset, callbacks=[mscomm.train.ProgressBar()])
     """
 
     def __init__(self, console: Any = None) -> None:
         self._console = console
+        self._active = False  # on rank 0
+        self._state = ""  # of the last step, where there is no terminal; "": it was printed
+        self._printed = 0.0
         self._bar: Any = None
         self._task: Any = None
         self._rows = 0
@@ -89,37 +96,47 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        self._print()
 
     def begin(self, run_context: RunContext) -> None:
-        if run_context.original_args().rank != 0:
+        self._active = run_context.original_args().rank == 0
+        if not self._active:
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+        self._console = self._console or Console(stderr=True)
+        self._rows, self._began = 0, time.monotonic()
+        self._printed = self._began
+        if not (self._console.is_terminal or self._console.is_jupyter):
+            return
         says = TextColumn("loss {task.fields[loss]}  {task.fields[rate]} images/s  {task.fields[share]} communication")
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            says,
-            console=self._console or Console(stderr=True),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), says)
+        self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("", total=0, loss="-", rate="-", share="-")
         self._bar.start()
-        self._rows, self._began = 0, time.monotonic()
 
     def step_end(self, run_context: RunContext) -> None:
-        if self._bar is None:
+        if not self._active:
             return
         now = run_context.original_args()
         self._rows += len(now.train_dataset_element[0]) * now.device_number
         took = max(time.monotonic() - self._began, 1e-9)
-        self._bar.update(
-            self._task,
-            description=f"epoch {now.cur_epoch_num}/{now.epoch_num}",
-            total=now.batch_num,
-            completed=(now.cur_step_num - 1) % now.batch_num + 1,
-            loss=f"{now.net_outputs:.4f}",
-            rate=f"{self._rows / took:.0f}",
-            share=f"{100 * now.communication_s / took:.0f} %",
-        )
+        epoch = f"epoch {now.cur_epoch_num}/{now.epoch_num}"
+        step = (now.cur_step_num - 1) % now.batch_num + 1
+        loss, rate = f"{now.net_outputs:.4f}", f"{self._rows / took:.0f}"
+        share = f"{100 * now.communication_s / took:.0f} %"
+        if self._bar is not None:
+            self._bar.update(
+                self._task, description=epoch, total=now.batch_num, completed=step, loss=loss, rate=rate, share=share
+            )
+            return
+        self._state = f"{epoch} {step}/{now.batch_num} loss {loss}  {rate} images/s  {share} communication"
+        if time.monotonic() - self._printed >= _EVERY_S:
+            self._print()
+
+    def _print(self) -> None:
+        """The state as a line, if it is new."""
+        if self._state:
+            self._console.print(self._state, highlight=False, soft_wrap=True)
+        self._state, self._printed = "", time.monotonic()

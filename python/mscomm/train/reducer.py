@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mscomm import collectives, objects
+from mscomm import log, objects
 from mscomm.arrays import library, memory_anywhere
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import readable
 from mscomm.group import Group
 from mscomm.groups import resolve
+from mscomm.train import join
 from mscomm.train.buckets import COMPRESSIONS, Bucket, HostBucket, Layout
 from mscomm.train.device_buckets import DeviceBucket, why_not
+from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
 BUCKET_MB = 4.0  # where ranks share a host, larger ones gain nothing: see docs/performance.md
@@ -29,12 +32,19 @@ class GradientReducer:
     """Combines the gradients of all ranks, so that each takes the step that the whole batch asks for.
 
     parameters: PyTorch: `model.parameters()` or `model.named_parameters()`. NumPy, JAX, MindSpore, CuPy: arrays of the
-    shapes and dtypes of the gradients, as a list or a dict. PyTorch's on a GPU and CuPy's lie on the device with which
-    this rank has joined. All ranks give the same, in the same order; ValueError on all
+    shapes and dtypes of the gradients, best the weights themselves, as a list or a dict. PyTorch's on a GPU and CuPy's
+    lie on the device with which this rank has joined. All ranks give the same, in the same order; ValueError on all
     ranks, naming the first that differs. mean: divide by the number of ranks; else the sum. bucket_mb: MiB in a bucket
     (4; the first of each dtype has at most 1). compression: "bf16" or "fp16": what goes from rank to rank has 16 bits;
     what the rounding takes away is added in the next step. exclude: parameters or their names that each rank keeps for
-    itself. group: None for all ranks, or a Group or its name.
+    itself. parameter_broadcast: all ranks begin with rank 0's parameters, which are written in place. group: None for
+    all ranks, or a Group or its name.
+
+    Without parameter_broadcast the ranks compare the bits of their parameters, frozen ones too. PyTorch's and
+    MindSpore's are the weights: ValueError on all ranks if they differ, naming the rank and the parameter. Other arrays
+    need not be the weights, so that rank 0 prints a warning. Buffers, as BatchNorm's running means, are not the
+    reducer's: each rank has its own, until broadcast_parameters(dict(model.named_buffers())) gives all of them rank
+    0's, before evaluation say. DistributedDataParallel does that by itself.
 
     PyTorch: a gradient's memory is a view of its bucket, and a bucket is reduced as soon as the backward pass has
     filled it and those before it; the last one in wait(). After the first step the buckets are laid out anew, in the
@@ -48,7 +58,8 @@ class GradientReducer:
     ...     optimizer.step()
 
     A parameter that took part on no rank keeps its gradient, None perhaps; one that took part on some has on all
-    the mean, in which the others count as zeros.
+    the mean, in which the others count as zeros. Clip and unscale gradients after wait(): a gradient that was changed
+    between backward() and wait() is a RuntimeError there, and so is optimizer.step() before it.
 
     Others: `reduce(gradients)` gives the combined ones.
 
@@ -59,10 +70,10 @@ class GradientReducer:
     device. Gradients that lie elsewhere come into a bucket in one launch, with the compression on the way, where this
     mscomm has kernels (see `mscomm doctor`); else by copies, and the array library computes the compression.
 
-    Parameters that need no gradient (`requires_grad`) are left out. The reducer works as long as somebody refers to it.
-    On the CPU the bits are those of all_reduce of each gradient, whatever the buckets; on a device the vendor's library
-    may round in another order where more arrays go at once. Errors as in all_reduce; then the group is
-    broken and the gradients are undefined. After rejoin() each rank makes a new one.
+    Parameters that need no gradient (`requires_grad`) are not reduced. The reducer works as long as somebody refers to
+    it. On the CPU the bits are those of all_reduce of each gradient, whatever the buckets; on a device the vendor's
+    library may round in another order where more arrays go at once. Errors as in all_reduce; then the group is broken
+    and the gradients are undefined. After rejoin() each rank makes a new one.
     """
 
     def __init__(
@@ -73,13 +84,14 @@ class GradientReducer:
         bucket_mb: float | None = None,
         compression: str | None = None,
         exclude: Iterable[Any] = (),
+        parameter_broadcast: bool = False,
         group: Group | str | None = None,
     ) -> None:
         if compression is not None and compression not in COMPRESSIONS:
             raise ValueError(f"GradientReducer: compression {compression!r} is none of {', '.join(COMPRESSIONS)}, None")
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"GradientReducer: bucket_mb is {bucket_mb}; it must be more than 0")
-        self._names, self._parameters, self._others = _chosen(parameters, list(exclude))
+        self._names, self._parameters, self._excluded, self._frozen = _chosen(parameters, list(exclude))
         self._arrays = _one_library(self._names, self._parameters)
         self._group = resolve(group)
         seen = [self._memory(p, name, "GradientReducer") for name, p in zip(self._names, self._parameters, strict=True)]
@@ -100,6 +112,7 @@ class GradientReducer:
             "mean": bool(mean),
             "bucket_mb": float(bucket_mb or BUCKET_MB),
             "compression": compression,
+            "parameter_broadcast": bool(parameter_broadcast),
         }
         # What a rank's device can do is its own; all ranks have to refuse, or none.
         reasons = (
@@ -108,6 +121,7 @@ class GradientReducer:
             if self._on_device and (why := why_not(self._group, dtype, compression, p))
         )
         _check_alike(options, self._names, self._kinds, self._shapes, next(reasons, ""), self._group)
+        self._same_start(parameter_broadcast)
         path = _AUTOGRAD.get(library_name)
         op = "avg" if mean else "sum"
 
@@ -129,7 +143,10 @@ class GradientReducer:
             )
         self._autograd: Any = None
         if path is not None:
-            self._autograd = importlib.import_module(path).Autograd(self._step, self._parameters, self._others.values())
+            others = [*self._excluded.values(), *self._frozen.values()]
+            self._autograd = importlib.import_module(path).Autograd(self._step, self._names, self._parameters, others)
+        self.last_rank: int | None = None
+        """After join(): the rank in the group that left last, whose model the others have; None before."""
 
     def _memory(self, x: Any, name: str, function: str) -> np.ndarray[Any, Any]:
         there = memory_anywhere(x, name, function)
@@ -154,7 +171,9 @@ class GradientReducer:
 
     @property
     def carried(self) -> float:
-        """The mean over the ranks of what they gave to carry() in the last step; who gave nothing counts as 0."""
+        """The mean over the ranks of what they gave to carry() in the last step. A rank that gave nothing counts
+        as 0.
+        """
         return self._step.carried
 
     @property
@@ -170,25 +189,81 @@ class GradientReducer:
         if self._autograd is not None:
             self._autograd.end()
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """For loops that have fewer steps on some ranks: who leaves goes on with nothing until all have left.
+    def join(self, sync: Iterable[Any] | None = None) -> contextlib.AbstractContextManager[None]:
+        """For loops that have fewer steps on some ranks: a rank that leaves goes on with zeros until all have left.
 
         The mean is that of the ranks that still have batches. Every rank's loop stands in a join(), each of its steps
         reduces once, and it makes no other calls on the group. An exception in it is raised on the others as Aborted.
+
+        At the end the others take the parameters of `last_rank`, the highest of the ranks that left last. sync: what
+        they take from it besides: optimizers, schedulers, and PyTorch's modules with their buffers, in the same order
+        on all ranks; what has state_dict() and load_state_dict(), TypeError otherwise. Without it a rank that has left
+        early keeps the momentum that it had then.
+
+        >>> with reducer.join(sync=[model, optimizer]):
+        ...     for images, labels in batches:
+        ...         ...
+
+        Arrays of NumPy, CuPy and MindSpore that the reducer was made with are written in place; mscomm's Momentum and
+        SGD in sync take their parameters along. Where the loop makes new arrays in each step, as with JAX, take them
+        after the join():
+
+        >>> weights = broadcast_parameters(weights, root=reducer.last_rank)
         """
-        self._step.check_between("join")
-        if self._step.joining:
-            raise RuntimeError("GradientReducer.join: this reducer is in a join() already")
-        self._step.joining = True
-        try:
-            with self._step.owed():
-                yield
-                self._step.active = 0
-                while self._step.finish()[0]:
-                    continue
-        finally:
-            self._step.joining, self._step.active = False, 1
+        given = None if sync is None else join.checked(sync)
+        before = self._checksums() if self._autograd is None and given is None else []
+
+        def at_end(root: int, uneven: bool) -> None:
+            self.last_rank = root
+            join.broadcast_all(self._named(), root, self._group)  # JAX's arrays stay as they are
+            if not uneven or root != self._group.rank:
+                return
+            if self._autograd is not None:
+                self._autograd.warn_of_optimizers(given or [])
+            elif given is None and self._checksums() == before:
+                log.warn(
+                    "GradientReducer.join: the arrays that the reducer was made with did not change, so they are not"
+                    " the weights, and ranks that left early have older ones; weights = broadcast_parameters(weights,"
+                    " root=reducer.last_rank) gives them the last ones, and join(sync=[]) is without this warning"
+                )
+
+        return join.join(self._step, self._group, given, at_end=at_end, own=list(self._excluded.values()))
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return list(zip(self._names, self._parameters, strict=True))
+
+    def _checksums(self) -> list[int]:
+        return [checksum(p, name, "GradientReducer") for name, p in self._named()]
+
+    def _same_start(self, broadcast: bool) -> None:
+        """Rank 0's parameters on all ranks, or ValueError on all where they differ."""
+        if self._group.size == 1:
+            return
+        weights = [*self._named(), *self._frozen.items()]
+        if broadcast:
+            for name, p in weights:
+                if not self._memory(p, name, "GradientReducer").flags.writeable:
+                    raise TypeError(
+                        f"GradientReducer: parameter_broadcast: {name} cannot be written; weights ="
+                        " broadcast_parameters(weights) gives new arrays"
+                    )
+            join.broadcast_all(weights, 0, self._group)
+            return
+        mine = [[name, checksum(p, name, "GradientReducer")] for name, p in weights]
+        everybodys = objects.all_gather_object(mine, group=self._group)
+        for rank, theirs in enumerate(everybodys):
+            pairs = itertools.zip_longest(theirs, everybodys[0])
+            differing = next((one or other for one, other in pairs if one != other), None)
+            if differing is None:
+                continue
+            name, _ = differing
+            differ = f"ranks 0 and {rank} of the group begin with different weights, of {name}"
+            remedy = "use one seed on all ranks, or parameter_broadcast=True, which gives all of them rank 0's"
+            if hasattr(self._parameters[0], "requires_grad"):
+                raise ValueError(f"GradientReducer: {differ}; {remedy}")
+            if self._group.rank == 0:
+                log.warn(f"GradientReducer: if these arrays are the weights, {differ}; {remedy}")
+            return
 
     # -- going on later
 
@@ -238,12 +313,13 @@ class GradientReducer:
         autograd = self._by_autograd("wait", "use reduce(gradients)")
         if not autograd.syncing:
             raise RuntimeError("GradientReducer.wait: inside no_sync() gradients stay on their rank")
-        with self._step.owed():
-            missing = autograd.gather()
-            _, laid_out = self._step.finish()
-        autograd.hand_out(missing)
-        if laid_out:
-            autograd.move()
+        for name, p in self._frozen.items():
+            if p.requires_grad and p.grad is not None:
+                raise RuntimeError(
+                    f"GradientReducer.wait: {name} has a gradient, but needed none when the reducer was made; make a"
+                    " new one on every rank after requires_grad has changed"
+                )
+        autograd.finish()
 
     def zero_grad(self) -> None:
         """Every gradient zero where it lies, also of what is excluded: as `optimizer.zero_grad(set_to_none=False)`.
@@ -315,7 +391,8 @@ class GradientReducer:
                 raise ValueError(f"reduce: {len(given)} gradients, there are {len(self._names)} parameters")
             return given
         missing = [name for name in self._names if name not in gradients]
-        unknown = [name for name in gradients if name not in self._names and name not in self._others]
+        left_out = {*self._excluded, *self._frozen}
+        unknown = [name for name in gradients if name not in self._names and name not in left_out]
         if missing or unknown:
             wrong = f"no gradient of {missing[0]!r}" if missing else f"a gradient of {unknown[0]!r}"
             raise ValueError(f"reduce: there is {wrong}; the parameters are {', '.join(self._names)}")
@@ -357,13 +434,7 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str |
 
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
-    resolved = resolve(group)
-    works, results = [], []
-    for name, x in _named(parameters):
-        writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
-        works.append(collectives.broadcast(x, root, out=x if writable else None, group=resolved, async_op=True))
-    for work in works:
-        results.append(work.wait())
+    results = join.broadcast_all(_named(parameters), root, resolve(group))
     if isinstance(parameters, dict):
         return dict(zip(parameters, results, strict=True))
     return tuple(results) if isinstance(parameters, tuple) else results
@@ -376,22 +447,22 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
     return [(f"parameter {i}", one) for i, one in enumerate(entries)]
 
 
-def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any]]:
-    """Names and parameters, but those that are excluded or need no gradient, which come as a dict behind."""
+def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
+    """Names and parameters; behind them as dicts those that are excluded, and those that need no gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
         raise ValueError(f"GradientReducer: exclude names {unknown[0]!r}, which is none of {', '.join(dict(entries))}")
-    names, kept, others = [], [], {}
+    names, kept, excluded, frozen = [], [], {}, {}
     for name, p in entries:
-        if any(one == name if isinstance(one, str) else one is p for one in exclude) or not getattr(
-            p, "requires_grad", True
-        ):
-            others[name] = p
+        if any(one == name if isinstance(one, str) else one is p for one in exclude):
+            excluded[name] = p
+        elif not getattr(p, "requires_grad", True):
+            frozen[name] = p
         else:
             names.append(name)
             kept.append(p)
-    return names, kept, others
+    return names, kept, excluded, frozen
 
 
 def _check_alike(

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm import log
+from mscomm import log, notices
 from mscomm.arrays import memory_anywhere, on_host
 from mscomm.train import networks, states, tensorfile, trees
 
 SUFFIX = ".safetensors"
-# Metadata of our files: where the training was, when the file was written, and its state or what append_dict had.
-EPOCH, STEP, SAVED, STATE, APPENDED = (f"mscomm.{word}" for word in ("epoch", "step", "saved", "state", "appended"))
+# Metadata of our files: see Saved; and the training's state, or what append_dict had.
+EPOCH, STEP, SAVED, RUN, PART, FIRST, STATE, APPENDED = (
+    f"mscomm.{word}" for word in ("epoch", "step", "saved", "run", "part", "first", "state", "appended")
+)
 _NAME = re.compile(rf"(?P<prefix>.+)-(?P<epoch>\d+)_(?P<step>\d+){re.escape(SUFFIX)}")
 
 
@@ -28,6 +30,16 @@ class Saved(NamedTuple):
     epoch: int
     step: int
     time: float  # when it was written, seconds since 1970
+    # Names drawn at random that all ranks share, "" in files of earlier versions: the training, from its first step to
+    # its last, and the call of train() that wrote the file, as a resumed training may write a step once more.
+    run: str
+    part: str
+    first: bool  # nothing was saved in that training before
+
+    @property
+    def place(self) -> tuple[str, int, int, str]:
+        """What is the same on all ranks, and on no two checkpoints of one rank."""
+        return self.run, self.epoch, self.step, self.part
 
 
 def save_checkpoint(
@@ -41,14 +53,14 @@ def save_checkpoint(
 
     save_obj: a network as Model takes it, or a dict of arrays, nested perhaps. ckpt_file_name: a name without suffix
     gets `.safetensors`; the format is that in any case. append_dict: numbers and texts that load_checkpoint gives back.
-    integrated_save: every rank has whole weights here, so both are the same. async_save: the file is there when the
-    call returns in any case.
+    integrated_save, async_save: a file holds whole weights, and is there when the call returns, in any case; a warning
+    tells who asks for something else.
 
     TypeError for what a file cannot hold, OSError if it cannot be written; what was there then still is.
 
     >>> mscomm.save_checkpoint(net, "resnet", append_dict={"accuracy": 0.93})
     """
-    del integrated_save, async_save
+    notices.tell_without_effect("save_checkpoint", integrated_save=integrated_save, async_save=async_save)
     weights = trees.leaves(save_obj) if isinstance(save_obj, dict) else networks.adapt(save_obj).weights()
     arrays = {name: on_host(x, name, "save_checkpoint") for name, x in weights.items()}
     for name, value in (append_dict or {}).items():
@@ -68,8 +80,8 @@ def load_checkpoint(
     """The weights of a file, or of a directory's newest complete checkpoint: {name: NumPy array}.
 
     ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to; a file in it that is
-    truncated or something else is told on stderr, and the newest complete one is taken. net: put them into it, too, as
-    load_param_into_net does. filter_prefix: leave out the names that begin so. The result has the entries of
+    truncated, damaged or something else is told on stderr, and the newest complete one is taken. net: put them into it,
+    too, as load_param_into_net does. filter_prefix: leave out the names that begin so. The result has the entries of
     save_checkpoint's append_dict besides; training states are for Model.resume.
 
     FileNotFoundError if there is nothing, ValueError that says what is wrong with a file.
@@ -85,8 +97,9 @@ def load_checkpoint(
         found = series(path)
         if not found:
             raise FileNotFoundError(f"load_checkpoint: there is no checkpoint in {path}")
-        path = found[-1].path
-    arrays, metadata = tensorfile.read(path)
+        arrays, metadata = _newest_undamaged(path, found)
+    else:
+        arrays, metadata = tensorfile.read(path)
     left_out = (filter_prefix,) if isinstance(filter_prefix, str) else tuple(filter_prefix or ())
     result: dict[str, Any] = {name: x for name, x in arrays.items() if not name.startswith((states.PREFIX, *left_out))}
     if APPENDED in metadata:
@@ -120,12 +133,24 @@ def load_param_into_net(
     return [name for name in there if name not in given], [name for name in parameter_dict if name not in given]
 
 
-def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float) -> None:
-    """What load_training gives. state has at least epoch and step."""
+def _newest_undamaged(directory: Path, found: list[Saved]) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    faults = []
+    for one in reversed(found):
+        try:
+            return tensorfile.read(one.path)
+        except (OSError, ValueError) as error:
+            log.warn(f"checkpoint left out: {error}")
+            faults.append(str(error))
+    raise ValueError(f"no complete checkpoint in {directory}: {'; '.join(faults)}")
+
+
+def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float, first: bool) -> None:
+    """What load_training gives. state has at least epoch, step, run and part. first: see Saved."""
     text, arrays = states.to_text(state)
     arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
-    tensorfile.write(path, arrays, {**place, STATE: text})
+    training = {RUN: state["run"], PART: state["part"], FIRST: str(int(first))}
+    tensorfile.write(path, arrays, {**place, **training, STATE: text})
 
 
 def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
@@ -145,7 +170,8 @@ def saved(path: Path) -> Saved:
         epoch, step, time = int(metadata[EPOCH]), int(metadata[STEP]), float(metadata[SAVED])
     except (KeyError, ValueError):
         raise ValueError(f"{path}: a safetensors file, but not one of ModelCheckpoint") from None
-    return Saved(path, name["prefix"] if name else "", epoch, step, time)
+    run, part, first = (metadata.get(key, "") for key in (RUN, PART, FIRST))
+    return Saved(path, name["prefix"] if name else "", epoch, step, time, run, part, first == "1")
 
 
 def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
@@ -154,10 +180,10 @@ def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
     return [(path, name["prefix"], int(name["epoch"]), int(name["step"])) for path, name in found if name]
 
 
-def series(directory: Path) -> list[Saved]:
-    """The complete checkpoints of the training that wrote last into a directory, oldest first.
+def complete(directory: Path) -> list[Saved]:
+    """The complete checkpoints of a directory. Those that are not complete are told; ValueError if there are only such.
 
-    Those that are not complete are told; ValueError if there are only such.
+    Whether the arrays in them are undamaged is seen when they are read.
     """
     found, faults = [], []
     for path, *_ in named_like_one(directory) if directory.is_dir() else []:
@@ -169,7 +195,16 @@ def series(directory: Path) -> list[Saved]:
         raise ValueError(f"no complete checkpoint in {directory}: {'; '.join(faults)}")
     for fault in faults:
         log.warn(f"checkpoint left out: {fault}")
-    if not found:
-        return []
-    newest = max(found, key=lambda one: one.time).prefix
+    return found
+
+
+def series(directory: Path) -> list[Saved]:
+    """Those of the training that wrote last, oldest first."""
+    found = complete(directory)
+    newest = newest_prefix(found)
     return sorted((one for one in found if one.prefix == newest), key=lambda one: (one.epoch, one.step))
+
+
+def newest_prefix(found: list[Saved]) -> str:
+    """That of the file that was written last; "" for no file."""
+    return max(found, key=lambda one: one.time).prefix if found else ""

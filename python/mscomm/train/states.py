@@ -1,14 +1,16 @@
-"""A training's state as text and arrays: what state_dict() gives, in safetensors files."""
+"""A training's state as text and arrays: what state_dict() gives, in safetensors files and from rank to rank."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from mscomm.arrays import names, on_host
+from mscomm.arrays.numpy import readable
 
 PREFIX = "mscomm.state."  # of the names of the arrays; what a file has beside them are weights
 
@@ -64,6 +66,18 @@ def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
         raise ValueError(f"this is no training state: {text!r:.100}") from error
 
 
+def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What is in it that is no container, with the keys and the numbers that lead there."""
+    if isinstance(state, Mapping):
+        for key in state:
+            yield from entries(state[key], (*path, key))
+    elif isinstance(state, list | tuple):
+        for number, one in enumerate(state):
+            yield from entries(one, (*path, number))
+    else:
+        yield path, state
+
+
 def with_arrays(state: Any, convert: Any) -> Any:
     """state with each NumPy array converted."""
     if isinstance(state, np.ndarray):
@@ -73,3 +87,14 @@ def with_arrays(state: Any, convert: Any) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(with_arrays(one, convert) for one in state)
     return state
+
+
+def checksum(x: Any, argument: str, function: str) -> int:
+    """CRC-32 of an array's dtype, shape and bits in C order, wherever it lies; of a number or a text by its repr.
+
+    Of anything else by its type alone. argument, function: for the error of an array that cannot be read.
+    """
+    if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())
+    array = readable(on_host(np.asarray(x) if isinstance(x, np.generic) else x, argument, function))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{array.dtype} {array.shape}".encode()))

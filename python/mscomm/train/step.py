@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 
 from mscomm import collectives, objects
-from mscomm.group import Group
+from mscomm.group import Group, Work
 from mscomm.train.buckets import Bucket, Layout, layouts
+
+# What a rank does next inside join(): it has no batches left, it sends something of its own (DistributedDataParallel:
+# buffers, before a forward pass), or it reduces gradients.
+LEFT, FORWARD, REDUCES = 0, 1, 2
 
 
 class Step:
@@ -47,7 +51,9 @@ class Step:
         self._started = 0  # buckets of this step, the first ones
         self._failed = False
         self.joining = False
-        self.active = 1  # 0 when this rank has run out of batches
+        self.by_all = False  # inside join(): the mean divides by all ranks, also by those that have left
+        self._meeting: Work | None = None  # inside join(): of the step that has begun
+        self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)  # what the ranks did last, inside join()
         self._carry = 0.0
         self.carried = 0.0
         self.waited_s = 0.0
@@ -150,30 +156,54 @@ class Step:
     def bucket_count(self) -> int:
         return len(self._buckets)
 
+    # -- inside join()
+
+    def begin_join(self, by_all: bool) -> None:
+        self.joining, self.by_all = True, by_all
+        self.last_met = np.zeros(self._group.size, np.int64)
+
+    def end_join(self) -> None:
+        self.joining, self._meeting = False, None
+
+    def meet(self, kind: int) -> np.ndarray[Any, Any]:
+        """Tell the others what this rank does next; what each of them does."""
+        self._announce(kind)
+        assert self._meeting is not None
+        kinds = self._meeting.wait()
+        if kinds.any():
+            self.last_met = kinds
+        if kinds.max() != REDUCES:
+            self._meeting = None
+        return kinds  # type: ignore[no-any-return]
+
+    def _announce(self, kind: int) -> None:
+        self._meeting = collectives.all_gather(np.array([kind]), group=self._group, async_op=True)
+
     # -- all of them
 
-    def finish(self) -> tuple[int, bool]:
-        """Reduce all that has not been, with zeros for what is missing, and wait. How many ranks had a batch; whether
-        the buffers were laid out anew."""
+    def finish(self) -> bool:
+        """Reduce all that has not been, with zeros for what is missing, and wait. Whether the buffers were laid out
+        anew."""
         began = time.monotonic()
         while self._started < len(self._buckets):
             self._start_next(async_op=self._started < len(self._buckets) - 1)
         active = self._group.size
-        if self.joining or self._carrier is None:
+        if self._meeting is not None:
+            self.last_met, self._meeting = self._meeting.wait(), None
+            active = int(np.count_nonzero(self.last_met == REDUCES))
+        if self._carrier is None:
             marks = [bucket.marks for bucket in self._buckets if not bucket.marks_go_along]
-            facts = collectives.all_reduce(
-                np.concatenate([[self._carry * self.active, self.active], *marks]), group=self._group
-            )
-            total, active = facts[:2]
-            for one, sums in zip(marks, np.split(facts[2:], np.cumsum([one.size for one in marks])), strict=False):
+            facts = collectives.all_reduce(np.concatenate([[self._carry], *marks]), group=self._group)
+            total = facts[0]
+            for one, sums in zip(marks, np.split(facts[1:], np.cumsum([one.size for one in marks])), strict=False):
                 one[:] = sums
         for bucket in self._buckets:
             bucket.finish()
-            if self._op == "avg" and 0 < active < self._group.size:
+            if self._op == "avg" and active < self._group.size and not self.by_all:
                 bucket.scale(self._group.size / active)
-        if self._carrier is not None and not self.joining:
+        if self._carrier is not None:
             total = self._carrier.carried * (self._group.size if self._op == "avg" else 1)
-        self.carried, self._carry = float(total) / max(active, 1), 0.0
+        self.carried, self._carry = float(total) / active, 0.0
         laid_out = not self._order_is_final and active == self._group.size
         if laid_out:
             last = [index for index in range(len(self._kinds)) if index not in set(self._order)]
@@ -183,13 +213,15 @@ class Step:
         for bucket in self._buckets:
             bucket.forget()
         self.waited_s += time.monotonic() - began
-        return int(active), laid_out
+        return laid_out
 
     def _start_next(self, *, async_op: bool) -> None:
         """Begin to reduce the bucket that is next in turn."""
         bucket = self._buckets[self._started]
         bucket.carried = self._carry if bucket is self._carrier else 0.0
         with self.owed():
+            if self.joining and self._started == 0 and self._meeting is None:
+                self._announce(REDUCES)
             bucket.start(async_op)
         self._started += 1
 

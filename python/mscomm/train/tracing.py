@@ -16,8 +16,8 @@ class StepTrace(Callback):
 
     It has when steps first_step to last_step of this training began and how long they took, the time before each in
     which the data came, and the group's calls meanwhile, which run while the backward pass does. For Perfetto `mscomm
-    trace merge DIR -o FILE` makes one file of all ranks; `mscomm trace DIR` says which rank the others waited for.
-    ValueError if last_step is before first_step.
+    trace merge DIR -o FILE` makes one file of all ranks; `mscomm trace DIR` says which rank the others waited for. Rank
+    0 prints at the end which steps there are. ValueError if last_step is before first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """
@@ -69,6 +69,11 @@ class StepTrace(Callback):
             json.dumps({"rank": rank, "size": size, "cause": "the training ended", "calls": self._calls})
         )
         partial.replace(path)
+        if rank == 0:
+            last = min(self._last, self._steps)
+            which = f"steps {self._first} to {last} are" if self._first <= last else "no step is"
+            asked = f"first_step={self._first}, last_step={self._last}"
+            print(f"StepTrace: {which} in {self._directory}, of {self._steps} ({asked})", flush=True)
 
     def _note(self, what: str, now: Any, began: float, ended: float) -> None:
         number = now.cur_step_num

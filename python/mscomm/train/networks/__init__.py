@@ -19,13 +19,13 @@ class Network(Protocol):
     """A network with its loss function and its optimizer."""
 
     def trained(self) -> dict[str, Any]:
-        """The arrays whose gradients the ranks combine, by name, in the same order on every rank."""
+        """What GradientReducer is made with: the weights by name, in the same order on every rank."""
 
     def weights(self) -> dict[str, Any]:
         """What is saved: those, and what else the network learns, as running means."""
 
     def own(self) -> set[str]:
-        """The names of those weights that each rank keeps for itself."""
+        """The names of what each rank keeps for itself, of those weights and of the optimizer's state."""
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         """Take over weights, of the names, shapes and dtypes of weights()."""

@@ -36,7 +36,8 @@ class Network:
         return {p.name: p for p in self._cell.get_parameters()}
 
     def own(self) -> set[str]:
-        return {p.name for p in self._cell.get_parameters() if p.layerwise_parallel}
+        optimizers = [] if self._optimizer is None else self._optimizer.get_parameters()
+        return {p.name for p in (*self._cell.get_parameters(), *optimizers) if p.layerwise_parallel}
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
         write_over(self.weights(), weights)

@@ -9,9 +9,9 @@ import torch
 
 from mscomm.arrays import on_host
 from mscomm.arrays import torch as arrays
+from mscomm.train.autograd import loader
 from mscomm.train.networks import data_and_label, write_over
 from mscomm.train.reducer import GradientReducer
-from mscomm.train.states import with_arrays
 
 
 class Network:
@@ -25,7 +25,7 @@ class Network:
         self._device = torch.device("cpu")
 
     def trained(self) -> dict[str, Any]:
-        return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        return dict(self._module.named_parameters())  # of frozen ones the reducer compares the starting weights
 
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
@@ -75,13 +75,7 @@ class Network:
         return self._optimizer.state_dict()
 
     def load_optimizer_state(self, state: Any) -> None:
-        loaded = with_arrays(state, arrays.over)
-        # PyTorch puts moments on the device of their parameter, but leaves a learning rate where it is.
-        for mine, theirs in zip(self._optimizer.param_groups, loaded["param_groups"], strict=False):
-            for name, x in theirs.items():
-                if isinstance(x, torch.Tensor) and isinstance(mine.get(name), torch.Tensor):
-                    theirs[name] = x.to(mine[name].device)
-        self._optimizer.load_state_dict(loaded)
+        loader(self._optimizer)(state)
 
 
 def _tensor(x: Any) -> Any:

@@ -1,0 +1,326 @@
+"""DistributedDataParallel: PyTorch's wrapper of that name, over GradientReducer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from mscomm import collectives, log
+from mscomm.group import Group
+from mscomm.groups import resolve
+from mscomm.train import join
+from mscomm.train.autograd import Autograd
+from mscomm.train.reducer import GradientReducer
+from mscomm.train.step import FORWARD, LEFT, Step
+
+PREFIX = "module."
+
+
+class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
+    """A module that all ranks train as one: when backward() returns, gradients are the mean over the ranks.
+
+    Names and rules are those of torch.nn.parallel.DistributedDataParallel, so that a script changes in two lines: the
+    one that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() follow backward()
+    as they do there, and an error of the reduction comes out of backward().
+
+    >>> mscomm.init()
+    >>> model = mscomm.DistributedDataParallel(module)
+    >>> for images, labels in batches:
+    ...     optimizer.zero_grad()
+    ...     loss_fn(model(images), labels).backward()
+    ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    ...     optimizer.step()
+
+    device_ids: None, or a list of the one GPU on which the module is: then the forward pass moves its arguments there.
+    output_device: None, or that GPU. broadcast_buffers: rank 0's buffers (BatchNorm's running means) go to all ranks
+    now and before the first forward pass of each step; forward_sync_buffers: whether before forward passes, and now in
+    any case. init_sync: all ranks take rank 0's parameters and buffers now; False: the ranks compare their parameters,
+    ValueError on all if they differ. process_group: None for all ranks, or a Group of mscomm or its name.
+    bucket_cap_mb: MiB in a bucket (4). gradient_as_bucket_view: gradients lie in the buckets, which saves two copies;
+    a gradient that the program keeps is then overwritten in the next step. find_unused_parameters: parameters that take
+    no part in a step are no error in any case; one that took part on some ranks gets the mean, in which the others
+    count as zeros. static_graph has no effect, and is warned of. compression: as GradientReducer's.
+
+    A backward pass is reduced if it begins at an output of a forward pass that was not inside no_sync(). Several in one
+    step are reduced each. A forward pass under torch.no_grad() changes nothing; evaluation on one rank alone goes by
+    `.module`. Layers under torch.utils.checkpoint work; if two of them share parameters, with use_reentrant=False.
+
+    The parameters are those of now: RuntimeError in the forward pass if one that is frozen now needs a gradient later,
+    if one was replaced, or if a wrapper that was made later reduces one of them. Names in
+    module._ddp_params_and_buffers_to_ignore are each rank's own. ValueError for a module with SyncBatchNorm, which
+    needs torch.distributed. Other errors as GradientReducer's.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Group | str | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        forward_sync_buffers: bool | None = None,
+        compression: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._group = resolve(process_group)
+        self._device = _device(module, device_ids, output_device)
+        _check_layers(module)
+        if static_graph and self._group.rank == 0:
+            log.warn("DistributedDataParallel: static_graph has no effect: nothing depends on the graph here")
+        first = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.broadcast_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else bool(forward_sync_buffers)
+        )
+        self.find_unused_parameters = bool(find_unused_parameters)
+        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
+        self.module = module
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._reducer = GradientReducer(
+            dict(self._shared_parameters()),
+            bucket_mb=bucket_cap_mb,
+            compression=compression,
+            parameter_broadcast=bool(init_sync),
+            group=self._group,
+        )
+        if init_sync and first and self._group.size > 1:
+            join.broadcast_all(self._shared_buffers(), 0, self._group)
+        self._autograd: Autograd = self._reducer._autograd
+        self._step: Step = self._reducer._step
+        self._autograd.finish_within(self.gradient_as_bucket_view)
+        self._frozen = [(name, p) for name, p in self._shared_parameters() if not p.requires_grad]
+        self._known = {id(p) for _, p in self._shared_parameters()}
+        self._places = _places(module)
+        self._syncing = True  # False inside no_sync()
+        self._buffers_due = True
+        self._refuses_uneven = False  # inside join(throw_on_early_termination=True)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        self._autograd.check_before_forward()
+        again = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in a backward pass
+        if torch.is_grad_enabled() and self._syncing:
+            self._autograd.check_not_taken_over()
+            self._check_parameters()
+        if not again:
+            self._before_forward()
+        if self._device is not None:
+            inputs, kwargs = _moved(inputs, self._device), _moved(kwargs, self._device)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self._syncing:
+            self._autograd.expect(output)
+            self._buffers_due = True
+        elif not again:
+            self._buffers_due = False
+            if torch.is_grad_enabled():
+                self._autograd.expect_nothing()
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes in here are not to be reduced: their gradients add to this rank's, for a later pass.
+
+        >>> with model.no_sync():
+        ...     for images, labels in micro_batches[:-1]:
+        ...         loss_fn(model(images), labels).backward()
+        >>> loss_fn(model(*micro_batches[-1]), ...).backward()          # reduces all of it
+        """
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        sync: Iterable[Any] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """For loops that have fewer steps on some ranks: a rank that leaves goes on with zeros until all have left.
+
+        At the end all have the parameters and, with broadcast_buffers, the buffers of the highest of the ranks that
+        left last. sync: what they take from it besides: [optimizer, scheduler], whose state on ranks that left early is
+        else that of then. divide_by_initial_world_size: the mean is over all ranks; False: over those that still have
+        batches. enable=False: nothing of all this. throw_on_early_termination: RuntimeError on all ranks instead, as
+        soon as one has no batches left.
+
+        The loop makes no other calls on the group. Inside, before a forward pass the buffers are those of the highest
+        rank that still has batches. An exception in it is raised on the others as Aborted.
+
+        >>> with model.join(sync=[optimizer]):
+        ...     for images, labels in batches:
+        ...         ...
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return self._join(bool(divide_by_initial_world_size), bool(throw_on_early_termination), sync)
+
+    @contextlib.contextmanager
+    def _join(self, by_all: bool, throw: bool, sync: Iterable[Any] | None) -> Iterator[None]:
+        given = join.checked(sync)
+
+        def at_end(root: int, uneven: bool) -> None:
+            buffers = self._shared_buffers() if self.broadcast_buffers else []
+            join.broadcast_all([*self._shared_parameters(), *buffers], root, self._group)
+            if uneven and root == self._group.rank:
+                self._autograd.warn_of_optimizers(given)
+
+        self._refuses_uneven = throw
+        try:
+            with join.join(
+                self._step,
+                self._group,
+                given,
+                by_all=by_all,
+                on_forward=self._exchange_buffers,
+                at_end=at_end,
+                throw=throw,
+            ):
+                yield
+        finally:
+            self._refuses_uneven = False
+            self._buffers_due = True  # on ranks that left early, too: all make the same calls from here on
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch.nn.Module's, for a state with and without the prefix "module." before its names.
+
+        ValueError for assign=True, which would replace the parameters.
+        """
+        if assign:
+            raise ValueError(
+                "DistributedDataParallel.load_state_dict: assign=True replaces the parameters; load into the module"
+                " before it is wrapped"
+            )
+        if not any(PREFIX + name in state_dict for name in self.module.state_dict()):
+            return self.module.load_state_dict(state_dict, strict)
+        return super().load_state_dict(state_dict, strict)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "DistributedDataParallel holds this job's memory; copy or save its .module, or its state_dict()"
+        )
+
+    # -- what ranks share
+
+    def _shared_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+
+    def _shared_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, x) for name, x in self.module.named_buffers() if name not in self._ignored]
+
+    def _check_parameters(self) -> None:
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"DistributedDataParallel: {name} needs a gradient, but needed none when the module was wrapped;"
+                    " wrap it again on every rank after requires_grad has changed"
+                )
+        if all(there.get(last) is what for there, last, what in self._places):
+            return
+        for name, p in self._shared_parameters():
+            if p.requires_grad and id(p) not in self._known:
+                raise RuntimeError(
+                    f"DistributedDataParallel: {name} was added or replaced after the module was wrapped; change the"
+                    " module first, and then wrap it on every rank"
+                )
+        self._places = _places(self.module)  # a layer under another name, say
+
+    def _before_forward(self) -> None:
+        """What the ranks do together before a forward pass."""
+        if self._group.size == 1:
+            return
+        due = self._buffers_due and self.broadcast_buffers and bool(self._shared_buffers())
+        if not (due or self._refuses_uneven):
+            return
+        root = 0
+        if self._step.joining:
+            kinds = self._step.meet(FORWARD)
+            if self._refuses_uneven and LEFT in kinds:
+                raise join.OutOfBatches(
+                    f"join: rank {self._group.rank} of the group has batches left, but rank"
+                    f" {kinds.tolist().index(LEFT)} has none"
+                )
+            root = join.last_rank(kinds)
+        if due:
+            self._exchange_buffers(root)
+
+    def _exchange_buffers(self, root: int) -> None:
+        """All have the root's buffers: those of one dtype and device in one call."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for _, buffer in self._shared_buffers():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+        for buffers in kinds.values():
+            together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            collectives.broadcast(together, root, out=together, group=self._group)
+            if root != self._group.rank:
+                for buffer, part in zip(buffers, together.split([one.numel() for one in buffers]), strict=True):
+                    # By .data, so that a forward pass between another one and its backward pass does not disturb that.
+                    buffer.data.copy_(part.view(buffer.shape))
+
+
+def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
+    """Where the forward pass moves its arguments; ValueError for devices on which the module is not."""
+    devices = sorted({str(p.device) for p in module.parameters()})
+    given = [] if device_ids is None else list(device_ids)
+    for argument, ones in (("device_ids", given), ("output_device", [] if output_device is None else [output_device])):
+        for one in ones:
+            device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+            if len(ones) > 1 or devices != [str(device)] or device.type == "cpu":
+                raise ValueError(
+                    f"DistributedDataParallel: {argument} has {one}, but the module is on {', '.join(devices)}; give"
+                    " None, or the one GPU on which it is"
+                )
+    return torch.device(devices[0]) if given else None
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    """Tensors in x, also in lists, tuples and dicts, on that device."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device, non_blocking=True)
+    if isinstance(x, dict):
+        return {key: _moved(one, device) for key, one in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(_moved(one, device) for one in x))
+    return type(x)(_moved(one, device) for one in x) if isinstance(x, list | tuple) else x
+
+
+def _check_layers(module: torch.nn.Module) -> None:
+    """What cannot be trained here: an error before anything is sent."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise ValueError(
+                f"DistributedDataParallel: {name or 'the module'} is a SyncBatchNorm, which combines its statistics by"
+                " torch.distributed and without it would be each rank's own; use BatchNorm"
+            )
+    for name, p in module.named_parameters():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise ValueError(f"DistributedDataParallel: {name} has no shape yet; run one forward pass before")
+        if hasattr(p, "_in_backward_optimizers"):
+            raise ValueError(
+                f"DistributedDataParallel: {name} is stepped by an optimizer inside the backward pass, before gradients"
+                " are reduced; step after backward()"
+            )
+
+
+def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where parameters, and the layers that have some, stand in the module: the dict, the key, and what is there."""
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for layer in module.modules():
+        places += [(layer._parameters, last, p) for last, p in layer._parameters.items() if p is not None]
+        places += [
+            (layer._modules, last, child)
+            for last, child in layer._modules.items()
+            if child is not None and any(True for _ in child.parameters())
+        ]
+    return places

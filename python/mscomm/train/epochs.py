@@ -1,0 +1,73 @@
+"""Tells the number of the epoch, from 0, to whatever draws its order from it: set_epoch() of a dataset, or of the
+samplers of a PyTorch DataLoader, as torch.utils.data.DistributedSampler has it.
+
+Without it such a sampler gives every epoch the same order. A script may call set_epoch() itself, before train() or in a
+callback: its number counts, and the epochs after that go on from there. So does a second train(). Datasets that know
+their place (state_dict, load_state_dict), as mscomm's, count their passes themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+_PLACES = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # what each was told last, by any training
+
+
+def knows_its_place(dataset: Any) -> bool:
+    return hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
+
+
+class Epochs:
+    """What draws its order by the epoch in one training."""
+
+    def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
+        """initial_epoch: of train(), 0 for none. resumed: what numbers() gave, if a checkpoint is gone on from in the
+        epoch `first`; one of an earlier version has no numbers."""
+        self._found: dict[str, Any] = {}
+        self._next: dict[str, int] = {}  # where it does not follow from the epoch before
+        self._told: dict[str, int] = {}
+        for place in _PLACES:
+            one = dataset
+            for name in filter(None, place.split(".")):
+                one = getattr(one, name, None)
+            if not callable(getattr(one, "set_epoch", None)) or any(one is known for known in self._found.values()):
+                continue
+            if resumed is not None:
+                self._next[place] = resumed.get(place, first)
+            elif initial_epoch:
+                self._next[place] = initial_epoch
+            self._found[place] = one
+        if "" in self._found and knows_its_place(dataset):
+            del self._found[""]
+            if initial_epoch:
+                dataset.set_epoch(initial_epoch)
+
+    def begin(self) -> None:
+        """Before each epoch, and before the callbacks hear of it."""
+        for place, one in self._found.items():
+            number = self._next.pop(place) if place in self._next else self._after(place)
+            one.set_epoch(number)
+            self._told[place] = number
+            with contextlib.suppress(TypeError):  # it can be no key
+                _last[one] = number
+
+    def numbers(self, ended: bool) -> dict[str, int]:
+        """For a checkpoint: the number of the epoch that goes on, or of the next one if this has ended."""
+        return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
+
+    def _after(self, place: str) -> int:
+        """The number of the next epoch."""
+        last = self._told.get(place, -1)
+        if last < 0:
+            with contextlib.suppress(TypeError):
+                last = _last.get(self._found[place], -1)
+        there = self._there(place, last)
+        return last + 1 if there == last else there  # another number is the script's
+
+    def _there(self, place: str, otherwise: int) -> int:
+        """The number that it has, where that can be read."""
+        number = getattr(self._found[place], "epoch", None)
+        return number if isinstance(number, int) else self._told.get(place, otherwise)

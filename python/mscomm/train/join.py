@@ -1,0 +1,171 @@
+"""join(): loops that have fewer steps on some ranks, and one model on all of them at the end.
+
+Before each step all ranks meet: an all_gather of what each does next. A rank that has left does with zeros what the
+others do, until all have left. The highest of those that left last then gives the others its model and its states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mscomm import collectives, objects
+from mscomm.arrays import memory_anywhere, names
+from mscomm.arrays.numpy import DTYPES, dtype_of
+from mscomm.group import Group
+from mscomm.train import trees
+from mscomm.train.optimizers import SGD, Momentum
+from mscomm.train.states import from_text, to_text, with_arrays
+from mscomm.train.step import LEFT, REDUCES, Step
+
+_open: set[str] = set()  # the names of the groups on which this rank is inside a join()
+
+
+class OutOfBatches(RuntimeError):
+    """Some rank has no batches left, which was to be an error. All ranks raise it, and the group goes on."""
+
+
+@contextlib.contextmanager
+def join(
+    step: Step,
+    group: Group,
+    sync: Iterable[Any] | None,
+    *,
+    by_all: bool = False,
+    on_forward: Callable[[int], None] | None = None,
+    at_end: Callable[[int, bool], None],
+    throw: bool = False,
+    own: Iterable[Any] = (),
+) -> Iterator[None]:
+    """The loop of a rank is the body of it.
+
+    by_all: the mean divides by the number of all ranks. on_forward(root): takes part in what the others send before a
+    forward pass, from that rank. at_end(root, uneven): makes the models equal; uneven: some left before the others.
+    throw: OutOfBatches on all ranks instead, as soon as one has left. own: parameters that each rank keeps for itself.
+    """
+    step.check_between("join")
+    if group.name in _open:  # the meetings of two loops would be taken for each other's
+        raise RuntimeError(
+            f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
+            " wrapper or reducer"
+        )
+    holders = checked(sync)
+    _check_alike([_kind(one) for one in holders], by_all, throw, group)
+    refusal: OutOfBatches | None = None
+    with step.owed():
+        step.begin_join(by_all)
+        _open.add(group.name)
+        try:
+            yield
+            step.check_between("join")
+            _until_all_have_left(step, group, on_forward, throw)
+        except OutOfBatches as error:
+            refusal = error
+        finally:
+            _open.discard(group.name)
+            step.end_join()
+        if refusal is None and step.last_met.any():
+            root = last_rank(step.last_met)
+            at_end(root, not step.last_met.all())
+            for one in holders:
+                _take_over(one, root, group, own)
+    if refusal is not None:
+        raise refusal
+
+
+def last_rank(kinds: np.ndarray[Any, Any]) -> int:
+    """The highest rank that has not left."""
+    return int(np.flatnonzero(kinds)[-1])
+
+
+def _until_all_have_left(step: Step, group: Group, on_forward: Callable[[int], None] | None, throw: bool) -> None:
+    step.carry(0.0)
+    while (kinds := step.meet(LEFT)).any():
+        if throw:
+            raise OutOfBatches(f"join: rank {group.rank} of the group has no batches left, others have")
+        if kinds.max() == REDUCES:
+            step.finish()
+        elif on_forward is not None:
+            on_forward(last_rank(kinds))
+
+
+# -- what the others take over at the end
+
+
+def checked(sync: Iterable[Any] | None) -> list[Any]:
+    """sync as a list; TypeError for what has no state that could be taken over."""
+    holders = [] if sync is None else [sync] if hasattr(sync, "state_dict") else list(sync)
+    for one in holders:
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise TypeError(
+                f"join: sync has a {type(one).__name__}; expected modules, optimizers, schedulers: what has"
+                " state_dict() and load_state_dict()"
+            )
+    return holders
+
+
+def is_module(one: Any) -> bool:
+    """Whether it is a torch.nn.Module, whose parameters and buffers are written in place."""
+    return hasattr(one, "named_parameters") and hasattr(one, "named_buffers")
+
+
+def _kind(one: Any) -> str:
+    return type(one).__qualname__
+
+
+def _check_alike(kinds: list[str], by_all: bool, throw: bool, group: Group) -> None:
+    everybodys = objects.all_gather_object([kinds, by_all, throw], group=group)
+    for rank, theirs in enumerate(everybodys):
+        if theirs != everybodys[0]:
+            raise ValueError(
+                f"join: the arguments differ by rank: sync of {everybodys[0][0]} on rank 0 of the group, {theirs[0]} on"
+                f" rank {rank}; all ranks give the same"
+            )
+
+
+def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
+    if is_module(one):
+        arrays = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+        kept = {id(x) for x in own}
+        broadcast_all([(name, x) for name, x in arrays.items() if id(x) not in kept], root, group)
+        return
+    if isinstance(one, Momentum | SGD):
+        weights = trees.leaves(one.parameters)
+        one.parameters = trees.rebuilt(one.parameters, broadcast_all(weights.items(), root, group))
+    state = _broadcast_state(one.state_dict() if root == group.rank else None, root, group)
+    if root != group.rank:
+        load = one.load_state_dict
+        if hasattr(one, "param_groups") and next(names(one), None) == "torch":
+            load = importlib.import_module("mscomm.train.autograd").loader(one)
+        load(state)
+
+
+def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) -> list[Any]:
+    """The root's, in place where they can be written."""
+    works = []
+    for name, x in arrays:
+        writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
+        works.append(collectives.broadcast(x, root, out=x if writable else None, group=group, async_op=True))
+    return [work.wait() for work in works]
+
+
+def _broadcast_state(state: Any, root: int, group: Group) -> Any:
+    """The root's state, as JSON and arrays of the CPU. Arrays of PyTorch come back as such, all others as NumPy's."""
+    head: Any = None
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    if root == group.rank:
+        text, arrays = to_text(state)
+        kinds = [[name, x.dtype.name, list(x.shape)] for name, x in arrays.items()]
+        head = [text, kinds, any(next(names(x), "") == "torch" for x in trees.leaves(state).values())]
+    text, kinds, of_torch = objects.broadcast_object(head, root, group=group)
+    if root != group.rank:
+        arrays = {name: np.empty(shape, dtype_of(DTYPES.index(dtype))) for name, dtype, shape in kinds}
+    broadcast_all(arrays.items(), root, group)
+    if root == group.rank:
+        return state
+    read = from_text(text, arrays)
+    return with_arrays(read, importlib.import_module("mscomm.arrays.torch").of_numpy) if of_torch else read

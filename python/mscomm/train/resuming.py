@@ -1,0 +1,126 @@
+"""Which checkpoint the ranks of a training go on from: the newest that all of them have, whole and undamaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mscomm import log, objects
+from mscomm.group import Group
+from mscomm.train import serialization
+from mscomm.train.serialization import Saved
+
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str, Any]] | None:
+    """The checkpoint, its weights and its state. None: training begins at the beginning.
+
+    All ranks of the group call it, each with its directory or its file; of a file on its own the prefix is "", as a new
+    series begins. A file's arrays are read when it is chosen: if it then proves to be damaged on one rank, all choose
+    the next one. ValueError on all ranks if they cannot agree.
+    """
+    is_file = path.is_file() or path.suffix == serialization.SUFFIX
+    found: list[Saved] = []
+    problem = ""
+    try:
+        found = [serialization.saved(path)._replace(prefix="")] if is_file else serialization.complete(path)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    newest = serialization.newest_prefix(found)
+    found = [one for one in found if one.run or one.prefix == newest]  # of earlier versions the prefix names a training
+    while True:
+        files = [(*one.place, one.time, one.first) for one in found]
+        offers = _gathered([files, problem, os.path.realpath(path)], group)
+        place, told = _newest_of_all([_Offer([_File(*one) for one in files], *rest) for files, *rest in offers])
+        if told and (group is None or group.rank == 0):
+            log.warn(f"Model.resume: {told}")
+        if place is None:
+            return None
+        chosen = next(one for one in found if one.place == place)
+        content, fault = None, ""
+        try:
+            content = serialization.load_training(chosen.path)
+        except (OSError, ValueError) as error:
+            fault = str(error)
+        if not any(_gathered(fault, group)) and content is not None:
+            return chosen, *content
+        if fault and is_file:
+            problem = fault
+        elif fault and len(found) == 1:
+            problem = f"no complete checkpoint in {path}: {fault}"
+        elif fault:
+            log.warn(f"checkpoint left out: {fault}")
+            found.remove(chosen)
+
+
+def _gathered(mine: Any, group: Group | None) -> list[Any]:
+    """What the ranks of the group give, or this one alone."""
+    return [mine] if group is None else objects.all_gather_object(mine, group=group)
+
+
+class _File(NamedTuple):
+    """What the ranks tell each other of a checkpoint: see Saved."""
+
+    run: str
+    epoch: int
+    step: int
+    part: str
+    time: float
+    first: bool
+
+    @property
+    def place(self) -> tuple[str, int, int, str]:
+        return self.run, self.epoch, self.step, self.part
+
+
+class _Offer(NamedTuple):
+    """What a rank could go on from."""
+
+    files: list[_File]
+    problem: str
+    path: str
+
+
+def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
+    """The newest place that all ranks have, of the training that wrote last, or None; and what is to be told.
+
+    ValueError if only some of the ranks have a checkpoint to go on from.
+    """
+    for rank, offer in enumerate(offers):
+        if offer.problem:
+            who = f"rank {rank} of the group: " if len(offers) > 1 else ""
+            raise ValueError(f"Model.resume: {who}{offer.problem}")
+    files = [one for offer in offers for one in offer.files]
+    if not files:
+        return None, ""
+    last = max(files, key=lambda one: one.time).run
+    have = [{one.place for one in offer.files if one.run == last} for offer in offers]
+    common = set.intersection(*have)
+    if common:
+        return max(common, key=_steps), ""
+    newest = ", ".join(
+        "{}_{}".format(*max(map(_steps, places))) + f" on rank {rank}" for rank, places in enumerate(have) if places
+    )
+    without = [rank for rank, places in enumerate(have) if not places]
+    if all(one.first for one in files if one.run == last):
+        missing = f"; rank {without[0]} has none" if without else ""
+        return None, (
+            f"training begins at step 0: not every rank has written the first checkpoint ({newest}{missing}). The files"
+            " stay where they are"
+        )
+    if without:
+        rank, other = without[0], next(rank for rank, places in enumerate(have) if places)
+        which = "of the last training " if offers[rank].files else ""
+        raise ValueError(
+            f"Model.resume: rank {rank} of the group has no checkpoint {which}in {offers[rank].path}, rank {other} has"
+            f" {len(have[other])}; delete those to begin anew"
+        )
+    raise ValueError(f"Model.resume: there is no checkpoint that every rank has; the newest are {newest}")
+
+
+def _steps(place: tuple[str, int, int, str]) -> tuple[int, int]:
+    return place[1:3]
