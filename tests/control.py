@@ -91,10 +91,10 @@ def undialled(rank, address):
 class Job:
     """A hub in a thread, and members in this process, each over its socket pair or over TCP."""
 
-    def __init__(self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=5.0, tcp=False):
+    def __init__(self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=5.0, tcp=False, **more):
         self.log: list[str] = []
         self.size = size
-        options = {"ranks_known": ranks_known, "watched": watched, "restarts": restarts}
+        options = {"ranks_known": ranks_known, "watched": watched, "restarts": restarts, **more}
         self.hub = Hub(size, key=KEY, topo_timeout_s=topo_timeout_s, log=self.log.append, **options)
         self.ends: dict[int, socket.socket] = {}
         self.listener = socket.create_server(("127.0.0.1", 0)) if tcp else None

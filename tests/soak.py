@@ -3,7 +3,9 @@
 Every job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. Then one rank
 is killed, stopped for a while, raises, exits, gets Ctrl-C, makes another call than the others, is slow, or does not
 come. Checked: the job ends; no result was wrong; every other rank names the right first cause and raises it again at
-its next call; each process has the right exit code; nothing is left behind.
+its next call; each process has the right exit code; nothing is left behind. Some jobs have groups, which a rank that is
+no member tries to use, and some have a second job beside them, which must not notice the fault. Some train instead:
+with uneven data, or going on from checkpoints of which one rank's were damaged.
 
 A failure prints the job and how to run it alone: `--only INDEX`. To be quick the ranks are forked from a process that
 has imported numpy and mscomm and done nothing else; they join the job after that.
@@ -32,12 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soak_training
+from soak_training import WrongResult
 
 import mscomm
 from mscomm.cluster import hub, security
 
 ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than two seconds
-FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout")
+FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
 SIZES = (1, 7, 1000, 5000, 100_000)
 ITERATIONS = 25  # of a job that does not fail
@@ -54,25 +58,36 @@ def plan(seed: int, index: int) -> dict[str, Any]:
     algo = draw.choice(TRANSPORTS)
     if "arena" in algo:
         split = "one"
+    fault, victim = draw.choice(FAULTS), draw.randrange(size)
+    steps = [draw.randint(rank == victim, soak_training.MOST_STEPS) for rank in range(size)]
+    works = {"uneven": "train", "damage": "resume"}
+    if fault in ("kill", "raise", "os-exit") and draw.random() < 0.25:
+        works[fault] = "train"
     return {
         "seed": f"{seed}:{index}",
+        "work": works.get(fault, "calls"),
+        "steps": steps,  # of each rank, where they train
         "size": size,
         "algo": algo,
         "hosts": [{"one": 0, "halves": int(2 * rank >= size), "turns": rank % 2}[split] for rank in range(size)],
-        "fault": draw.choice(FAULTS),
-        "victim": draw.randrange(size),
+        "fault": fault,
+        "victim": victim,
         "at": draw.randrange(ITERATIONS),  # the iteration, or ...
         "after_s": draw.random() * 0.2,  # ... the time after the start
         "pause_s": 0.1 + draw.random() * 0.5,
-        "pairs": draw.random() < 0.3,  # a group of the even ranks and one of the odd ones, too
+        # Beside the world, a group of the even ranks and one of the odd: every rank makes both, or splits off its own.
+        "groups": draw.choice(("none", "none", "none", "created", "split")),
+        "beside": draw.random() < 0.2,  # a second job, which does not fail, runs at the same time
     }
 
 
+def neighbour(job: dict[str, Any]) -> dict[str, Any]:
+    """The second job: two ranks of the same host or hosts, by the same transport, and no fault but a pause."""
+    calm = {"fault": "slow", "victim": 0, "work": "calls"}
+    return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
+
+
 # -- a rank
-
-
-class WrongResult(Exception):
-    """A collective gave something else than NumPy."""
 
 
 def be_a_rank(job: dict[str, Any]) -> None:
@@ -84,25 +99,32 @@ def be_a_rank(job: dict[str, Any]) -> None:
     mscomm.init()
     rank, seen = mscomm.get_rank(), Path(job["folder"], f"saw.{mscomm.get_rank()}")
     victim, fault = job["victim"], job["fault"]
-    groups = [None, mscomm.split(rank % 2)] if job["pairs"] else [None]
+    groups, foreign = made_groups(job["groups"], rank)
     last = ITERATIONS if fault in ("stop", "slow") else 1 << 30
     group = None
     try:
         mscomm.barrier()  # the fault may meet another rank that is still in here
-        if rank == victim and fault in ("kill", "interrupt"):
-            number = signal.SIGKILL if fault == "kill" else signal.SIGINT
-            threading.Timer(job["after_s"], os.kill, (os.getpid(), number)).start()
-        for i in range(last):
-            draw = random.Random(f"{job['seed']}:{i}")
-            group = groups[draw.randrange(len(groups))]
-            if i == job["at"] and fault in ("mismatch", "timeout"):
-                group = None
-                mscomm.barrier()  # so that none is late but the victim
-            if i == job["at"] and rank == victim:
-                misbehave(job)
-            if i == job["at"] and fault == "timeout":
-                mscomm.all_reduce(np.ones(3), timeout=1)
-            one_call(draw, group, i, list(CALLS) if i == job["at"] else [*CALLS, "message"])
+        if job["work"] == "train":
+            soak_training.train_unevenly(job, lambda: misbehave(job))
+        elif job["work"] == "resume":
+            soak_training.go_on_from_damaged(job)
+        else:
+            if rank == victim and fault in ("kill", "interrupt"):
+                number = signal.SIGKILL if fault == "kill" else signal.SIGINT
+                threading.Timer(job["after_s"], os.kill, (os.getpid(), number)).start()
+            for i in range(last):
+                draw = random.Random(f"{job['seed']}:{i}")
+                group = groups[draw.randrange(len(groups))]
+                for other in foreign:
+                    refused(other)
+                if i == job["at"] and fault in ("mismatch", "timeout"):
+                    group = None
+                    mscomm.barrier()  # so that none is late but the victim
+                if i == job["at"] and rank == victim:
+                    misbehave(job)
+                if i == job["at"] and fault == "timeout":
+                    mscomm.all_reduce(np.ones(3), timeout=1)
+                one_call(draw, group, i, list(CALLS) if i == job["at"] else [*CALLS, "message"])
     except mscomm.Error as error:
         again = ""
         try:
@@ -120,9 +142,33 @@ def be_a_rank(job: dict[str, Any]) -> None:
         seen.write_text(json.dumps({"kind": "none"}))
 
 
+def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
+    """The groups of this rank, the world first, and those of which it is no member."""
+    if how == "none":
+        return [None], []
+    if how == "split":
+        return [None, mscomm.split(rank % 2)], []
+    size = mscomm.get_group_size()
+    made = [mscomm.create_group(f"from {first}", list(range(first, size, 2))) for first in (0, 1)]
+    return [None, *filter(None, made)], [group for group in made if not group]
+
+
+def refused(group: Any) -> None:
+    """This rank is no member: the call must neither reach another group nor wait."""
+    try:
+        got = mscomm.all_reduce(np.ones(3), group=group)
+    except RuntimeError as error:
+        if isinstance(error, mscomm.Error) or "is no member of" not in str(error):
+            raise
+    else:
+        raise WrongResult(f"a rank that is no member of {group} got {got}")
+
+
 def misbehave(job: dict[str, Any]) -> None:
     """The victim's part of those faults that come at an iteration."""
     match job["fault"]:
+        case "kill" if job["work"] == "train":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "raise":
             raise ValueError(BOOM)
         case "exit":
@@ -283,63 +329,87 @@ class Forks:
 # -- one job, from outside
 
 
-def run_job(forks: Forks, job: dict[str, Any], folder: Path) -> list[str]:
-    """What went wrong; empty: nothing."""
-    size, victim = job["size"], job["victim"]
-    scheduler = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
-    for path in folder.iterdir():
-        path.unlink()
-    pids: list[int] = []
-    for rank in range(size):
-        ours, theirs = socket.socketpair()
-        scheduler.adopt(ours, rank)
-        env = {
-            "MSCOMM_RANK": str(rank),
-            "MSCOMM_WORLD_SIZE": str(size),
-            "MSCOMM_LOCAL_RANK": str(rank),
-            "MSCOMM_LOCAL_WORLD_SIZE": str(size),
-            "MSCOMM_ALGO": job["algo"],
-        }
-        if any(job["hosts"]):
-            env["MSCOMM_HOST_ID"] = f"host {job['hosts'][rank]}"
-        order = {**job, "env": env, "folder": str(folder), "log": str(folder / f"log.{rank}")}
-        with theirs:
-            pids.append(forks.start(order, theirs.fileno()))
-    serving = threading.Thread(target=scheduler.serve)
-    serving.start()
-    began, told, signalled = time.monotonic(), set[int](), job["fault"] != "stop"
-    faults: list[str] = []
-    while True:
-        for rank, pid in enumerate(pids):
-            if pid in forks.codes and rank not in told:
-                told.add(rank)
-                code = forks.codes[pid]
-                scheduler.process_ended(rank, how(code), badly=code != 0)
-        if len(told) == size:
-            break
-        if not signalled and time.monotonic() - began > 0.3 + job["after_s"]:
-            signalled = True
+class Running:
+    """A job's processes and its hub, until all have ended."""
+
+    def __init__(self, forks: Forks, job: dict[str, Any], folder: Path) -> None:
+        self.job = job
+        self.folder = folder
+        self.faults: list[str] = []
+        self._forks = forks
+        size = job["size"]
+        self._hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
+        self._pids: list[int] = []
+        self._told: set[int] = set()  # ranks of whose end the hub knows
+        folder.mkdir()
+        for rank in range(size):
+            ours, theirs = socket.socketpair()
+            self._hub.adopt(ours, rank)
+            env = {
+                "MSCOMM_RANK": str(rank),
+                "MSCOMM_WORLD_SIZE": str(size),
+                "MSCOMM_LOCAL_RANK": str(rank),
+                "MSCOMM_LOCAL_WORLD_SIZE": str(size),
+                "MSCOMM_ALGO": job["algo"],
+            }
+            if any(job["hosts"]):
+                env["MSCOMM_HOST_ID"] = f"host {job['hosts'][rank]}"
+            order = {**job, "env": env, "folder": str(folder), "log": str(folder / f"log.{rank}")}
+            with theirs:
+                self._pids.append(forks.start(order, theirs.fileno()))
+        self._serving = threading.Thread(target=self._hub.serve)
+        self._serving.start()
+        self._began = time.monotonic()
+        self._stop_at = self._began + 0.3 + job["after_s"] if job["fault"] == "stop" else float("inf")
+
+    def look(self) -> bool:
+        """Do what is due now; whether processes are left."""
+        for rank, pid in enumerate(self._pids):
+            if pid in self._forks.codes and rank not in self._told:
+                self._told.add(rank)
+                code = self._forks.codes[pid]
+                self._hub.process_ended(rank, how(code), badly=code != 0)
+        if len(self._told) == len(self._pids):
+            return False
+        if time.monotonic() > self._stop_at:
+            self._stop_at = float("inf")
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[victim], signal.SIGSTOP)
-                time.sleep(job["pause_s"])
-                os.kill(pids[victim], signal.SIGCONT)
-        if time.monotonic() - began > ENDS_WITHIN_S:
-            hanging = [rank for rank in range(size) if rank not in told]
-            faults.append(f"ranks {hanging} did not end within {ENDS_WITHIN_S} s")
-            for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # first their stacks
-                for rank in hanging:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pids[rank], number)
-                time.sleep(pause_s)
-            began = float("inf")
+                os.kill(self._pids[self.job["victim"]], signal.SIGSTOP)
+                time.sleep(self.job["pause_s"])
+                os.kill(self._pids[self.job["victim"]], signal.SIGCONT)
+        if time.monotonic() - self._began > ENDS_WITHIN_S:
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        hanging = [rank for rank in range(len(self._pids)) if rank not in self._told]
+        self.faults.append(f"ranks {hanging} did not end within {ENDS_WITHIN_S} s")
+        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # first their stacks
+            for rank in hanging:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], number)
+            time.sleep(pause_s)
+        self._began = float("inf")
+
+    def wrong(self) -> list[str]:
+        """When all have ended: what went wrong; empty: nothing."""
+        self._serving.join(10)
+        if self._serving.is_alive():
+            self.faults.append("the hub goes on though all ranks have ended")
+            self._hub.stop()
+            self._serving.join(10)
+        codes = [self._forks.codes.pop(pid) for pid in self._pids]
+        return [*self.faults, *judged(self.job, codes, self.folder)]
+
+
+def run_job(forks: Forks, job: dict[str, Any], folder: Path) -> list[str]:
+    """What went wrong in the job, and in the one beside it; empty: nothing."""
+    jobs = [Running(forks, job, folder / "job")]
+    if job["beside"]:
+        jobs.append(Running(forks, neighbour(job), folder / "beside"))
+    while [one for one in jobs if one.look()]:
         forks.ended(0.05)
-    serving.join(10)
-    if serving.is_alive():
-        faults.append("the hub goes on though all ranks have ended")
-        scheduler.stop()
-        serving.join(10)
-    codes = [forks.codes.pop(pid) for pid in pids]
-    return [*faults, *judged(job, codes, folder)]
+    return [f"{one.folder.name}: {words}" for one in jobs for words in one.wrong()]
 
 
 def how(code: int) -> str:
@@ -351,7 +421,9 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
     fault, victim = job["fault"], job["victim"]
     exits = {"kill": -9, "raise": 1, "os-exit": 7, "interrupt": -2, "exit": 0 if job["pause_s"] < 0.35 else 5}
     kinds = {"raise": "Aborted", "interrupt": "Aborted", "mismatch": "Mismatch", "timeout": "CollectiveTimeout"}
-    kinds |= dict.fromkeys(("kill", "exit", "os-exit"), "PeerLost") | dict.fromkeys(("stop", "slow"), "none")
+    kinds |= dict.fromkeys(("kill", "exit", "os-exit"), "PeerLost") | dict.fromkeys(
+        ("stop", "slow", "uneven", "damage"), "none"
+    )
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
     # A hub that asks before the exception has reached Python learns in which call it came, and not its name.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
@@ -367,11 +439,11 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
             yield f"rank {rank} saw nothing"
             continue
         # A group may lose a rank that gave up because another one of its groups had failed: the text says so.
-        gave_up = job["pairs"] and "before that another group of that rank failed" in saw.get("text", "")
+        gave_up = job["groups"] != "none" and "before that another group of that rank failed" in saw.get("text", "")
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
             continue
-        if fault in ("stop", "slow"):
+        if kinds[fault] == "none":
             continue
         named = saw["waiting_for"] if fault == "timeout" else saw["ranks"]
         if fault == "mismatch":
@@ -398,10 +470,10 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
     forks = Forks()
     opened: list[int] = []
     try:
-        with tempfile.TemporaryDirectory(prefix="mscomm-soak-") as folder:
-            for index in range(faults) if only is None else [only]:
-                if time.monotonic() > until:
-                    break
+        for index in range(faults) if only is None else [only]:
+            if time.monotonic() > until:
+                break
+            with tempfile.TemporaryDirectory(prefix="mscomm-soak-") as folder:
                 job = plan(seed, index)
                 wrong = run_job(forks, job, Path(folder))
                 opened.append(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", forks.process.pid)))
@@ -414,9 +486,9 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
                 done[job["fault"] if not wrong else "failed"] += 1
                 if wrong:
                     print(f"FAILED job {index}: {json.dumps(job)}\n  " + "\n  ".join(wrong))
-                    for log in sorted(Path(folder).glob("log.*")):
+                    for log in sorted(Path(folder).glob("*/log.*")):
                         if text := log.read_text(errors="replace").strip():
-                            print(f"  --- {log.name}\n{text[-6000:]}")
+                            print(f"  --- {log.parent.name}/{log.name}\n{text[-6000:]}")
                     print(f"  again: python tests/soak.py --seed {seed} --only {index}", flush=True)
     except KeyboardInterrupt:
         print("interrupted")

@@ -47,6 +47,8 @@ def result_by_hand(name: str, x: list[np.ndarray[Any, Any]], rank: int, root: in
         "reduce_scatter": lambda: sum(part[rank] for part in parts),
         "scatter": lambda: parts[root][rank],
         "all_to_all": lambda: np.concatenate([part[rank] for part in parts]),
+        "scan": lambda: sum(x[: rank + 1]),
+        "exscan": lambda: sum(x[:rank], np.zeros_like(x[0])),
     }[name]()
 
 
@@ -78,11 +80,12 @@ def test_a_part_in_the_wrong_place_is_wrong(row: table.Collective) -> None:
     for one in buffers:
         one.fill()
     x = [one.x.copy() for one in buffers]
-    right = result_by_hand(row.name, x, 0, 0)
-    assert buffers[0].out is not None
+    rank = 0 if row.out_at_root else ranks - 1  # the first ranks of a scan combine little or nothing
+    right, last = result_by_hand(row.name, x, rank, 0), buffers[rank]
+    assert last.out is not None
     for shift in (1, 64, 1024):
-        buffers[0].out[...] = np.roll(right, shift)
-        assert buffers[0].wrong() > count / 2
+        last.out[...] = np.roll(right, shift)
+        assert last.wrong() > count / 2
 
 
 DEFINED = [
@@ -162,7 +165,8 @@ def test_what_is_no_size_is_an_error(text: str) -> None:
 
 def test_sizes_grow_by_a_factor_or_a_step() -> None:
     assert plan.sizes(8, 512, 4, None) == (8, 32, 128, 512)
-    assert plan.sizes(8, 30, None, 10) == (8, 18, 28)
+    assert plan.sizes(8, 30, None, 10) == (8, 18, 28, 30)
+    assert plan.sizes(8, 64 << 20, 4, None)[-2:] == (32 << 20, 64 << 20)  # the one that was asked for
     assert plan.sizes(8, 8, 2, None) == (8,)
     with pytest.raises(ValueError, match="less than the smallest"):
         plan.sizes(8, 4, 2, None)
@@ -399,7 +403,7 @@ def test_under_mpirun_it_takes_the_ranks_that_are_there(openmpi: Path) -> None:
     done = measure("broadcast", "-r", 2, "-e", 64, "--iters", 2, launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 ranks on " in done.stdout and "started by PMIx" in done.stdout
-    assert [line[4] for line in rows_of(done.stdout)] == ["2", "2"]
+    assert [line[4] for line in rows_of(done.stdout)] == ["2", "2", "2"]
     done = measure("broadcast", "-n", 2, "-e", 8, launcher=launcher)
     assert done.returncode != 0
     assert "-n 2, but PMIx started 3 ranks" in done.stderr
@@ -504,10 +508,11 @@ def test_two_settings_of_a_peer_are_measured_in_one_run(settings: str) -> None:
 
 @each_peer
 def test_what_a_peer_cannot_do_is_told_before_anything_is_measured(peer: str) -> None:
-    done = measure("all_reduce", "-n", 2, "-e", 64, "-o", "avg", "--vs", peer, *installed(peer))
-    assert done.returncode == 1
-    assert re.search(rf"mscomm bench: {peer}.* has no avg|mscomm bench: {peer}: MPI has no avg", done.stderr)
-    assert rows_of(done.stdout) == [] and "Traceback" not in done.stderr
+    for words, what in ((["all_reduce", "-o", "avg"], "avg"), (["exscan"], "exscan")):
+        done = measure(*words, "-n", 2, "-e", 64, "--vs", peer, *installed(peer))
+        assert done.returncode == 1
+        assert re.search(rf"mscomm bench: {peer}.* has no {what}|mscomm bench: {peer}: MPI has no {what}", done.stderr)
+        assert rows_of(done.stdout) == [] and "Traceback" not in done.stderr
 
 
 EVERY_ROW = """
@@ -515,13 +520,15 @@ import sys
 from pathlib import Path
 import numpy as np
 import mscomm
-from mscomm.bench.peers import PEERS
+from mscomm.bench.peers import PEERS, lacks
 from mscomm.bench.table import COLLECTIVES, Case
 
 mscomm.init()
 rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
 peer = None
 for row in COLLECTIVES.values():
+    if lacks(sys.argv[1], row.name):
+        continue
     for root in (0, ranks - 1) if row.rooted else (0,):
         case = Case(row, np.dtype(np.float32), "sum", root, ranks, rank)
         if peer is None:
@@ -547,7 +554,7 @@ def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=clean_environment())
     assert done.returncode == 0, done.stderr
     found = [line.removeprefix("[0] ").split() for line in done.stdout.splitlines()]
-    assert {name for name, _ in found} == set(table.COLLECTIVES)
+    assert {name for name, _ in found} == {name for name in table.COLLECTIVES if not peers.lacks(peer, name)}
     assert [line for line in found if line[1] != "0"] == []
 
 
@@ -630,6 +637,21 @@ def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
         subprocess.run(words, check=True, timeout=120)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "b.json", "b.svg"]
+
+
+@matplotlib
+@pytest.mark.parametrize("sizes", [(8, 32, 128), (1 << 20,), tuple(8 * 4**i for i in range(13))])
+def test_the_sizes_and_times_of_a_plot_can_be_read_off(sizes: tuple[int, ...]) -> None:
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    times = [1.3 + size / 2000 for size in sizes]
+    ax.plot(sizes, times)
+    plot._style(ax, {("all_reduce", 2): {"mscomm": dict(zip(sizes, times, strict=True))}})
+    shown = [value for value in ax.get_xticks() if ax.get_xlim()[0] <= value <= ax.get_xlim()[1]]
+    assert set(shown) <= set(sizes) and min(3, len(sizes)) <= len(shown) <= 6
+    low, high = ax.get_ylim()
+    assert sum(low <= value <= high for value in (*ax.get_yticks(), *ax.get_yticks(minor=True))) >= 1
 
 
 # -- bench/*.py

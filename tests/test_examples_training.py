@@ -413,6 +413,7 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
 
 # In the place of Python: the first of the processes ends the script that is starting them, and needs a moment to end.
 ENDS_ITS_STARTER = """#!/bin/bash
+if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
 if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # ranktable ranks
 [ "$MS_ROLE" = MS_SCHED ] || [ "$RANK_ID" = 0 ] || exec sleep 600
 trap 'sleep 0.5; touch "$ENDED"; exit' TERM

@@ -9,7 +9,7 @@ from control import JOB, KEY, VERSION
 
 from mscomm import errors
 from mscomm.cluster import links
-from mscomm.cluster.hello import Hello
+from mscomm.cluster.hello import Hello, named
 from mscomm.cluster.links import CONTROL, DATA, Identity
 
 
@@ -88,9 +88,20 @@ def test_refusals_are_told_to_a_peer_with_the_key(mine, text):
 
 
 def test_a_control_link_may_know_nothing_yet():
-    connector, acceptor = ends(mine=Identity(version=VERSION), purposes=(CONTROL, CONTROL))
+    nobody = Identity(version=VERSION)
+    connector, acceptor = ends(nobody, nobody, purposes=(CONTROL, CONTROL))
     converse(connector, acceptor)
     assert acceptor.peer.rank == -1
+    assert acceptor.refusal is None
+
+
+@pytest.mark.parametrize(("mine", "hub"), [("B", "A"), ("", "A"), ("B", "")])
+def test_a_control_link_names_the_job_where_an_id_is_set(mine, hub):
+    connector, acceptor = ends(*(Identity(named(text), VERSION) for text in (mine, hub)), purposes=(CONTROL, CONTROL))
+    with pytest.raises(errors.Error, match=r"it serves another job\. MSCOMM_JOB_ID must have the same text"):
+        converse(connector, acceptor)
+    connector, acceptor = ends(*(Identity(named(hub), VERSION) for _ in range(2)), purposes=(CONTROL, CONTROL))
+    converse(connector, acceptor)
     assert acceptor.refusal is None
 
 

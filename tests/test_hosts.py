@@ -285,6 +285,17 @@ def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str)
     assert (end[0], other[0]) == (0, 0), (line, end, other)
 
 
+def test_mscomm_run_starts_the_other_host_and_ranks_follow_the_list(two: Hosts, tmp_path: Path) -> None:
+    """The second host of the list starts the job; its firewall lets a few ports through."""
+    script = tmp_path / "where.py"
+    script.write_text(WHERE)
+    command = [sys.executable, "-m", "mscomm", "run", "--hosts", "host-0:1,host-1:2", script]
+    done = two[1].run(command, {"MSCOMM_SSH": str(two.agent()), "MSCOMM_PORTS": "20000-20020"})
+    assert done.returncode == 0, done.stderr
+    lines = ["[0] 0 host-0 10.77.0.1", "[1] 1 host-1 10.77.0.2", "[2] 2 host-1 10.77.0.2"]
+    assert sorted(done.stdout.splitlines()) == lines
+
+
 def test_mscomm_run_on_hosts_with_ipv6_alone(two_by_ipv6: Hosts, key: str) -> None:
     for code, out, err in run_nodes(two_by_ipv6, ["--", sys.executable, "-c", WHERE], MSCOMM_JOB_KEY_FILE=key):
         assert code == 0 and len(out.splitlines()) == 2, err

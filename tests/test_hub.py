@@ -259,7 +259,7 @@ class Spawned(Exception):
 def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monkeypatch):
     limits = []
 
-    def spawn(listener, size, key, topo_timeout_s):
+    def spawn(listener, size, key, topo_timeout_s, named):
         limits.append(topo_timeout_s)
         raise Spawned
 

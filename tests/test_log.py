@@ -19,7 +19,7 @@ mscomm.all_reduce(np.ones(1000, np.float32))
 mscomm.barrier()
 mscomm.all_reduce_many([np.ones(3), np.ones(4)])
 pair = create_group("pair", [1, 0])
-if pair is not None:
+if pair:
     mscomm.broadcast(np.ones((2, 3), np.int32), root=1, group=pair)
 mscomm.release()
 """
@@ -69,7 +69,7 @@ def test_info_tells_how_the_job_was_put_together(tmp_path: Path) -> None:
         assert has(lines, r"INFO hosts: 1; \S+ is number 0 and has the ranks 0, 1")
         assert has(lines, r"INFO shared memory: room for \d+ MiB of arrays a rank; .*")
         assert has(lines, rf"INFO group world \(0:world\): rank {rank} of 2, ranks 0, 1")
-        assert has(lines, r"INFO group world: by arena: all_reduce arena, all_gather arena, .*, barrier arena")
+        assert has(lines, r"INFO group world: by arena: all_reduce arena, .*, scan arena, exscan arena")
         assert has(lines, r"INFO group world: waits (spin|yield): 2 ranks on this host, [\d.]+ CPUs for them")
         assert has(lines, rf"INFO joined as rank {rank} of 2 in \d+\.\d+ s")
         assert has(lines, rf"INFO group pair \(0:pair:\w+:1\): rank {1 - rank} of 2, ranks 1, 0")

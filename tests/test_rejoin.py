@@ -41,7 +41,7 @@ for victim, seconds in planned("IN_INIT"):
     if (victim, life) == (rank, 1):
         die_in(seconds)
 mscomm.init()
-pair = mscomm.create_group("pair", [1, 3])  # None on the others
+pair = mscomm.create_group("pair", [1, 3])  # False on the others
 halves = mscomm.split(rank % 2 if rank else None)  # rank 0 is in neither
 step, agreed, death = 0, life == 0, None
 while True:
@@ -59,9 +59,9 @@ while True:
                 death = die_in(random.random() * 0.02)
             shared[:] = rank + step
             assert (mscomm.all_reduce(shared) == 6 + 4 * step).all()
-            if pair is not None:
+            if pair:
                 assert (mscomm.all_reduce(np.full(3, rank), group=pair) == 4).all()
-            if halves is not None:
+            if halves:
                 assert (mscomm.all_reduce(np.full(3, rank), group=halves) == (4 if rank % 2 else 2)).all()
             step += 1
         if death is not None:
@@ -266,7 +266,7 @@ if life:
         time.sleep(0.01)
 mscomm.init()
 if life == 0:
-    pair = mscomm.create_group("pair", [0, 1]) if rank < 2 else None
+    pair = mscomm.create_group("pair", [0, 1])
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -210,7 +210,9 @@ class Launcher:
         links.greet(sock, KEY, LAUNCHER, Identity(version=VERSION), soon())
         self.frames = Frames(sock)
         job.links.append(self.frames)
-        self.frames.send({"t": "attend", "first": ranks.start, "end": ranks.stop}, soon())
+        self.frames.send(
+            {"t": "attend", "first": ranks.start, "end": ranks.stop, "name": "node 1", "layout": ""}, soon()
+        )
 
     def hears(self):
         return self.frames.receive(soon())
@@ -245,7 +247,7 @@ def test_a_launcher_with_ranks_of_another_or_none_is_refused(ranks):
         refused = second.hears()
         assert refused["t"] == "refused"
         overlaps = set(ranks) & {2, 3} and ranks.stop <= 4
-        assert ("another node has rank 2 already" if overlaps else "of 4; give every node") in refused["why"]
+        assert ("node 1 has rank 2 already" if overlaps else ", and the job 4 ranks") in refused["why"]
         assert second.hears() is None
         assert job.hub.over is None and not any(one.aborts for one in communicators)
 
@@ -256,7 +258,7 @@ def test_the_ranks_of_the_hubs_own_host_are_taken():
         job.hub._order(lambda: job.hub.listen(listener))
         job.listener = listener
         refused = Launcher(job, range(1, 2)).hears()
-        assert "another node has rank 1 already" in refused["why"]
+        assert "node 0 has rank 1" in refused["why"]
 
 
 def test_ranks_that_never_joined_are_named_to_launchers_too():
@@ -284,7 +286,8 @@ def test_a_launcher_speaks_for_its_own_ranks_alone():
         there.hears()
         there.ended(0, "exit code 7")
         assert there.hears() is None
-        assert job.hub.over is None
+        eventually(lambda: job.hub.over)  # it is cut off, and its own ranks have not come
+        assert job.hub.over.ranks == (2,)
 
 
 def test_ranks_of_a_launcher_that_is_gone_do_not_come_back():

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import mscomm
+
 MSCOMM = [sys.executable, "-m", "mscomm"]
 
 
@@ -93,9 +95,17 @@ def test_arguments_and_identity_reach_the_script(script):
     ]
 
 
-@pytest.mark.parametrize("flag", ["-n", "--nproc_per_node", "--nproc-per-node", "--worker_num", "--local-worker-num"])
+FLAGS = ["-n", "-np", "--nproc_per_node", "--nproc-per-node", "--worker_num", "--local-worker-num"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
 def test_the_flags_of_msrun_and_torchrun_work(script, flag):
     assert run(flag, 2, script("print('x')")).stdout.count("x") == 2
+
+
+def test_the_version_is_told():
+    done = subprocess.run([*MSCOMM, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"mscomm {mscomm.__version__}\n"
 
 
 def test_modules_programs_and_pytest_are_started(tmp_path):
@@ -118,6 +128,7 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
         (["--worker_num", "4", "--local_worker_num", "2", "x.py"], "the job has 2 hosts: say which one this is"),
         (["--nnodes", "2", "-n", "2", "--node-rank", "2", "x.py"], "--node-rank 2: a job of 2 hosts has"),
         (["--nnodes", "2", "-n", "2", "--node-rank", "1", "x.py"], "name node 0's address"),
+        (["--stdin", "2", "-n", "2", "true"], "Error: --stdin 2: this host has the ranks 0 to 1"),
         (["--join=False", "-n", "2", "x.py"], "stays until the ranks have ended"),
         (["--cluster_time_out", "0", "-n", "2", "true"], "MS_TOPO_TIMEOUT='0.0'"),
     ],
@@ -158,7 +169,7 @@ def test_the_traceback_of_the_first_failure_is_shown_and_its_log_is_named(script
     done = run("-n", 2, "--log_dir", logs, path)
     assert done.returncode == 1
     assert "[1] ValueError: no data" in done.stderr
-    assert f"its log: {logs}/worker_1.log" in done.stderr
+    assert f"; the log of rank 1: {logs}/worker_1.log" in done.stderr
     assert (logs / "worker_0.log").read_text() == f"hello 0 {logs}\n"
     assert (logs / "worker_1.log").read_text().startswith(f"hello 1 {logs}\nTraceback")
     assert (logs / "scheduler.log").exists()
@@ -242,7 +253,7 @@ def test_a_rank_that_raised_is_named_and_not_those_that_lost_it(script):
     for _ in range(3):
         done = run("-n", 3, script(body))
         assert done.returncode == 1
-        assert "rank 1 failed first: exit code 1" in done.stderr
+        assert "rank 1 failed first: ValueError: no data (script.py:5)" in done.stderr
 
 
 def test_a_rank_that_exits_with_a_status_is_lost_to_the_others(script):

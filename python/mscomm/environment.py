@@ -27,7 +27,7 @@ ABOUT = {
 
 
 class Variable(NamedTuple):
-    """One row. `readers`: modules, without the leading `mscomm.`; `planned`: no other module reads it yet."""
+    """One row. `readers`: modules, without the leading `mscomm.`."""
 
     name: str
     default: Any  # what read() gives when it is unset or empty
@@ -35,7 +35,6 @@ class Variable(NamedTuple):
     meaning: str
     readers: tuple[str, ...]
     set_by: str = YOURS
-    planned: bool = False
 
     def read(self, env: Mapping[str, str]) -> Any:
         """The value in env, else the default."""
@@ -88,6 +87,14 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return text.upper()
 
     return parse
+
+
+def ports(text: str) -> range:
+    first, _, last = text.partition("-")
+    low, high = (number(1, 65535, "a range of ports, e.g. 20000-20100")(part.strip()) for part in (first, last))
+    if low > high:
+        raise ValueError("expected a range of ports, e.g. 20000-20100, the lower one first")
+    return range(low, high + 1)
 
 
 def threads(text: str) -> int:
@@ -175,6 +182,14 @@ VARIABLES = (
         ("group", "cli.run"),
     ),
     Variable(
+        "MSCOMM_TRACEBACK",
+        None,
+        one_of("SHORT", "FULL"),
+        "`full`: the traceback of an exception that ends a rank also has mscomm's own frames, and what this rank saw of"
+        " the first failure. Unset: neither.",
+        ("groups", "cli.launch"),
+    ),
+    Variable(
         "MSCOMM_DEBUG",
         None,
         one_of(*LEVELS),
@@ -196,6 +211,14 @@ VARIABLES = (
         words,
         "A file with the job's key: 32 bytes or more, or 64 hex digits.",
         ("cluster.security",),
+    ),
+    Variable(
+        "MSCOMM_JOB_ID",
+        None,
+        words,
+        "A name for the job, the same in all its processes: a process with another text, or with none, is refused. It"
+        " keeps apart two jobs that came to the same port.",
+        ("cluster.links",),
     ),
     Variable(
         "MSCOMM_SOCKET_IFNAME",
@@ -227,6 +250,22 @@ VARIABLES = (
         "With a rank table, or Slurm's variables, over several hosts: the port of rank 0's host at which the ranks"
         " meet, the same on every rank. Default: one of eight between 61440 and 65535, which follow from the job.",
         ("bootstrap.rendezvous",),
+    ),
+    Variable(
+        "MSCOMM_PORTS",
+        None,
+        ports,
+        "Ports that a firewall lets through between the hosts, as `20000-20100`, the same on every rank: where mscomm"
+        " picks a TCP port to listen at, it takes one of these. Ports that you name yourself need not be among them."
+        " A host needs two or three for each of its ranks while groups are made.",
+        ("cluster.links", "bootstrap.rendezvous"),
+    ),
+    Variable(
+        "MSCOMM_SSH",
+        "ssh",
+        words,
+        "The command in the place of `ssh` in `mscomm run --hosts`, with its options: `ssh -p 2222 -i key`.",
+        ("cli.remote",),
     ),
     Variable(
         "MSCOMM_HOST_ID",
@@ -317,18 +356,18 @@ VARIABLES = (
         "MS_ENABLE_RECOVERY",
         0,
         _switch,
-        "1, for the scheduler: a lost worker may come back under its `MS_NODE_ID`; the others wait for it in `rejoin`.",
-        ("bootstrap.ms_cluster",),
+        "1, for the scheduler: a lost worker may come back under its `MS_NODE_ID`; the others wait for it in `rejoin`."
+        " With another launcher it has no effect, and rank 0 says so.",
+        ("bootstrap.ms_cluster", "groups"),
         CLUSTER,
     ),
     Variable(
         "MS_RECOVERY_PATH",
         None,
         words,
-        "The file of that state.",
-        (),
+        "Has no effect, and rank 0 says so: the scheduler keeps no file. `Model.resume` goes on from checkpoints.",
+        ("groups",),
         CLUSTER,
-        planned=True,
     ),
     _given("MSCOMM_RANK", "bootstrap.launcher", set_by=RUN, meaning=_RANK),
     _given("MSCOMM_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_SIZE),
@@ -476,9 +515,8 @@ def page() -> str:
         parts += ["| variable | default | meaning |", "|---|---|---|"] if with_default else []
         parts += [] if with_default else ["| variable | meaning |", "|---|---|"]
         for row in rows:
-            default = "" if row.default in (None, "") else f"{row.default:g}"
-            meaning = row.meaning + (" Not in this release." if row.planned else "")
-            cells = [f"`{row.name}`", default, meaning] if with_default else [f"`{row.name}`", meaning]
+            default = "" if row.default in (None, "") else f"{row.default}".removesuffix(".0")
+            cells = [f"`{row.name}`", default, row.meaning] if with_default else [f"`{row.name}`", row.meaning]
             parts.append(f"| {' | '.join(cells)} |")
     return "\n".join(parts) + "\n"
 

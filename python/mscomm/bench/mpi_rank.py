@@ -53,6 +53,7 @@ def bind(case: Any, buffers: Any) -> Callable[[], object]:
         "gather": lambda: comm.Gather(x, out, root),
         "scatter": lambda: comm.Scatter(x if case.rank == root else None, out, root),
         "all_to_all": lambda: comm.Alltoall(x, out),
+        "scan": lambda: comm.Scan(send, out, op),
         "send_recv": lambda: table.ring(
             lambda to: comm.Send(x, to), lambda source: comm.Recv(out, source), case.rank, case.ranks
         ),
@@ -76,6 +77,8 @@ class Rank:
 
     def plan(self, row: str, dtype: str, op: str, root: int) -> dict[str, Any]:
         collective = table.COLLECTIVES[row]
+        if row == "exscan":
+            return {"error": "MPI has no exscan that defines the result of rank 0"}
         if collective.reduces and op not in OPS:
             return {"error": f"MPI has no {op}"}
         try:

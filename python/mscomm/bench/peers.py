@@ -45,6 +45,13 @@ class Unfit(Exception):
     """A peer cannot do what is asked; the text says what."""
 
 
+def lacks(peer: str, collective: str) -> bool:
+    """gloo has no scans, and MPI leaves the result of rank 0 undefined in exscan."""
+    if peer in GLOO_INTERFACES:
+        return collective in ("scan", "exscan")
+    return collective == "exscan" and peer.removesuffix(SINGLE) in FLAVOURS
+
+
 class Peer(NamedTuple):
     """One row: `check` raises Missing; `start` is called by all ranks, after init, and raises Unfit on all."""
 
@@ -78,6 +85,8 @@ def _start_gloo(name: str, case: Case) -> Contender:
         "bor": dist.ReduceOp.BOR,
         "bxor": dist.ReduceOp.BXOR,
     }
+    if lacks(name, case.row.name):
+        raise Unfit(f"torch-gloo has no {case.row.name}")
     if case.row.reduces and case.op not in ops:
         raise Unfit(f"torch-gloo has no {case.op}")
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, about functions that it renames
@@ -156,6 +165,8 @@ _MOVES: dict[str, Callable[[int], tuple[int, int]]] = {
     "gather": lambda n: (1, 1),
     "scatter": lambda n: (1, 1),
     "all_to_all": lambda n: (n, n),
+    "scan": lambda n: (n, n),
+    "exscan": lambda n: (n, n),
     "send_recv": lambda n: (n, n),
     "barrier": lambda n: (0, 0),
 }

@@ -85,7 +85,7 @@ def size_of(text: str) -> int:
 
 
 def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> tuple[int, ...]:
-    """From the smallest to the largest, each `factor` times or `step` bytes more than the one before."""
+    """From the smallest, each `factor` times or `step` bytes more than the one before; and the largest."""
     if largest < smallest:
         raise ValueError(f"the largest size, {largest}, is less than the smallest, {smallest}")
     if step is None and (factor or 2) < 2:
@@ -95,7 +95,7 @@ def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> 
     found = [max(smallest, 1)]
     while (following := found[-1] + step if step else found[-1] * (factor or 2)) <= largest:
         found.append(following)
-    return tuple(found)
+    return (*found, largest) if found[-1] < largest else tuple(found)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

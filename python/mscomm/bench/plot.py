@@ -31,6 +31,8 @@ _LINES = {
     "memory": ("memory (NumPy, no collective)", "#666666", "x"),
 }
 _GREY = "#666666"
+_X_TICKS = 4  # of 64 KiB and the like there is room for so many under a panel
+_FEW_DECADES = 100.0  # the slowest over the fastest
 
 Panel = dict[str, dict[int, float]]  # by line, by size: microseconds
 
@@ -93,7 +95,7 @@ def draw(documents: list[dict[str, Any]], picture: Path) -> None:
                 (handles[label],) = ax.plot(
                     sizes, times, label=label, color=colour, marker=marker, markersize=3.2, linewidth=1.5
                 )
-            _style(ax)
+            _style(ax, panels)
             ax.set_title(f"{collective}, {ranks} ranks", fontsize=9.5, loc="left")
     figure.legend(
         handles.values(), handles, loc="outside upper center", ncols=min(3, len(handles)), frameon=False, fontsize=9
@@ -110,15 +112,21 @@ def draw(documents: list[dict[str, Any]], picture: Path) -> None:
     partial.replace(picture)
 
 
-def _style(ax: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
+    """The axes are the same in all panels."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+    cells = [cell for panel in panels.values() for cell in panel.values()]
+    sizes = sorted({size for cell in cells for size in cell})
+    times = [us for cell in cells for us in cell.values()]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
+    # Sizes that were measured, some four of them; times at each power of ten, and between them where those are few.
+    ax.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, (len(sizes) + 1) // _X_TICKS)]))
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("B", "KiB", "MiB", "GiB"), 1024)))
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
+    few = max(times) < _FEW_DECADES * min(times)
+    ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=12))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("µs", "ms", "s"), 1000)))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(which="both", length=0, labelsize=8, labelcolor=_GREY)

@@ -79,10 +79,15 @@ class Contents:
         """Elements start to start + count of that rank's x."""
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
-    def reduced(self, start: int, count: int) -> Array:
-        """The same elements, combined over all ranks."""
+    def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
+        """The same elements, combined over all ranks, or over the first so many."""
+        ranks = self.ranks if ranks is None else ranks
+        if ranks == 0 and self._op in ("min", "max"):
+            return np.full(count, _limit(self._dtype, self._op), self._dtype)
         kind = _wide(self._dtype)
-        stack = np.array([self._pattern(rank).astype(kind) for rank in range(self.ranks)])
+        stack: Array = np.empty((ranks, PERIOD), kind)
+        for rank in range(ranks):
+            stack[rank] = self._pattern(rank)
         combined = stack.mean(axis=0) if self._op == "avg" else _REDUCE[self._op](stack)
         return _repeated(combined.astype(self._dtype), start, count)
 
@@ -116,6 +121,13 @@ def _wide(dtype: np.dtype[Any]) -> type:
         if np.issubdtype(dtype, kind):
             return wide
     return np.float64
+
+
+def _limit(dtype: np.dtype[Any], op: str) -> Any:
+    """What min or max over no rank gives."""
+    if np.issubdtype(dtype, np.integer):
+        return np.iinfo(dtype).max if op == "min" else np.iinfo(dtype).min
+    return op == "min" if dtype == np.bool_ else np.inf if op == "min" else -np.inf
 
 
 def _repeated(pattern: Array, start: int, count: int) -> Array:
@@ -169,6 +181,14 @@ def _all_reduced(contents: Contents, rank: int, count: int) -> Array:
     return contents.reduced(0, count)
 
 
+def _reduced_to_here(contents: Contents, rank: int, count: int) -> Array:
+    return contents.reduced(0, count, rank + 1)
+
+
+def _reduced_before(contents: Contents, rank: int, count: int) -> Array:
+    return contents.reduced(0, count, rank)
+
+
 def _own_part_reduced(contents: Contents, rank: int, count: int) -> Array:
     return contents.reduced(rank * count, count)
 
@@ -218,6 +238,8 @@ COLLECTIVES = {
         Collective("gather", _others, False, True, _gathered, rooted=True, out_at_root=True),
         Collective("scatter", _others, True, False, _own_part_of_root, rooted=True),
         Collective("all_to_all", _others, True, True, _own_part_of_each),
+        Collective("scan", _all, False, False, _reduced_to_here, reduces=True, in_place=True),
+        Collective("exscan", _all, False, False, _reduced_before, reduces=True, in_place=True),
         Collective("send_recv", _all, False, False, _of_the_left),
         Collective("barrier", lambda n: 0.0, False, False, _nothing),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from mscomm.cluster.deadline import Deadline
 
@@ -36,7 +37,7 @@ class Invitation:
 
 
 class Launcher(Protocol):
-    """What a module of this folder has."""
+    """A way into a job."""
 
     NAME: str
 
@@ -45,6 +46,13 @@ class Launcher(Protocol):
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
         """Connect to the job; an Error that says what was tried if that fails."""
+
+
+class Found(Launcher, Protocol):
+    """What a module of this folder has."""
+
+    PLACE: tuple[tuple[str, ...], tuple[str, ...]]
+    """The variables that tell the rank, and those that tell how many ranks there are; the first that is set counts."""
 
 
 # In this order: what stands before says more about the ranks than what it may have been started by.
@@ -69,8 +77,30 @@ def find(
         from mscomm.bootstrap import by_hand
 
         return by_hand.launcher(init_method, rank, world_size)
+    return _detected(env)
+
+
+def _detected(env: Mapping[str, str]) -> Found | None:
     for name in LAUNCHERS:
-        launcher = cast(Launcher, importlib.import_module(f"{__name__}.{name}"))
+        launcher = cast(Found, importlib.import_module(f"{__name__}.{name}"))
         if launcher.detect(env):
             return launcher
     return None
+
+
+class Announced(NamedTuple):
+    """What a launcher says about a process that may not have joined yet; None: it does not say that."""
+
+    launcher: str
+    rank: int | None
+    size: int | None
+
+
+def announced(env: Mapping[str, str]) -> Announced | None:
+    """What the variables alone say; None: no launcher started this process."""
+    launcher = _detected(env)
+    if launcher is None:
+        return None
+    texts = [next((env[name] for name in names if env.get(name)), "") for names in launcher.PLACE]
+    rank, size = (int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None for text in texts)
+    return Announced(launcher.NAME, rank, size)

@@ -12,12 +12,13 @@ import socket
 from collections.abc import Mapping
 
 from mscomm.bootstrap import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, meet, number, ports_after
+from mscomm.bootstrap.rendezvous import Place, Spot, meet, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
 NAME = "Kubernetes indexed job"
+PLACE = (("JOB_COMPLETION_INDEX",), ("WORLD_SIZE",))
 _calls = itertools.count()
 
 
@@ -36,14 +37,15 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     rank = number(NAME, env, "JOB_COMPLETION_INDEX", 0, size - 1)
     host = env.get("MASTER_ADDR") or pod_0(socket.getfqdn(), rank)
     port = number(NAME, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
+    ports = ports_after(port, env)
     advice = (
         f"Does the job have a headless service, and the pod template its name as subdomain? Else set MASTER_ADDR to "
-        f"pod 0's name. Its ports {ports_after(port)[0]} to {ports_after(port)[-1]} must be open to the other pods"
+        f"pod 0's name. Its {port_range(ports)} must be open to the other pods"
     )
     return meet(
         NAME,
         Place(rank, size, 0, one_host=size == 1),
-        Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports_after(port)),
+        Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports),
         env,
         deadline,
         permit_plain,

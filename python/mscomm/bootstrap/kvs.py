@@ -117,17 +117,15 @@ def _open(
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        return hub.spawn(listener, at.size, key, deadline.rest()), address, key, text
+        return hub.spawn(listener, at.size, key, deadline.rest(), links.job_of(env)), address, key, text
 
 
 def _listen(launcher: str, at: Place, env: Mapping[str, str]) -> socket.socket:
-    host = None if at.one_host else _own_address(launcher, env)
-    listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if not at.one_host:
+        return links.listen(_own_address(launcher, env), at.size + 64, env)
+    listener = socket.socket(socket.AF_UNIX)
     try:
-        if host is None:
-            listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
-        else:
-            listener.bind(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4])  # with a link-local one's scope
+        listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
         listener.listen(at.size + 64)
     except BaseException:
         listener.close()

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from mscomm.bootstrap import Invitation
 from mscomm.bootstrap.rendezvous import Place, invitation, reach
 from mscomm.cluster.deadline import Deadline, wait
-from mscomm.cluster.links import CONTROL, Identity, greet, package_version, require_same_user
+from mscomm.cluster.links import CONTROL, greet, newcomer, require_same_user
 from mscomm.cluster.security import KEY_BYTES
 from mscomm.errors import BackendUnavailable
 
 NAME = "mscomm run"
+PLACE = (("MSCOMM_RANK",), ("MSCOMM_WORLD_SIZE",))
 _taken: set[int] = set()  # descriptors that this process took over; their numbers may be somebody else's by now
 SCHED, KEY_FD, CONTROL_FD = "MSCOMM_SCHED", "MSCOMM_KEY_FD", "MSCOMM_CONTROL_FD"
 VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", CONTROL_FD)
@@ -57,7 +58,7 @@ def _connect(sched: str, key: bytes, at: Place, deadline: Deadline) -> Invitatio
     host, _, port = sched.rpartition(":")
     if not (host and port.isdecimal()):
         raise BackendUnavailable(f"mscomm run: {SCHED}={sched!r}, expected address:port; leave it to the launcher")
-    mine = Identity(version=package_version(), rank=at.rank)
+    mine = newcomer(os.environ, at.rank)
     sock = reach(
         [(host.strip("[]"), int(port))],
         deadline,

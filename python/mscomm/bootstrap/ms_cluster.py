@@ -25,6 +25,7 @@ from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
 NAME = "MS_* cluster"
+PLACE = ((), ("MS_WORKER_NUM",))  # the scheduler gives the ranks
 
 
 class Settings(NamedTuple):
@@ -62,7 +63,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         nonlocal key
         host, port = sock.getpeername()[:2]
         key = security.worker_key(env, host, port, permit_plain)
-        links.greet(sock, key, links.CONTROL, links.Identity(version=links.package_version()), deadline)
+        links.greet(sock, key, links.CONTROL, links.newcomer(env), deadline)
 
     if settings.worker_ip:
         _require_own(settings.worker_ip)
@@ -119,27 +120,28 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     settings = read(env)
     with ExitStack() as stack:
         claim = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener = stack.enter_context(_bind(settings))
+        listener = stack.enter_context(_bind(settings, env, permit_plain))
         host, port = listener.getsockname()[:2]
         try:
             # Several can bind a port before one listens, and each would write its key file. A name can be bound once:
             # it has the port's scope, the network namespace, and goes away with the process.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         except OSError as error:
-            raise _cannot_listen(settings, error) from error
+            raise _cannot_listen(settings, error, env, permit_plain) from error
         key, file = security.scheduler_key(env, host, port, permit_plain)
         if file:
             stack.callback(file.remove)
         try:
             listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
         except OSError as error:
-            raise _cannot_listen(settings, error) from error
+            raise _cannot_listen(settings, error, env, permit_plain) from error
         hub = Hub(
             settings.size,
             key=key,
             topo_timeout_s=settings.topo_timeout_s,
             ranks_known=False,
             restarts=settings.recovery,
+            named=links.job_of(env),
             log=_log,
         )
         hub.listen(listener)
@@ -149,20 +151,28 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     _leave(0 if outcome.ok else 1)
 
 
-def _bind(settings: Settings) -> socket.socket:
+def _bind(settings: Settings, env: Mapping[str, str], permit_plain: bool) -> socket.socket:
     """A socket bound to exactly MS_SCHED_HOST:MS_SCHED_PORT."""
     try:
         return rendezvous.bind(settings.host, settings.port)
     except socket.gaierror as error:
         raise BackendUnavailable(f"{_where(settings)}: the name cannot be resolved ({error.strerror})") from error
     except OSError as error:
-        raise _cannot_listen(settings, error) from error
+        raise _cannot_listen(settings, error, env, permit_plain) from error
 
 
-def _cannot_listen(settings: Settings, error: OSError) -> BackendUnavailable:
+def _cannot_listen(
+    settings: Settings, error: OSError, env: Mapping[str, str], permit_plain: bool
+) -> BackendUnavailable:
+    taken = ""
+    if error.errno == errno.EADDRINUSE:
+        address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][:2]
+        host, port = str(address[0]), settings.port
+        taken = rendezvous.contend(host, port, lambda: security.worker_key(env, host, port, permit_plain), env)
     what = {
-        errno.EADDRINUSE: "the port is taken, perhaps by the scheduler of another job "
-        f"(see: ss -ltnp 'sport = :{settings.port}'); end that, or give this job another MS_SCHED_PORT",
+        errno.EADDRINUSE: f"the port is taken{taken}, perhaps by the scheduler of another job"
+        + ("" if taken else f" (see: ss -ltnp 'sport = :{settings.port}')")
+        + "; end that, or give this job another MS_SCHED_PORT, in its workers too",
         errno.EADDRNOTAVAIL: "this host does not have that address; start the scheduler on the host that has it",
         errno.EACCES: "ports below 1024 need privileges; choose a higher MS_SCHED_PORT",
     }.get(error.errno or 0, error.strerror or str(error))

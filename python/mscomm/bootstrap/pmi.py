@@ -32,6 +32,7 @@ _NAMES = kvs.Names(
     local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
     local_size=("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
+PLACE = (_NAMES.rank, _NAMES.size)
 _ANSWER_BYTES = 4096  # none is longer; the value that we put has under 200 bytes
 _GOODBYE_S = 2.0
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key

@@ -27,6 +27,7 @@ _NAMES = kvs.Names(
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK", "SLURM_LOCALID"),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
 )
+PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
 _TIMED_OUT = 75  # the helper's exit status
 _ANSWER_MAX = 4096

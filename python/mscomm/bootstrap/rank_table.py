@@ -18,6 +18,7 @@ from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, port_r
 from mscomm.cluster.deadline import Deadline
 
 NAME = "rank table"
+PLACE = (("RANK_ID",), ("RANK_SIZE",))
 _FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the name of today, and an older one
 _calls = itertools.count()
 

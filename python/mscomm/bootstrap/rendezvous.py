@@ -22,16 +22,20 @@ from mscomm import environment
 from mscomm.bootstrap import Invitation
 from mscomm.cluster import hub, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
+from mscomm.cluster.frames import Frames
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 
 if TYPE_CHECKING:
     import subprocess
 
+    import psutil
+
 _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
 _ATTEMPT_S = 5.0  # for one of several addresses: a firewall that swallows packets must not take all the time
 _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # the hub of the job before may hold the address for a moment
-_FIRST_PORT, _PORTS = 61440, 4088  # above the ephemeral ports, which begin at 32768 and end at 60999
+_HIGH_PORTS = range(61440, 1 << 16)  # above the ephemeral ports, which begin at 32768 and end at 60999
+_TELL_S = 2.0  # for a hub that has bound the address and does not listen yet
 _SILENCES = 3  # a listener that closes without a word may be the last job's, which just ended
 
 
@@ -57,6 +61,8 @@ def meet(
     launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
     """The connection to this job's hub, which rank 0 starts. `advice`: what to look at if there is none."""
+    if at.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
+        spot = spot._replace(job=f"{spot.job} {job_id}")  # then two jobs do not even meet
     if at.rank == 0:
         return _host(launcher, at, spot, env, deadline, permit_plain, advice)
     key = b""
@@ -64,8 +70,7 @@ def meet(
     def admit(sock: socket.socket) -> None:
         nonlocal key
         key = _key(spot, sock.getpeername(), env, permit_plain)
-        mine = links.Identity(version=links.package_version(), rank=at.rank)
-        links.greet(sock, key, links.CONTROL, mine, deadline)
+        links.greet(sock, key, links.CONTROL, links.newcomer(env, at.rank), deadline)
 
     targets = [_unix_name(spot.job)] if at.one_host else [(spot.host, port) for port in spot.ports]
     where = _where(at, spot)
@@ -97,8 +102,10 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
     return int(text)
 
 
-def ports_after(port: int) -> Sequence[int]:
-    """Where the hub may listen when that port is somebody else's."""
+def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
+    """Where the hub may listen when that port is somebody else's: eight of MSCOMM_PORTS, else the next ones."""
+    if allowed := environment.read("MSCOMM_PORTS", env):
+        return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
 
 
@@ -106,8 +113,13 @@ def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
     """Where the hub may listen if the launcher names no port: MSCOMM_PORT, else eight that follow from the job."""
     if port := environment.read("MSCOMM_PORT", env):
         return range(port, port + 1)
-    first = _FIRST_PORT + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % _PORTS
-    return range(first, first + 8)
+    return _eight_of(environment.read("MSCOMM_PORTS", env) or _HIGH_PORTS, job)
+
+
+def _eight_of(ports: range, job: str) -> range:
+    """Of these ports, eight neighbours that every rank of the job works out."""
+    place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 8)
+    return ports[place : place + 8]
 
 
 def port_range(ports: Sequence[int]) -> str:
@@ -209,8 +221,11 @@ def _host(
             raise
         except OSError as error:
             if error.errno != errno.EADDRINUSE or until.passed:
+                taken = ""
+                if error.errno == errno.EADDRINUSE and not at.one_host and len(spot.ports) == 1:
+                    taken = _contend_at(spot, env, permit_plain)
                 what = {
-                    errno.EADDRINUSE: "taken, perhaps by another job",
+                    errno.EADDRINUSE: f"taken{taken}, perhaps by another job",
                     errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
                 }.get(error.errno or 0, words(error))
                 raise BackendUnavailable(
@@ -219,7 +234,7 @@ def _host(
         time.sleep(_RETRY_S[1])
     with listener:
         address = _address(listener)
-        process = hub.spawn(listener, at.size, key, deadline.rest())
+        process = hub.spawn(listener, at.size, key, deadline.rest(), links.job_of(env))
         try:
             sock = links.connect(address, deadline)
         except BaseException:
@@ -228,6 +243,11 @@ def _host(
             raise
     where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(at, spot)
     return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", process=process)
+
+
+def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
+    address = _resolve(spot.host, spot.ports[0])[1][:2]
+    return contend(address[0], address[1], lambda: _key(spot, address, env, permit_plain), env)
 
 
 def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
@@ -249,11 +269,16 @@ def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> 
 def _bind(at: Place, spot: Spot, port: int, env: Mapping[str, str]) -> socket.socket:
     if at.one_host:
         return _bound(socket.AF_UNIX, _unix_name(spot.job))
-    family, address = _resolve(spot.host, port)
-    if security.is_loopback(address[0]) and not is_loopback_name(spot.host):
+    return bind(own_address(spot.host, env), port)
+
+
+def own_address(host: str, env: Mapping[str, str]) -> str:
+    """The numeric address that others reach this host by, which they call so."""
+    address = str(_resolve(host, 0)[1][0])
+    if security.is_loopback(address) and not is_loopback_name(host):
         # /etc/hosts often gives a host's own name a loopback address, at which the others do not find it.
-        family, address = _resolve(interfaces.host_address(env), port)
-    return _bound(family, address)
+        return interfaces.host_address(env)
+    return address
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -283,6 +308,50 @@ def is_loopback_name(host: str) -> bool:
         return security.is_loopback(host)
     except ValueError:
         return host == "localhost"
+
+
+# -- two jobs at one place
+
+
+def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, str]) -> str:
+    """The address is taken: tell the hub there, if it is one, that another job wanted it; who has it, for messages.
+
+    Ranks of both jobs may have joined that hub, which cannot tell them apart. key: its key, read once it listens.
+    """
+    import psutil
+
+    me = psutil.Process()
+    who = f"{_words_of(me)} on host {socket.gethostname()}"
+    deadline = Deadline(_TELL_S)
+
+    def admit(sock: socket.socket) -> None:
+        links.greet(sock, key(), links.LAUNCHER, links.newcomer(env), deadline)
+
+    words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
+    # An error: there is no hub, or one that does not let our ranks in, and needs no word.
+    with contextlib.suppress(Error, OSError), reach([(host, port)], deadline, admit, "", "") as sock:
+        Frames(sock).send(words, deadline)
+    return _holder(host, port)
+
+
+def _holder(host: str, port: int) -> str:
+    """The process that listens there, as " by pid 7 (python train.py)"; "" if this user cannot see it."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for entry in psutil.net_connections("tcp"):
+            here = entry.laddr and entry.laddr.port == port and entry.laddr.ip in (host, "0.0.0.0", "::")
+            if here and entry.status == psutil.CONN_LISTEN and entry.pid:
+                process = psutil.Process(entry.pid)
+                if any("mscomm.cluster.hub" in word for word in process.cmdline()):
+                    process = process.parent() or process  # rank 0, which started that hub
+                return f" by {_words_of(process)}"
+    return ""
+
+
+def _words_of(process: psutil.Process) -> str:
+    words = " ".join(" ".join(process.cmdline()).split())  # python -c has lines
+    return f"pid {process.pid} ({words if len(words) < 100 else words[:97] + '...'})"
 
 
 # -- the key

@@ -17,6 +17,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
+PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
 _SPECIAL_STEPS = 0xFFFFFFF0  # batch script, interactive shell and the like: no steps that srun started with tasks
 _calls = itertools.count()
 

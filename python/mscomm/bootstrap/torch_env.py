@@ -8,6 +8,7 @@ from mscomm.bootstrap import Invitation, torchrun
 from mscomm.cluster.deadline import Deadline
 
 NAME = "RANK and WORLD_SIZE"
+PLACE = (("RANK",), ("WORLD_SIZE",))
 
 
 def detect(env: Mapping[str, str]) -> bool:

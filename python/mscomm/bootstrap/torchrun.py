@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Mapping
 
 from mscomm.bootstrap import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, is_loopback_name, meet, number, ports_after
+from mscomm.bootstrap.rendezvous import Place, Spot, is_loopback_name, meet, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
 
 NAME = "torchrun"
+PLACE = (("RANK",), ("WORLD_SIZE",))
 DEFAULT_PORT = 29500
 _calls = itertools.count()  # a process that joins again, after release(), meets the others at another place
 
@@ -36,15 +37,16 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {next(_calls)}"
     if one_agent:  # several agents do not count their restarts alike
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    ports = ports_after(port, env)
     advice = (
-        f"Rank 0 must run on the host of MASTER_ADDR={host}, and the others must reach its ports "
-        f"{ports_after(port)[0]} to {ports_after(port)[-1]} (MASTER_PORT={port} itself is torch's)"
+        f"Rank 0 must run on the host of MASTER_ADDR={host}, and the others must reach its {port_range(ports)} "
+        f"(MASTER_PORT={port} itself is torch's)"
     )
     one_host = one_agent or is_loopback_name(host)
     return meet(
         launcher,
         Place(rank, size, local_rank, one_host),
-        Spot(f"torch {host} {port} {life}", host, ports_after(port)),
+        Spot(f"torch {host} {port} {life}", host, ports),
         env,
         deadline,
         permit_plain,

@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from mscomm import __version__
+
 # name: module, one line of help
 COMMANDS = {
     "run": ("mscomm.cli.run", "Start and watch the ranks of a job on this host."),
@@ -36,5 +38,6 @@ class _Lazy(click.Group):
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="mscomm %(version)s")
 def main() -> None:
     """Collective communication and data-parallel training: `mscomm run -n 4 train.py`."""

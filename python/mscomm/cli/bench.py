@@ -16,9 +16,9 @@ from mscomm import bootstrap
 # The tables of the bench package need numpy, and its rows are the words that are allowed here: imported when used.
 
 _HELP = """Measure COLLECTIVE: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all,
-send_recv, barrier; or `buckets`: all_reduce_many over the gradients of a network against one call for each, and steps
-of training by size of the fusion bucket: how much of the communication is hidden, and which size is the fastest; or
-`tune`: each collective by each algorithm that these ranks and hosts allow, and the table that init chooses.
+scan, exscan, send_recv, barrier; or `buckets`: all_reduce_many over the gradients of a network against one call for
+each, and steps of training by size of the fusion bucket: how much of the communication is hidden, and which size is the
+fastest; or `tune`: each collective by each algorithm that these ranks and hosts allow, and the table that init chooses.
 
 Starts the ranks itself; under mpirun, or any other launcher, it takes those that are there. Flags, columns and
 bandwidths are nccl-tests', but for -n, the ranks (there: --iters). A size is what one rank sends in all, or receives in

@@ -37,6 +37,10 @@ OPTIONAL = {
     "matplotlib": "`mscomm bench --plot`",
     "torch": "`mscomm bench --vs torch-gloo`",
 }
+_LIBRARIES = {
+    "nccl": ("MSCOMM_NCCL_LIBRARY", "MSCOMM_CUDA_LIBRARY"),
+    "hccl": ("MSCOMM_HCCL_LIBRARY", "MSCOMM_ACL_LIBRARY"),
+}
 
 # What both ranks of a self-test run; 7 elements, because 7 is not divisible by 2. With "tcp" they count as two hosts.
 SELF_TEST = """
@@ -86,13 +90,14 @@ class Mpirun(NamedTuple):
 
 @click.command("doctor", help="Show what is here and what is missing, and let two ranks compute; exit 1 on a fault.")
 @click.option("-n", "ranks", type=click.IntRange(1), default=8, show_default=True, help="The ranks you want to start.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(ranks: int, as_json: bool) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Tell where a backend that is not here was looked for.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with all that -v tells.")
+def command(ranks: int, verbose: bool, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(soft_wrap=True)
     report: dict[str, list[Finding]] = {}
-    for title, find in sections(ranks, os.environ).items():
+    for title, find in sections(ranks, os.environ, verbose or as_json).items():
         report[title] = list(find())
         if not as_json:
             show(console, title, report[title])
@@ -104,12 +109,12 @@ def command(ranks: int, as_json: bool) -> None:
         raise click.ClickException(f"{faults} {'fault' if faults == 1 else 'faults'}, marked FAULT above")
 
 
-def sections(ranks: int, env: Mapping[str, str]) -> dict[str, Callable[[], Iterator[Finding]]]:
+def sections(ranks: int, env: Mapping[str, str], verbose: bool = False) -> dict[str, Callable[[], Iterator[Finding]]]:
     """The parts of the report, in order; each is computed when it is called."""
     return {
         "Versions": versions,
         "Machine": lambda: machine(ranks, env),
-        "Backends": backends,
+        "Backends": lambda: backends(env, verbose),
         "Launchers": lambda: launchers(ranks, env),
         "Environment": lambda: given(env),
         "Network": lambda: network(env),
@@ -179,13 +184,17 @@ def optional(package: str, what: str) -> Finding:
         return Finding(package, f"not installed, needed for {what} alone")
 
 
-def backends() -> Iterator[Finding]:
+def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
     yield Finding("cpu", "not without the core, see above" if core().fault else "ready")
     if not core().fault:
         from mscomm import accelerators
 
         for name in accelerators.NAMES:
-            yield Finding(name, accelerator(name))
+            found = accelerator(name)
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # by the user: why it fails is of interest
+            if found.startswith("cannot open ") and not (verbose or named):
+                found = "not installed (mscomm doctor -v tells where it was looked for)"
+            yield Finding(name, found)
 
 
 def accelerator(name: str) -> str:

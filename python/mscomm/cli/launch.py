@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
+from mscomm import environment
 from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
+from mscomm.cli import ending
+from mscomm.cli.breakpoints import HOOK
+from mscomm.cli.ending import End
 from mscomm.cli.output import Log, Output, Stream, Streams
-from mscomm.cli.parts import Part
+from mscomm.cli.parts import OtherNode, Part
+from mscomm.cli.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 from mscomm.cluster.judge import Verdict
 
 REPORT_S = 5.0  # after the first failure the others may report this long, before SIGTERM
@@ -25,6 +31,7 @@ DRAIN_S = 1.0  # for output that is still in the pipes when all have ended
 STALLED_S = 10.0  # at the end, a reader that takes nothing for this long gets no more
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # the status when nobody reads our output any more
+_LOOK_S = 0.05  # how often it is looked for ranks that ended where no signal tells of them
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
 KILL_AT_SIGNAL = 3  # somebody who presses Ctrl-C three times wants out
 
@@ -37,34 +44,16 @@ class CannotStart(Exception):
     """The program cannot be executed; the text says why."""
 
 
-class End(NamedTuple):
-    """How a rank's process ended."""
-
-    rank: int  # in the job
-    code: int  # as in subprocess: negative, killed by that signal
-    after_s: float
-
-    @property
-    def how(self) -> str:
-        return f"killed by {_signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
-
-    @property
-    def status(self) -> int:
-        """As a shell gives it."""
-        return 128 - self.code if self.code < 0 else self.code
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
+    return Output(1, wake), Output(2, wake)
 
 
 class Launch:
-    """One run of `command` as `size` ranks on this host. Use it in the main thread: it takes over signals.
+    """One run of `command` as `size` ranks on this host. In the main thread it takes over signals until it ends.
 
-    max_restarts: how many processes that ended badly are started again, of all ranks together.
+    max_restarts: how many processes that ended badly are started again, of all ranks together. stdin_rank: the one that
+    inherits our stdin, by local rank. outputs: ours, which are given a function to wake us. call_fds: by local rank,
+    descriptors that the ranks inherit, whose numbers are added to their commands. timeout_s: then the ranks are ended.
     """
 
     def __init__(
@@ -75,6 +64,10 @@ class Launch:
         part: Part,
         log_dir: Path | None = None,
         max_restarts: int = 0,
+        stdin_rank: int | None = None,
+        outputs: Callable[[Callable[[], None]], tuple[Output, Output]] = standard_streams,
+        call_fds: Sequence[int] = (),
+        timeout_s: float = float("inf"),
     ) -> None:
         self._command = list(command)
         self._size = size
@@ -90,28 +83,44 @@ class Launch:
         self._max_restarts = max_restarts
         self._restarts: list[int] = []  # the local ranks that were started again, in this order
         self._ends: dict[int, End] = {}  # by local rank
-        self._signals = 0
+        self._stdin_rank = stdin_rank
+        self._call_fds = call_fds
+        self._until = time.monotonic() + timeout_s
+        self.late: list[int] = []  # ranks that were ended because the time was over
+        self.signals: list[int] = []  # those that came to us and were passed on
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # what to send to those that still run, and when
         self._sent_s = float("inf")  # when we first sent a signal: ends from then on may be our work
+        self._look_s = part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
-        self._stdout = Output(1, self._streams.wake)
-        self._stderr = Output(2, self._streams.wake)
+        self._stdout, self._stderr = outputs(self._streams.wake)
+        full = environment.read("MSCOMM_TRACEBACK", env) == "FULL"
+        self._tracebacks = Tracebacks(self._stderr, full)
 
     def run(self) -> int:
+        """Start the ranks, and stay until they have ended; the exit status."""
+        try:
+            return self._run()
+        finally:
+            # A thread that still writes, because nobody reads, may need the rest of us until the process ends.
+            if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
+                self._streams.release()
+
+    def _run(self) -> int:
         with ExitStack() as logs:
-            if self._part.first == 0:
+            if not isinstance(self._part, OtherNode):
                 self._scheduler_log = self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self._part.open(stack, self._note)  # may wait, and Ctrl-C ends that
+                self._part.open(stack, self._note, self._say)  # may wait, and Ctrl-C ends that
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
                 try:
                     self._watch()
                 except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
+                    self._tracebacks.show()
                     return PIPE_CLOSED
             return self._summary(self._part.verdict(), self._elsewhere())
 
@@ -119,6 +128,9 @@ class Launch:
 
     def _take_signals(self, stack: ExitStack) -> None:
         """Signals become bytes that the selector sees; their numbers are the bytes."""
+        if threading.current_thread() is not threading.main_thread():
+            self._look_s = _LOOK_S  # no other thread can have signals
+            return
         reader, writer = socket.socketpair()
         for sock in (reader, writer):
             sock.setblocking(False)
@@ -149,19 +161,27 @@ class Launch:
             self._worker_logs.append(self._open_log(f"worker_{self._part.first + local_rank}.log", logs))
             self._processes.append(self._start_rank(local_rank))
         self._part.serve(stack)
+        for stream in self._part.streams(self._stdout, self._stderr):
+            self._streams.add(stream)
 
     def _start_rank(self, local_rank: int) -> subprocess.Popen[bytes]:
         """The rank's process, its output already on the way to ours."""
         rank = self._part.first + local_rank
         inherited, variables = self._part.entrance(rank)
         with inherited:
-            process = self._execute(inherited.fileno(), {**self._identity(local_rank), **variables})
+            stdin = None if local_rank == self._stdin_rank else subprocess.DEVNULL
+            inherits = [inherited.fileno(), *self._call_fds[local_rank : local_rank + 1]]
+            process = self._execute(inherits, stdin, {**self._identity(local_rank), **variables})
         assert process.stdout and process.stderr
-        self._streams.add(Stream(process.stdout, rank, self._stdout, self._worker_logs[local_rank]))
-        self._streams.add(Stream(process.stderr, rank, self._stderr, self._worker_logs[local_rank]))
+        log, prompts = self._worker_logs[local_rank], local_rank == self._stdin_rank and os.isatty(0)
+        held = functools.partial(self._tracebacks.take, rank)
+        self._streams.add(Stream(process.stdout, rank, self._stdout, log, lambda lines: lines, prompts))
+        self._streams.add(Stream(process.stderr, rank, self._stderr, log, held, prompts))
         return process
 
-    def _execute(self, inherited_fd: int, identity: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _execute(
+        self, inherits: Sequence[int], stdin: int | None, identity: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         launcher = os.getpid()
 
         def end_with_launcher() -> None:
@@ -171,13 +191,13 @@ class Launch:
 
         try:
             return subprocess.Popen(
-                self._command,
+                [*self._command, *map(str, inherits[1:])],
                 env={**self._env, **identity},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=(inherited_fd,),
+                pass_fds=inherits,
                 start_new_session=True,  # a group of its own, which is ended as a whole
                 preexec_fn=end_with_launcher,  # it takes no lock that another thread could have held at the fork
             )
@@ -185,7 +205,11 @@ class Launch:
             raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
 
     def _identity(self, local_rank: int) -> dict[str, str]:
+        at_breakpoint = {}
+        if local_rank != self._stdin_rank and not self._env.get("PYTHONBREAKPOINT"):
+            at_breakpoint = {"PYTHONBREAKPOINT": HOOK if self._stdin_rank is None else "0"}
         return {
+            **at_breakpoint,
             "MSCOMM_RANK": str(self._part.first + local_rank),
             "MSCOMM_WORLD_SIZE": str(self._part.size),
             "MSCOMM_LOCAL_RANK": str(local_rank),
@@ -201,21 +225,34 @@ class Launch:
             self._look_for_ends()
             if self._lost_elsewhere():
                 self._end_soon()
+            if self._until <= time.monotonic():
+                self._end_late()
+            self._streams.prompt()
+            if self._tracebacks.due <= time.monotonic() and not self._ending:
+                self._tracebacks.show()
             while self._steps and self._steps[0][0] <= time.monotonic():
+                self._tracebacks.show()
                 self._send(self._steps.pop(0)[1])
         self._kill_groups()
         self._streams.take_all()
         until = time.monotonic() + DRAIN_S
         while self._streams and time.monotonic() < until:
             self._turn(max(0.0, until - time.monotonic()))
-        signals = self._signals
-        while self._part.needed(all(end.code == 0 for end in self._ends.values())) and self._signals == signals:
+        self._show_last(self._tracebacks.release(first.rank if (first := self._first()) else None))
+        signals = len(self.signals)
+        while self._part.needed(all(end.code == 0 for end in self._ends.values())) and len(self.signals) == signals:
             self._turn(self._part.look_s)
+
+    def _show_last(self, tracebacks: bytes) -> None:
+        """What was held when the ranks had ended."""
+        self._stderr.write(tracebacks)
 
     def _sleep_s(self) -> float | None:
         """Until the next step, or the part's next look."""
-        waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
-        waits += [self._part.look_s] if self._part.look_s is not None else []
+        at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
+        at_s += [] if self._ending else [self._tracebacks.due]
+        waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
+        waits += [self._look_s] if self._look_s is not None else []
         return min(waits) if waits else None
 
     def _lost_elsewhere(self) -> bool:
@@ -262,6 +299,7 @@ class Launch:
     def _restart(self, local_rank: int, end: End) -> None:
         """Start a rank again that ended badly; the others are not disturbed."""
         self._restarts.append(local_rank)
+        self._tracebacks.show()
         count = f"restart {len(self._restarts)} of {self._max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
@@ -276,11 +314,22 @@ class Launch:
             until = time.monotonic() + REPORT_S
             self._steps = [(until, signal.SIGTERM), (until + TERM_S, signal.SIGKILL)]
 
+    def _end_late(self) -> None:
+        """The time is over."""
+        now, self._until = time.monotonic(), float("inf")
+        if not self._ending:  # else the ranks are late because one of them failed
+            self.late = [self._part.first + local for local in range(self._size) if local not in self._ends]
+        self._ending = True
+        self._steps = [(now, signal.SIGTERM), (now + TERM_S, signal.SIGKILL)]
+
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
             if number in FORWARDED:
-                self._signals += 1
-                self._send(signal.SIGKILL if self._signals >= KILL_AT_SIGNAL else signal.Signals(number))
+                self.signals.append(number)
+                if number == signal.SIGINT:
+                    self._tracebacks.interrupt()
+                self._part.forward(number)
+                self._send(signal.SIGKILL if len(self.signals) >= KILL_AT_SIGNAL else signal.Signals(number))
                 self._end_soon()
 
     def _send(self, number: signal.Signals) -> None:
@@ -304,23 +353,45 @@ class Launch:
             process.wait()
         self._streams.close()
 
-    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
-        """Say who failed first: the rank that the verdict names if it did not end well, else the first that did not."""
+    def _first(self) -> End | None:
+        """Of the ranks that did not end well: the one that the verdict names, else the first."""
+        verdict = self._part.verdict()
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
-        first = min(failed, key=lambda end: self._order(end, named), default=None)
+        return min(failed, key=lambda end: self._order(end, named), default=None)
+
+    def _words(self) -> dict[int, LastWords]:
+        """By rank: the exceptions by which ranks ended."""
+        by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
+        found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
+        return {rank: words for rank, words in found.items() if words}
+
+    def _cause(self, first: End, verdict: Verdict | None) -> str:
+        if self.signals and first.after_s >= self._sent_s:
+            return ending.interrupted(self.signals[0], first.after_s, self._words())
+        others = [end for end in self._ends.values() if end.code != 0 and end is not first]
+        here = " on this host" if self._size < self._part.size else ""
+        text = ending.failed(first, others, self._words(), verdict, here)
+        if self._log_dir is None:
+            return text
+        rank = next((rank for rank in (verdict.waiting_for if verdict else ()) if self._has_one_of([rank])), first.rank)
+        return f"{text}; the log of rank {rank}: {self._log_dir / f'worker_{rank}.log'}"
+
+    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
+        """Say how the job ended, if not well; the exit status."""
+        first = self._first()
         if elsewhere:
             self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere.text}")
-        if first:
-            where = f"; its log: {self._log_dir / f'worker_{first.rank}.log'}" if self._log_dir else ""
-            others = f"{len(failed) - 1} of the other {self._size - 1} ranks"
-            others += " of this host" if self._size < self._part.size else ""
-            then = f"; {others} then failed or were ended" if len(failed) > 1 else ""
-            here = " on this host" if self._size < self._part.size else ""
-            self._say(f"rank {first.rank} failed first{here}: {first.how} after {first.after_s:.1f} s{then}{where}")
+        elif first:
+            self._say(self._cause(first, verdict))
         for log in self._logs:
             if log.complaint:
                 self._say(log.complaint)
+        dropped = self._flush()
+        return first.status if first else int(bool(elsewhere or dropped))
+
+    def _flush(self) -> bool:
+        """Write all that is left; whether something was dropped for want of a reader, which is told."""
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")
@@ -328,7 +399,7 @@ class Launch:
         for count, name in ((dropped, "stdout"), (dropped_errors, "stderr")):
             if count:
                 self._note(f"{count} bytes of output were dropped: {_NOBODY_READ.format(name)}")
-        return first.status if first else int(bool(elsewhere or dropped or dropped_errors))
+        return bool(dropped or dropped_errors)
 
     def _say(self, text: str) -> None:
         self._stderr.write(f"mscomm run: {text}\n".encode())

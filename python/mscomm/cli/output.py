@@ -6,17 +6,20 @@ left alone, so that the ranks wait and nothing is lost.
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 _LONGEST_LINE_BYTES = 64 << 10  # a longer one, or a progress bar that never ends its line, is shown in pieces
 _FULL_BYTES = 1 << 20  # with this much unwritten an output wants no more
 _PIECE_BYTES = 16 << 10
+_PROMPT_S = 0.1  # a line that has not ended for so long, from the rank that has our stdin, is a prompt
 
 
 class Output:
@@ -25,11 +28,13 @@ class Output:
     def __init__(self, fd: int, wake: Callable[[], None]) -> None:
         self._fd = fd
         self._wake = wake
+        self._closed = False
         # Guards the bytes; the writing thread and flush() sleep on it.
         self._news = threading.Condition()
         self._unwritten = bytearray()
         self.broken = False  # nobody reads any more
-        threading.Thread(target=self._serve, name="mscomm-output", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
+        self._thread.start()
 
     @property
     def full(self) -> bool:
@@ -49,13 +54,27 @@ class Output:
                 continue
             return len(self._unwritten)
 
+    def close(self, within_s: float) -> bool:
+        """End the thread when all is written; False: it still writes."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def _write(self, piece: bytes) -> int:
+        """Some of it; how many bytes that were."""
+        return os.write(self._fd, piece)
+
     def _serve(self) -> None:
         while not self.broken:
             with self._news:
-                self._news.wait_for(lambda: self._unwritten)
+                self._news.wait_for(lambda: self._unwritten or self._closed)
                 piece = bytes(self._unwritten[:_PIECE_BYTES])
+                if not piece:
+                    return
             try:
-                written = os.write(self._fd, piece)
+                written = self._write(piece)
             except BlockingIOError:  # somebody made it non-blocking
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
@@ -69,6 +88,28 @@ class Output:
                 self._news.notify_all()
             if self.broken or (was_full and not self.full):
                 self._wake()
+
+
+class TextOutput(Output):
+    """Python's sys.stdout or sys.stderr, which in a notebook or a test are no descriptors; None, as there, for none."""
+
+    def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        super().__init__(-1, wake)
+
+    def _write(self, piece: bytes) -> int:
+        if self._stream is not None:
+            text = self._decoder.decode(piece)
+            try:
+                try:
+                    self._stream.write(text)
+                except UnicodeEncodeError as error:  # a character that its encoding does not have
+                    self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+                self._stream.flush()
+            except Exception as error:  # it was closed, or is no stream at all
+                raise BrokenPipeError from error
+        return len(piece)
 
 
 class Log:
@@ -99,16 +140,23 @@ class Log:
         self._file.close()
 
 
+Hold = Callable[[list[bytes]], list[bytes]]
+
+
 class Stream:
     """One rank's stdout or stderr on its way to ours."""
 
-    def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None) -> None:
+    def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
+        """hold: of the next lines, those that are to be shown now. prompts: show a line that does not end."""
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output
         self._prefix = f"[{rank}] ".encode()
         self._log = log
         self._line = b""
+        self._hold = hold
+        self._prompts = prompts
+        self.prompt_at_s = float("inf")
 
     def pump(self) -> bool:
         """Pass on what is there; False at the end."""
@@ -120,9 +168,19 @@ class Stream:
         *lines, self._line = (self._line + data).split(b"\n")
         if self._line and (not data or len(self._line) > _LONGEST_LINE_BYTES):
             lines, self._line = [*lines, self._line], b""
-        if lines:
-            self.output.write(b"".join(self._prefix + line + b"\n" for line in lines))
+        if lines := self._hold(lines):
+            self.output.write(b"".join(self.named(line) + b"\n" for line in lines))
+        self.prompt_at_s = time.monotonic() + _PROMPT_S if self._prompts and self._line else float("inf")
         return bool(data)
+
+    def named(self, line: bytes) -> bytes:
+        """The line as it is shown."""
+        return self._prefix + line
+
+    def prompt(self) -> None:
+        """Show what has come of a line. The user answers it with Enter, so what follows is a new one."""
+        self.output.write(self.named(self._line))
+        self._line, self.prompt_at_s = b"", float("inf")
 
 
 class Streams:
@@ -151,6 +209,17 @@ class Streams:
 
     def __bool__(self) -> bool:
         return bool(self._open)
+
+    @property
+    def prompt_at_s(self) -> float:
+        """When the next prompt is to be shown."""
+        return min((stream.prompt_at_s for stream in self._open), default=float("inf"))
+
+    def prompt(self) -> None:
+        """Show those that it is time for."""
+        for stream in self._open:
+            if stream.prompt_at_s <= time.monotonic():
+                stream.prompt()
 
     def _watch(self, stream: Stream) -> None:
         self._selector.register(stream.pipe, selectors.EVENT_READ, lambda: self._pump(stream))
@@ -182,3 +251,7 @@ class Streams:
                 self._selector.unregister(stream.pipe)
             stream.pipe.close()
         self._open.clear()
+
+    def release(self) -> None:
+        """After the last wake()."""
+        os.close(self._wake_fd)

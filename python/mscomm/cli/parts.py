@@ -7,6 +7,7 @@ connect there, and what they inherit is a descriptor from which they read the ke
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -14,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
+from mscomm.cli.output import Output, Stream
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames, Message
@@ -37,14 +39,23 @@ class Part(Protocol):
     first: int
     look_s: float | None
 
-    def open(self, stack: ExitStack, log: Log) -> None:
-        """Before anything is started: listen, or see that there is somebody who does. May wait."""
+    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+        """Before anything is started: listen, or see that there is somebody who does. May wait.
+
+        log: a line for the scheduler's log; tell: a line for the user.
+        """
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         """The descriptor that the rank inherits, and the variables that tell it what that is."""
 
     def serve(self, stack: ExitStack) -> None:
         """All ranks of this host are started."""
+
+    def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
+        """What launchers of other hosts write, if this one started them."""
+
+    def forward(self, number: int) -> None:
+        """A signal for all ranks: for those of other hosts that this launcher has started."""
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         """One of them has ended; again: it is started again after this."""
@@ -62,7 +73,17 @@ class Part(Protocol):
         """Whether ranks of other hosts still need this launcher, now that its own have ended (all of them well)."""
 
 
-class _WithHub:
+class _OneHost:
+    """A launcher that starts nothing elsewhere."""
+
+    def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
+        return []
+
+    def forward(self, number: int) -> None:
+        return
+
+
+class _WithHub(_OneHost):
     """What both say to the hub that they serve themselves."""
 
     _hub: Hub
@@ -91,7 +112,7 @@ class WholeJob(_WithHub):
         self._topo_timeout_s = topo_timeout_s
         self._restarts = restarts
 
-    def open(self, stack: ExitStack, log: Log) -> None:
+    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
         self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, self._restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
@@ -114,7 +135,8 @@ class Node0(_WithHub):
 
     def __init__(
         self,
-        size: int,
+        nodes: int,
+        each: int,
         host: str,
         port: int,
         permit_plain: bool,
@@ -122,7 +144,9 @@ class Node0(_WithHub):
         restarts: bool,
         announcement: str,
     ) -> None:
-        self.size = size
+        self.size = nodes * each
+        self._others = {f"node {node}": range(node * each, (node + 1) * each) for node in range(1, nodes)}
+        self._layout = layout(nodes, each)
         self._restarts = restarts
         self._announcement = announcement
         self._address = (host, port)
@@ -132,14 +156,17 @@ class Node0(_WithHub):
         self._local: set[int] = set()  # ranks
         self._job_began: bool | None = None  # known when they have ended
 
-    def open(self, stack: ExitStack, log: Log) -> None:
+    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
         try:
             listener = stack.enter_context(rendezvous.bind(*self._address))
         except OSError as error:
-            name = interfaces.endpoint(*self._address)
+            name, taken = interfaces.endpoint(*self._address), ""
+            if error.errno == errno.EADDRINUSE:
+                taken = rendezvous.contend(*self._address, self._others_key, os.environ)
             raise BackendUnavailable(
-                f"node 0 cannot listen at --master-addr, --master-port {name}: {rendezvous.words(error)}. "
-                "Node 0 must be the host that has this address, and the port must be free"
+                f"node 0 cannot listen at --master-addr, --master-port {name}: {rendezvous.words(error)}{taken}. "
+                "Node 0 must be the host that has this address, and the port must be free; --master-port names another"
+                ", on every node"
             ) from error
         host, port = listener.getsockname()[:2]
         _require_permission(os.environ, host, port, self._permit_plain)
@@ -147,11 +174,19 @@ class Node0(_WithHub):
         if file:
             stack.callback(file.remove)
         listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
-        self._where = interfaces.endpoint(host, port)
-        self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log)
-        self._hub.listen(listener)
+        self._serve_at(listener, log, tell)
         print(self._announcement, file=sys.stderr, flush=True)
+
+    def _serve_at(self, listener: socket.socket, log: Log, tell: Log) -> None:
+        self._where = interfaces.endpoint(*listener.getsockname()[:2])
+        words = {"nodes": self._others, "layout": self._layout, "tell": tell}
+        self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log, **words)
+        self._hub.listen(listener)
         self._until = float("inf")
+
+    def _others_key(self) -> bytes:
+        """Of whoever has our address."""
+        return security.worker_key(os.environ, *self._address, self._permit_plain)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -176,30 +211,79 @@ class Node0(_WithHub):
         return self._thread.is_alive() and time.monotonic() < self._until
 
 
-class OtherNode:
+class OtherNode(_OneHost):
     """Has a link to node 0's hub before it starts its ranks: tells it how they end, and hears when the job is over."""
 
     look_s: float | None = LOOK_S
 
     def __init__(
-        self, size: int, ranks: range, host: str, port: int, permit_plain: bool, topo_timeout_s: float
+        self,
+        size: int,
+        ranks: range,
+        name: str,
+        layout: str,
+        host: str,
+        port: int,
+        permit_plain: bool,
+        topo_timeout_s: float,
+        key: bytes = b"",
     ) -> None:
+        """name: for messages; layout: what must be the same everywhere; key: the job's, if it was handed over."""
         self.size = size
         self.first = ranks.start
         self._ranks = ranks
+        self._name = name
+        self._layout = layout
+        self._given_key = key
         self._over: Verdict | None = None
+        self._link: Frames | None = None
         self._address = (host, port)
         self._permit_plain = permit_plain
         self._topo_timeout_s = topo_timeout_s
 
-    def open(self, stack: ExitStack, log: Log) -> None:
+    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
         deadline = Deadline(self._topo_timeout_s)
+        self._connect(deadline)
+        stack.push(self._explain)
+        words = {"first": self._ranks.start, "end": self._ranks.stop, "name": self._name, "layout": self._layout}
+        assert self._link
+        self._link.send({"t": "attend", **words}, deadline)
+        state = self._link.receive(deadline)
+        if state is None:
+            raise Error(f"the job at {self._where} has ended already")
+        if state["t"] == "refused":
+            raise Error(f"the job at {self._where} refuses {self._name}: {state['why']}")
+        self._hear(state)
+        if self._over:
+            raise Error(f"the job at {self._where} has failed already: {self._over.text}")
 
+    def give_up(self, why: str) -> None:
+        """In place of open(): tell node 0, if it is there, why this node starts no ranks."""
+        with contextlib.suppress(Error, OSError):  # this node's own message says all
+            self._connect(Deadline(_GIVE_UP_S))
+            self._tell_why(why)
+            self._leave()
+
+    def _explain(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """At the end: leave, and say why if this launcher failed."""
+        if isinstance(error, Exception) and self._over is None:
+            with contextlib.suppress(OSError):
+                self._tell_why(str(error))
+        self._leave()
+
+    def _tell_why(self, why: str) -> None:
+        if self._link:
+            self._link.send({"t": "gave up", "name": self._name, "why": why[:1000]}, Deadline(_TELL_S))
+
+    def _connect(self, deadline: Deadline) -> None:
         def admit(sock: socket.socket) -> None:
             host, port = sock.getpeername()[:2]
-            _require_permission(os.environ, host, port, self._permit_plain)
-            self._key = security.worker_key(os.environ, host, port, self._permit_plain)
-            links.greet(sock, self._key, links.LAUNCHER, links.Identity(version=links.package_version()), deadline)
+            if self._given_key:
+                self._key = self._given_key
+            else:
+                _require_permission(os.environ, host, port, self._permit_plain)
+                self._key = security.worker_key(os.environ, host, port, self._permit_plain)
+            links.greet(sock, self._key, links.LAUNCHER, links.newcomer(os.environ), deadline)
 
         sock = rendezvous.reach(
             [self._address],
@@ -209,17 +293,7 @@ class OtherNode:
             "Start `mscomm run --node-rank 0` with the same options on the host that has this address",
         )
         self._where = interfaces.endpoint(*sock.getpeername()[:2])
-        self._link: Frames | None = Frames(sock, FROM_HUB_BYTES)
-        stack.callback(self._leave)
-        self._link.send({"t": "attend", "first": self._ranks.start, "end": self._ranks.stop}, deadline)
-        state = self._link.receive(deadline)
-        if state is None:
-            raise Error(f"the job at {self._where} has ended already")
-        if state["t"] == "refused":
-            raise Error(f"the job at {self._where} refuses this node: {state['why']}")
-        self._hear(state)
-        if self._over:
-            raise Error(f"the job at {self._where} has failed already: {self._over.text}")
+        self._link = Frames(sock, FROM_HUB_BYTES)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
         ours, theirs, variables = _key_link(self._key, self._where)
@@ -280,11 +354,27 @@ class OtherNode:
 
 
 _TELL_S = 2.0  # for node 0 to read what we say
+_GIVE_UP_S = 5.0  # for node 0 to be found, by a node that fails
 _HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, report, and end
 
 
-def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Log) -> Hub:
-    return Hub(size, key=key, topo_timeout_s=topo_timeout_s, ranks_known=True, watched=True, restarts=restarts, log=log)
+def layout(nodes: int, each: int) -> str:
+    """What must be the same on every node."""
+    return f"--nnodes {nodes} -n {each}"
+
+
+def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Log, **nodes: Any) -> Hub:
+    return Hub(
+        size,
+        key=key,
+        topo_timeout_s=topo_timeout_s,
+        ranks_known=True,
+        named=links.job_of(os.environ),
+        watched=True,
+        restarts=restarts,
+        log=log,
+        **nodes,
+    )
 
 
 def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from mscomm.cluster.deadline import join_timeout_s
+from mscomm.environment import read
+
+if TYPE_CHECKING:
+    from mscomm.cli.remote import Share
 
 _HELP = """Start SCRIPT (a .py file, a module after -m, pytest, or any program after --) as N ranks and watch them.
 
@@ -21,11 +27,15 @@ Output comes in whole lines with the rank before them. When a rank fails, the ot
 ended; the exit status is that of the first failure. With --log_dir each rank's output is also kept in
 DIR/worker_<rank>.log.
 
+A rank's stdin is empty. With --stdin RANK that rank has this command's, for input() and breakpoint(); the others pass
+over their breakpoints.
+
 With --max-restarts a rank that failed is started again, under the same number, and MSCOMM_RESTART_COUNT tells it how
 often it was. The others stay: they catch mscomm.PeerLost and call mscomm.rejoin(). (torchrun, whose word it is, ends
 and starts all ranks then, and counts that as one.)
 
-On several hosts, start it on each of them with the same --nnodes, --master-addr and --master-port, and with --node-rank
+On several hosts, name them: with --hosts a:4,b:4, or --hostfile FILE, it starts the other hosts' ranks by ssh. Or start
+it on each of them with the same --nnodes, --master-addr and --master-port, and with --node-rank
 0 to N-1; node 0 runs where --master-addr is and prints the line for the others. They need the same key in
 MSCOMM_JOB_KEY_FILE. The variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and
 PET_MAX_RESTARTS are the defaults.
@@ -49,6 +59,7 @@ class Nodes(NamedTuple):
 )
 @click.option(
     "-n",
+    "-np",
     "--nproc_per_node",
     "--nproc-per-node",
     "per_node",
@@ -64,6 +75,13 @@ class Nodes(NamedTuple):
 @click.option("--master_addr", "--master-addr", metavar="ADDRESS", help="Node 0's address, as the others reach it.")
 @click.option(
     "--master_port", "--master-port", type=click.IntRange(1, 65535), help=f"Where node 0 listens ({DEFAULT_PORT})."
+)
+@click.option("--hosts", "-H", metavar="A:N,B:N", help="The hosts and their numbers of ranks, this one among them.")
+@click.option(
+    "--hostfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The same in a file: a line a host, as Open MPI (host slots=4) or MPICH (host:4) has it.",
 )
 @click.option("--permit-plain", is_flag=True, help="Off loopback, let anybody who can reach the port join.")
 @click.option(
@@ -85,6 +103,9 @@ class Nodes(NamedTuple):
     metavar="N",
     help="Start a rank again that ended badly, up to N times on this host for all its ranks together (0).",
 )
+@click.option(
+    "--stdin", "stdin_rank", type=int, metavar="RANK", help="Whose stdin is this command's, as breakpoint() needs."
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -96,61 +117,123 @@ def command(
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
     permit_plain: bool,
     cluster_time_out: float | None,
     join: bool | None,
     log_dir: Path | None,
     max_restarts: int | None,
+    stdin_rank: int | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
 ) -> None:
     if join is False:
         raise click.ClickException("--join=False: mscomm run stays until the ranks have ended; put an & behind it")
-    local, count = sizes(
-        per_node or os.environ.get("PET_NPROC_PER_NODE"),
-        worker_num,
-        local_worker_num,
-        nnodes or os.environ.get("PET_NNODES"),
-    )
+    per_node = per_node or os.environ.get("PET_NPROC_PER_NODE")
+    shares, own = _shares(hosts, hostfile, per_node, nnodes, node_rank, master_addr, worker_num)
+    if shares:
+        local, count = len(shares[own].ranks), 1
+    else:
+        local, count = sizes(
+            per_node,
+            worker_num,
+            local_worker_num,
+            nnodes or os.environ.get("PET_NNODES"),
+        )
     nodes = nodes_of(os.environ, count, node_rank, master_addr, master_port)
     if max_restarts is None:
         text = os.environ.get("PET_MAX_RESTARTS", "")
         max_restarts = int(text) if text.isdecimal() else 0
-    line = command_line(script, args, module)
     if cluster_time_out is not None:
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
         topo_timeout_s = join_timeout_s(os.environ)
+        read("MSCOMM_TRACEBACK", os.environ)  # which Launch does too
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    env = environment(local, log_dir)
-    if log_dir:
-        try:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise click.ClickException(f"--log_dir {log_dir}: {error.strerror}") from error
-
     from mscomm.cli.launch import CannotStart, Launch
-    from mscomm.cli.parts import Node0, OtherNode, Part, WholeJob
+    from mscomm.cli.parts import Node0, OtherNode, Part, WholeJob, layout
     from mscomm.errors import Error
 
     _open_standard_streams()
     size, where = nodes.number * local, (nodes.host, nodes.port, permit_plain, topo_timeout_s)
     part: Part
-    if nodes.number == 1:
+    if len(shares) > 1:
+        from mscomm.cli.remote import Hosts, handed_over
+
+        task = {"script": script, "args": args, "module": module, "max_restarts": max_restarts}
+        task |= {"cwd": str(Path.cwd()), "env": handed_over(os.environ)}
+        task |= {"log_dir": str(log_dir.absolute()) if log_dir else ""}
+        part = Hosts(shares, own, master_port, topo_timeout_s, max_restarts > 0, task)
+    elif nodes.number == 1:
         part = WholeJob(size, topo_timeout_s, max_restarts > 0)
     elif nodes.rank == 0:
         options = [*["--permit-plain"] * permit_plain, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
         others = _for_the_others(nodes, local, [*options, *["-m"] * module, script, *args])
-        part = Node0(size, *where, max_restarts > 0, others)
+        part = Node0(nodes.number, local, *where, max_restarts > 0, others)
     else:
-        part = OtherNode(size, range(nodes.rank * local, (nodes.rank + 1) * local), *where)
+        ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
+        name = f"node {nodes.rank} on host {socket.gethostname()}"
+        part = OtherNode(size, ranks, name, layout(nodes.number, local), *where)
+    if stdin_rank is not None and not part.first <= stdin_rank < part.first + local:
+        here = f"this host has the ranks {part.first} to {part.first + local - 1}"
+        raise click.ClickException(f"--stdin {stdin_rank}: {here}")
+    stdin_rank = None if stdin_rank is None else stdin_rank - part.first
     try:
-        status = Launch(line, local, env, part, log_dir, max_restarts).run()
+        line, env = prepare(script, args, module, local, log_dir)
+    except click.ClickException as error:
+        if isinstance(part, OtherNode):
+            error.show()
+            part.give_up(error.message)
+            sys.exit(error.exit_code)
+        raise
+    try:
+        status = Launch(line, local, env, part, log_dir, max_restarts, stdin_rank).run()
     except (CannotStart, Error, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
+
+
+def _shares(
+    hosts: str | None,
+    hostfile: Path | None,
+    per_node: str | None,
+    nnodes: str | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    worker_num: int | None,
+) -> tuple[list[Share], int]:
+    """The hosts of --hosts or --hostfile with their ranks, and which of them this is; none without these options."""
+    if hosts is None and hostfile is None:
+        return [], 0
+    from mscomm.cli import remote
+
+    if hosts is not None and hostfile is not None:
+        raise click.ClickException("--hosts and --hostfile: both name the hosts; give one of them")
+    for name, value in (("--nnodes", nnodes), ("--node-rank", node_rank), ("--master-addr", master_addr)):
+        if value is not None:
+            raise click.ClickException(f"--hosts starts the other hosts itself; leave out {name}")
+    listed = remote.listed(hosts) if hosts is not None else remote.read_hostfile(hostfile or Path())
+    shares = remote.shares(listed, _per_node(per_node))
+    size = shares[-1].ranks.stop
+    if worker_num not in (None, size):
+        raise click.ClickException(f"--worker_num {worker_num}: the hosts have {size} ranks together")
+    return shares, remote.own_place(shares)
+
+
+def prepare(
+    script: str, args: tuple[str, ...], module: bool, local: int, log_dir: Path | None
+) -> tuple[list[str], dict[str, str]]:
+    """What each rank of this host executes, and its environment; ClickException if this host cannot start it."""
+    line = command_line(script, args, module)
+    if log_dir:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.ClickException(f"--log_dir {log_dir}: {error.strerror}") from error
+    return line, environment(local, log_dir)
 
 
 def _open_standard_streams() -> None:
@@ -251,7 +334,10 @@ def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
         return [sys.executable, "-m", "pytest", *args]
     if script.endswith(".py"):
         if not Path(script).is_file():
-            raise click.ClickException(f"there is no script {script} (in {Path.cwd()})")
+            here = [str(path) for path in Path(script).parent.glob("*.py")]
+            near = difflib.get_close_matches(script, here, 1)
+            instead = f"; did you mean {near[0]}?" if near else ""
+            raise click.ClickException(f"there is no script {script} (in {Path.cwd()}){instead}")
         return [sys.executable, script, *args]
     program = shutil.which(script)
     if program is None:

@@ -277,15 +277,7 @@ class Job:
         if at_home:
             return unix_listener()
         assert self.member
-        host = self.member.address()
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            listener.bind((host, 0))
-            listener.listen(128)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
+        return links.listen(self.member.address(), 128, os.environ)
 
     def _connect(
         self,

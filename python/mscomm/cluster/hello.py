@@ -42,6 +42,11 @@ class Identity(NamedTuple):
     epoch: int = 0
 
 
+def named(job_id: str | None) -> bytes:
+    """The job as the hello of a link to the hub carries it: made from the text of MSCOMM_JOB_ID; zeros without one."""
+    return hashlib.sha256(b"mscomm job id " + job_id.encode()).digest()[:16] if job_id else UNKNOWN_JOB
+
+
 def package_version() -> str:
     """mscomm's version as the hello carries it."""
     return mscomm.__version__[:16]
@@ -80,7 +85,7 @@ class Hello:
     def acceptor(cls, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> Hello:
         """The end that listened: the peer must name the job, version and epoch of `mine`, and one of `ranks`.
 
-        On a link to the hub it may also know nothing yet: no job, no rank, epoch 0.
+        On a link to the hub it may not know its rank yet, and the job is what MSCOMM_JOB_ID names (see `named`).
         """
         return cls(lambda hello: _acceptor(hello, key, purposes, mine, ranks))
 
@@ -123,7 +128,8 @@ def _connector(hello: Hello, key: bytes, purpose: int, mine: Identity) -> _Scrip
         raise AuthenticationError("its verdict on this connection is forged: somebody is in between")
     verdict = fourth[0]
     if verdict != _WELCOME:
-        raise Error(f"it refused this connection: {_REASONS.get(verdict, f'reason {verdict}').format(mine)}")
+        reason = _OTHER_NAME if verdict == _JOB and purpose in OF_THE_HUB else _REASONS.get(verdict)
+        raise Error(f"it refused this connection: {(reason or f'reason {verdict}').format(mine)}")
     yield b"", 0
 
 
@@ -155,10 +161,9 @@ def _acceptor(hello: Hello, key: bytes, purposes: Container[int], mine: Identity
 def _judge(peer: Identity, mine: Identity, ranks: Container[int], stranger_allowed: bool) -> int:
     if peer.version != mine.version:
         return _VERSION
-    stranger = stranger_allowed and peer.job == UNKNOWN_JOB
-    if not stranger and peer.job != mine.job:
+    if peer.job != mine.job:
         return _JOB
-    if peer.epoch != (0 if stranger else mine.epoch):
+    if peer.epoch != mine.epoch:
         return _EPOCH
     if not (peer.rank in ranks or (stranger_allowed and peer.rank == UNKNOWN_RANK)):
         return _RANK
@@ -171,6 +176,12 @@ _REASONS = {
     _RANK: "rank {0.rank} is not expected there, or is connected already.",
     _EPOCH: "epoch {0.epoch} is not the present one: this rank belongs to an earlier life of the job.",
 }
+
+
+_OTHER_NAME = (
+    "it serves another job. MSCOMM_JOB_ID must have the same text in every process of a job, or be unset in all; give "
+    "each job a port of its own."
+)
 
 
 def _identity(mine: Identity) -> bytes:

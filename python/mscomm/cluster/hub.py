@@ -15,13 +15,13 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import mscomm
 from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
-from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, Identity, package_version
+from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     import subprocess
 
 _T = TypeVar("_T")
+_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # for whom the job waits
+_UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
+_CONTESTED_S = 5.0  # for processes of two jobs that were started together to come and hear why they cannot join
 
 
 class Outcome(NamedTuple):
@@ -60,6 +63,7 @@ class _Launcher(Line):
     """The link of another host's launcher, and the ranks that it watches."""
 
     ranks = range(0)
+    name = "another launcher"
 
 
 class Hub:
@@ -67,8 +71,11 @@ class Hub:
 
     `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks).
     `watched`: a launcher calls process_ended for each rank. `restarts`: somebody may start a lost rank again; a
-    launcher that watches says of each process that ended whether it does. `log` gets short lines for people; it must
-    not raise.
+    launcher that watches says of each process that ended whether it does. `named`: what newcomers must say the job is
+    (links.job_of). `log` gets short lines for people; it must not raise.
+
+    `nodes`: the ranks of the other hosts whose launchers come, by what to call these; `layout`: the options from which
+    they follow. `tell` gets what somebody who waits for them wants to read at once.
     """
 
     def __init__(
@@ -78,15 +85,18 @@ class Hub:
         key: bytes,
         topo_timeout_s: float,
         ranks_known: bool,
-        job: bytes | None = None,
+        named: bytes = UNKNOWN_JOB,
         watched: bool = False,
         restarts: bool = False,
         version: str = "",
         log: Callable[[str], None] | None = None,
+        nodes: Mapping[str, range] | None = None,
+        layout: str = "",
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._roster = Roster(size, ranks_known)
         self._key = key
-        self._job = job or os.urandom(16)
+        self._job = os.urandom(16)
         self._epoch = 0
         self._version = version or package_version()
         self._topo_timeout_s = topo_timeout_s
@@ -94,6 +104,13 @@ class Hub:
         self._watched = watched
         self._restarts = restarts
         self._log = log or (lambda text: None)
+        self._nodes = nodes or {}
+        self._layout = layout
+        self._tell = tell or (lambda text: None)
+        self._tell_at: float | None = None  # for whom the job waits
+        self._turned_away = ""  # the last one, since it was told
+        self._unproven = 0  # connections, since it was told
+        self._unproven_at = 0.0  # when to tell again
         self._listening = False
         self._own: set[int] = set()  # ranks that were adopted: they are of this host's launcher
         self._attended: set[int] = set()  # ranks whose launcher on another host has come
@@ -108,16 +125,19 @@ class Hub:
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
+        self._contested_until = 0.0  # two jobs want this port: until then everybody who comes is told
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(self._job, self._version)  # strangers are of no epoch yet
+        mine = Identity(named, self._version)  # newcomers know no other name of the job, and are of no epoch yet
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )
-        self._door = Door(self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log)
+        self._door = Door(
+            self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._note_turned_away
+        )
         # Other threads append orders and send a byte; the hub's thread acts on them.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
@@ -176,6 +196,10 @@ class Hub:
         """Any thread: how many ranks have a launcher on another host that has come."""
         return len(self._attended)
 
+    def attends(self, ranks: range) -> bool:
+        """Any thread: whether these ranks have a launcher on another host that has come."""
+        return self._attended.issuperset(ranks)
+
     @property
     def can_restart(self) -> bool:
         """Any thread: whether a rank that is started again now can take part in the job."""
@@ -188,6 +212,8 @@ class Hub:
         """Serve until every member has left or was lost, or nobody came in time. Call it once."""
         if not self._watched:
             self._topo_until = time.monotonic() + self._topo_timeout_s
+        if self._nodes:
+            self._tell_at = time.monotonic() + _TELL_AFTER_S
         try:
             self._obey()
             while not self._finished():
@@ -203,6 +229,8 @@ class Hub:
     def _finished(self) -> bool:
         if self._stopped:
             return True
+        if time.monotonic() < self._contested_until:
+            return False
         if self._watched and self._restarts:  # a rank that has left may have failed, and come back
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
@@ -231,6 +259,8 @@ class Hub:
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
         waits = [until - now for until in (*dues, self._topo_until) if until is not None]
+        waits += [self._contested_until - now] if now < self._contested_until else []
+        waits += [self._tell_at - now] if self._tell_at is not None else []
         half_open_s = self._door.expire()
         waits += [half_open_s] if half_open_s is not None else []
         return max(0.0, min(*waits, 3600.0)) if waits else None
@@ -242,6 +272,9 @@ class Hub:
             self._topo_until = None
             self._never_began = self._roster.too_few(self._topo_timeout_s)
             self._refuse_all(self._never_began)
+        if self._tell_at is not None and now >= self._tell_at:
+            self._tell_missing()
+            self._tell_at = None if self._welcomed or self._over else now + _TELL_EVERY_S
         for name, group in list(self._groups.items()):
             judge = group.judge
             judge.look(now)
@@ -259,13 +292,16 @@ class Hub:
         if self._aborted and not self._abort_announced:  # after the verdicts of groups that had failed before
             self._abort_announced = True
             self._broadcast({"t": "verdict", "group": "", **self._aborted._asdict()}, self._world.ranks)
-        if self._over is None:
-            self._over = self._end()
-            if self._over:
-                self._log(f"the job cannot go on: {self._over.text}")
-                self._begin_epoch()
-                for launcher in list(self._launchers.lines):
-                    self._tell_launcher(launcher)
+        if self._over is None and (end := self._end()):
+            self._give_up(end)
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """The job cannot go on: ranks that wait for another epoch, and launchers, hear it."""
+        self._over = verdict
+        self._log(f"the job cannot go on: {verdict.text}")
+        self._begin_epoch()
+        for launcher in list(self._launchers.lines):
+            self._tell_launcher(launcher)
 
     def _end(self) -> Verdict | None:
         """Why the job cannot go on, if it cannot."""
@@ -337,6 +373,8 @@ class Hub:
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
             self._board.end(link, "")  # a child that it left behind may still hold the other end
+        if member is None and not again and not self._restarts and not self._welcomed:
+            self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:
             if badly and member is not None:
                 member.left = False  # it said bye on the way to its failure
@@ -428,9 +466,14 @@ class Hub:
         for group in groups:
             group.judge.called(link.number, number, _field(message, "call", str), time.monotonic())
             group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
-        if not name and self._aborted is None:
-            self._aborted = Verdict(kind, tuple(ranks), (), text)
-            self._answer(self._meetings.clear(kind, text, ranks))  # now: what is read next may be the end of its link
+        if not name:
+            self._abort_epoch(Verdict(kind, tuple(ranks), (), text))
+
+    def _abort_epoch(self, verdict: Verdict) -> None:
+        """Of all its groups, those that come included."""
+        if self._aborted is None:
+            self._aborted = verdict  # now: what is read next may be the end of a link
+            self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
 
     def _handle_compare(self, link: Link, message: Message) -> None:
         group = self._groups.get(_field(message, "group", str))
@@ -555,6 +598,10 @@ class Hub:
     def _join(self, link: Link, message: Message) -> None:
         if link.joined:
             raise Error("it joined twice")
+        if self._contested_until and self._never_began:
+            self._refuse(link, self._never_began)
+            return
+        link.since = time.monotonic()
         refusal = self._roster.admit(link, message.get("rank"), message.get("node_id"), _field(message, "facts", dict))
         if refusal:
             self._log(f"refused {link}: {refusal}")
@@ -663,14 +710,40 @@ class Hub:
 
     # -- launchers of other hosts
 
+    def _tell_missing(self) -> None:
+        """For whom the job waits, once its other hosts and ranks should be there."""
+        nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._nodes.items() if ranks[0] not in self._attended]
+        absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
+        last = f"; {self._turned_away}" if self._turned_away else ""
+        if nodes and not self._over:
+            self._tell(f"waiting for {', '.join(nodes)}: nobody has come from there to {self._roster.address}{last}")
+        elif len(self._roster) and absent and not self._over:
+            self._tell(f"waiting for {_ranks(absent)} to call mscomm.init(){last}")
+        self._turned_away = ""
+
+    def _note_turned_away(self, address: str, why: str, unproven: bool) -> None:
+        self._turned_away = f"a connection from {address} was turned away: {why}"
+        if not unproven:
+            return
+        self._unproven += 1
+        if not self._welcomed and time.monotonic() >= self._unproven_at:
+            self._tell(
+                f"a connection from {address} could not prove that it has the key of this job"
+                f"{f' ({self._unproven} such connections)' if self._unproven > 1 else ''}; give every host the same "
+                "file in MSCOMM_JOB_KEY_FILE"
+            )
+            self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
+
     def _handle_launcher(self, launcher: _Launcher, message: Message) -> None:
         """What happens to the ranks of another host, as its launcher sees it."""
         kind = message["t"]
         if kind == "attend":
             ranks = range(_field(message, "first", int), _field(message, "end", int))
-            objection = None if self._over else self._objection(ranks)
+            launcher.name = _field(message, "name", str)
+            objection = None if self._over else self._objection(ranks, _field(message, "layout", str))
             if objection:
-                self._log(f"refused a launcher: {objection}")
+                self._log(f"refused {launcher.name}: {objection}")
+                self._tell(f"{launcher.name} was refused: {objection}")
                 self._launchers.write(launcher, encode({"t": "refused", "why": objection}, FROM_HUB_BYTES))
                 self._launchers.drop(launcher)
                 return
@@ -684,17 +757,52 @@ class Hub:
                 _field(message, "again", bool),
             )
             self._process_ended(rank, how, badly, again)
+        elif kind == "gave up":
+            why = f"{_field(message, 'name', str)} cannot start its ranks: {_field(message, 'why', str)}"
+            self._log(why)
+            self._tell(why)
+            self._without_launcher(launcher, why)
+        elif kind == "rival":
+            self._contest(_field(message, "who", str), _field(message, "seconds", float))
         else:
             raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
 
-    def _objection(self, ranks: range) -> str | None:
+    def _contest(self, who: str, seconds: float) -> None:
+        """Somebody, started so many seconds ago, wanted to serve another job at our port, and could not.
+
+        Its ranks come to us. Those that joined since then may be any job's: no job goes on with them.
+        """
+        self._log(f"{who} wanted to serve another job at this port")
+        now = time.monotonic()
+        settled = self._welcomed and all(now - link.since > seconds for link in self._roster)
+        if settled or self._never_began or self._over:
+            return
+        why = (
+            f"two jobs were started at {self._roster.address}, here and by {who}: whose {self._roster.plural} joined "
+            "cannot be told, so none goes on. Give each job a port, or an MSCOMM_JOB_ID, of its own"
+        )
+        self._contested_until = now + _CONTESTED_S
+        if not self._welcomed:
+            self._topo_until = None
+            self._never_began = why
+            self._refuse_all(why)
+            return
+        for group in self._groups.values():
+            group.judge.failed(UNKNOWN_RANK, "Aborted", (), why, -1, (), now)
+        self._abort_epoch(Verdict("Aborted", (), (), why))
+        self._give_up(Verdict("Aborted", (), (), why))
+
+    def _objection(self, ranks: range, layout: str) -> str | None:
         """Why no launcher can start these ranks."""
+        if layout != self._layout:
+            return f"it was started with {layout}, and node 0 with {self._layout}; give every node the same"
         if not 0 <= ranks.start < ranks.stop <= self._roster.size:
-            size = self._roster.size
-            return f"it has ranks {ranks.start} to {ranks.stop - 1} of {size}; give every node the same --nnodes and -n"
-        taken = self._own.union(*(other.ranks for other in self._launchers.lines)).intersection(ranks)
-        if taken:
-            return f"another node has rank {min(taken)} already; give each node a --node-rank of its own"
+            return f"it has the ranks {ranks.start} to {ranks.stop - 1}, and the job {self._roster.size} ranks"
+        if taken := self._own.intersection(ranks):
+            return f"node 0 has rank {min(taken)}; give each node a --node-rank of its own"
+        for other in self._launchers.lines:
+            if taken := set(other.ranks).intersection(ranks):
+                return f"{other.name} has rank {min(taken)} already; give each node a --node-rank of its own"
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
@@ -704,9 +812,15 @@ class Hub:
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
         """Those of its ranks that have not ended yet are not started again; the ends of their links tell the rest."""
-        for rank in launcher.ranks:
-            if self._restarts and rank not in self._ended_well:
-                self._ended_badly.setdefault(rank, "its launcher has ended")
+        self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
+
+    def _without_launcher(self, launcher: _Launcher, why: str) -> None:
+        ended = self._ended_well | self._ended_badly.keys()
+        for rank in [rank for rank in launcher.ranks if rank not in ended]:
+            if self._restarts:
+                self._ended_badly.setdefault(rank, why)
+            elif self._roster.at(rank) is None:
+                self._process_ended(rank, why, badly=True, again=False)
 
     def _dismiss_launchers(self) -> None:
         """They close when they have heard it; to close first, with news unread, could throw the word away."""
@@ -766,6 +880,13 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
 }
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    """For messages: rank 3; ranks 2, 3; ranks 8 to 15."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _field(message: Message, name: str, kind: type[_T]) -> _T:
     value = message.get(name)
     if not isinstance(value, kind):
@@ -776,7 +897,9 @@ def _field(message: Message, name: str, kind: type[_T]) -> _T:
 # -- the hub as a process of its own, under launchers that have none
 
 
-def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float) -> subprocess.Popen[bytes]:
+def spawn(
+    listener: socket.socket, size: int, key: bytes, topo_timeout_s: float, named: bytes = UNKNOWN_JOB
+) -> subprocess.Popen[bytes]:
     """Rank 0: start a hub that serves the listener, ranks known, in a process that ends by itself when the job has.
 
     The key goes through a pipe, so that it stands neither in argv nor in the environment. Nobody has to wait for the
@@ -794,7 +917,7 @@ def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float)
             self.poll()
 
     folders = [os.path.dirname(os.path.dirname(os.path.abspath(str(module.__file__)))) for module in (mscomm, msgpack)]
-    program = "import sys; sys.path += sys.argv[5:]; from mscomm.cluster.hub import main; main(*sys.argv[1:5])"
+    program = "import sys; sys.path += sys.argv[6:]; from mscomm.cluster.hub import main; main(*sys.argv[1:6])"
     _spawned[:] = [process for process in _spawned if process.poll() is None]
     with ExitStack() as stack:
         reader, writer = os.pipe()
@@ -809,9 +932,10 @@ def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float)
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)
-        values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), package_version()]
+        values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), package_version(), named.hex()]
         process = Detached(
             [sys.executable, "-I", "-S", "-c", program, *values, *folders],
+            env=dict(os.environ),  # a copy: another thread may change os.environ while the child starts
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -825,14 +949,21 @@ def spawn(listener: socket.socket, size: int, key: bytes, topo_timeout_s: float)
 _spawned: list[subprocess.Popen[bytes]] = []  # to be reaped
 
 
-def main(fds: str, size: str, topo_timeout_s: str, version: str) -> None:
+def main(fds: str, size: str, topo_timeout_s: str, version: str, named: str) -> None:
     """The spawned process."""
     listener_fd, key_fd, *starter = map(int, fds.split(","))
     with open(key_fd, "rb") as pipe:
         key = pipe.read(32)
     with socket.socket(fileno=listener_fd) as listener:
         listener.set_inheritable(False)
-        hub = Hub(int(size), key=key, topo_timeout_s=float(topo_timeout_s), ranks_known=True, version=version)
+        hub = Hub(
+            int(size),
+            key=key,
+            topo_timeout_s=float(topo_timeout_s),
+            ranks_known=True,
+            named=bytes.fromhex(named),
+            version=version,
+        )
         hub.listen(listener)
         for pidfd in starter:
             hub.started_by(0, pidfd)

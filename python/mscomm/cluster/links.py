@@ -6,13 +6,15 @@ The hello itself is in hello.py and the control frames in frames.py; their names
 from __future__ import annotations
 
 import array
+import errno
 import os
+import random
 import select
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import TypeAlias
 
 from mscomm import environment
@@ -20,7 +22,7 @@ from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.frames import Frames as Frames
 from mscomm.cluster.hello import CONTROL as CONTROL
 from mscomm.cluster.hello import DATA as DATA
-from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, Hello
+from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, named
 from mscomm.cluster.hello import LAUNCHER as LAUNCHER
 from mscomm.cluster.hello import LETTERS as LETTERS
 from mscomm.cluster.hello import MEMORY as MEMORY
@@ -92,6 +94,16 @@ def _is_tcp(sock: socket.socket) -> bool:
     return sock.family in (socket.AF_INET, socket.AF_INET6)
 
 
+def job_of(env: Mapping[str, str]) -> bytes:
+    """The job as the first contact with its hub names it: from MSCOMM_JOB_ID."""
+    return named(environment.read("MSCOMM_JOB_ID", env))
+
+
+def newcomer(env: Mapping[str, str], rank: int = UNKNOWN_RANK) -> Identity:
+    """What a process says about itself to the hub of a job that it has not joined yet."""
+    return Identity(job_of(env), package_version(), rank)
+
+
 _PEERS = {
     CONTROL: "mscomm scheduler",
     LAUNCHER: "mscomm scheduler",
@@ -148,10 +160,39 @@ def _name(sock: socket.socket) -> str:
 # -- accepting
 
 
+def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
+    """A TCP socket that listens at the address: at a free port of MSCOMM_PORTS, or if that is unset at any.
+
+    OSError if there is none.
+    """
+    allowed = environment.read("MSCOMM_PORTS", env)
+    # In any order, so that a free one is found sooner; not from the numbers that the user's program may have seeded.
+    ports = random.SystemRandom().sample(allowed, len(allowed)) if allowed else [0]
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # with a link-local one's scope
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if allowed:  # a port where connections have ended a while ago is free
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(backlog)  # with SO_REUSEADDR this is where a taken one shows
+            return listener
+        except OSError as error:
+            listener.close()
+            if not allowed or error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"MSCOMM_PORTS={env['MSCOMM_PORTS']}: all {len(ports)} ports are taken at {host}, by other ranks or other "
+        "programs; give more of them",
+    )
+
+
 class Door:
     """The listeners of one selector loop, and the connections to them that are still in their hello.
 
-    `enter(sock, peer, purpose)` gets each connection that proved itself. Garbage, wrong keys, slow and silent ones are
+    `enter(sock, peer, purpose)` gets each connection that proved itself, `turned_away(address, why, unproven)` hears of
+    the others, unproven: it speaks mscomm's protocol and has another key. Garbage, wrong keys, slow and silent ones are
     dropped; at most 64, or twice as many as `ranks`, are half-open, and the oldest makes room for the next. The
     selector's data are callables, to be called when the socket is ready.
     """
@@ -165,12 +206,14 @@ class Door:
         ranks: Collection[int],
         enter: Callable[[socket.socket, Identity, int], None],
         log: Callable[[str], None] | None = None,
+        turned_away: Callable[[str, str, bool], None] | None = None,
     ) -> None:
         self._selector = selector
         self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purposes, mine, ranks)
         self._room = max(_HALF_OPEN, 2 * len(ranks))
         self._enter = enter
         self._log = log or (lambda text: None)
+        self._turned_away = turned_away or (lambda address, why, unproven: None)
         self._complaints: set[str] = set()  # each kind of nuisance is logged once
         self._listeners: list[socket.socket] = []
         self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first; when it is given up
@@ -227,7 +270,10 @@ class Door:
         try:
             received = sock.recv(hello.needs)
             if not received:
-                self._drop(sock, "it closed during the hello")
+                if hello.heard:  # our proof
+                    self._drop(sock, "it closed after our side of the hello: it has another key", unproven=True)
+                else:
+                    self._drop(sock, "it closed during the hello")
                 return
             answer = hello.feed(received)
             if answer and sock.send(answer, socket.MSG_NOSIGNAL) != len(answer):
@@ -236,7 +282,7 @@ class Door:
         except BlockingIOError:
             return
         except (Error, OSError) as error:
-            self._drop(sock, str(error))
+            self._drop(sock, str(error), unproven=isinstance(error, AuthenticationError))
             return
         if hello.refusal:
             self._drop(sock, str(hello.refusal))
@@ -250,9 +296,11 @@ class Door:
         self._selector.unregister(sock)
         return sock
 
-    def _drop(self, sock: socket.socket, why: str) -> None:
-        self._complain(f"dropped a connection from {_name(sock)}: {why}", kind=why)
+    def _drop(self, sock: socket.socket, why: str, unproven: bool = False) -> None:
+        name = _name(sock)
+        self._complain(f"dropped a connection from {name}: {why}", kind=why)
         self._forget(sock).close()
+        self._turned_away(name, why, unproven)
 
     def _complain(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._complaints and len(self._complaints) < 16:

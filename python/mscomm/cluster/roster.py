@@ -19,6 +19,7 @@ class Link(Line):
         self.adopted = adopted  # inherited from the launcher, not accepted from a listener
         self.rank = rank  # None: the hub will give it one
         self.seat = -1  # its place in the order of joining
+        self.since = 0.0  # when it joined
         self.left = False
         self.welcomed = False  # it takes part in an epoch, or did
         self.waits = False  # for the next epoch, and takes part in nothing of this one
@@ -101,7 +102,10 @@ class Roster:
         size = link.facts.get("size", self.size)
         if size != self.size:
             setting = "the number of ranks" if self._ranks_known else "MS_WORKER_NUM"
-            return f"{setting} is {size} here and {self.size} at the scheduler: give both the same"
+            return (
+                f"{setting} is {size} here and {self.size} at the scheduler: give both the same, or this job another "
+                "port if the scheduler is another job's"
+            )
         if self._ranks_known:
             if link.rank is not None and rank not in (None, link.rank):
                 return f"it is rank {link.rank} by its connection and wants to join as rank {rank}"
@@ -110,7 +114,7 @@ class Roster:
                 return f"rank {rank!r} is not one of 0 to {self.size - 1}"
             holder = self._holder(link, rank)
             if holder and (holder.open or holder.left):
-                return f"rank {rank} is taken already: {holder}"
+                return f"rank {rank} is taken already: {holder}; was it started twice, or by another job at this port?"
         else:
             if rank is not None or link.rank is not None:
                 return "the scheduler gives out the ranks of this job; set MS_NODE_ID to a number to choose one"
@@ -118,7 +122,10 @@ class Roster:
             if holder and (holder.open or holder.left):
                 return f"MS_NODE_ID={link.node_id} is taken already: {holder}; look for leftovers of an earlier start"
         if len(self._members) >= self.size and not holder:
-            return f"the job at {self.address} already has its {self.size} {self.plural}; look for one started too many"
+            return (
+                f"the job at {self.address} already has its {self.size} {self.plural}: one was started too many, or "
+                "this one is of another job that uses the same port. Give each job a port of its own"
+            )
         return None
 
     def assign(self) -> None:

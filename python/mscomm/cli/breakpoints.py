@@ -1,0 +1,17 @@
+"""breakpoint() in a rank that has no terminal."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+HOOK = f"{__name__}.no_terminal"  # for PYTHONBREAKPOINT
+
+
+def no_terminal(*_: Any, **__: Any) -> NoReturn:
+    """Says how to debug a rank; the debugger itself would end at once, with BdbQuit, for want of an input."""
+    rank = os.environ.get("MSCOMM_RANK", "0")
+    raise RuntimeError(
+        f"breakpoint() in rank {rank}, which has no terminal: start the job with `mscomm run --stdin {rank}` to debug "
+        "this rank; the others then run on"
+    )

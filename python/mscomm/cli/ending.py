@@ -1,0 +1,91 @@
+"""The last line of `mscomm run`: which rank failed first, or what all of them did wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mscomm.cli.tracebacks import LastWords, numbers
+from mscomm.cluster.judge import Verdict
+
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that say less than the rank that they name
+
+
+class End(NamedTuple):
+    """How a rank's process ended."""
+
+    rank: int  # in the job
+    code: int  # as in subprocess: negative, killed by that signal
+    after_s: float
+
+    @property
+    def how(self) -> str:
+        return f"killed by {signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
+
+    @property
+    def status(self) -> int:
+        """As a shell gives it."""
+        return 128 - self.code if self.code < 0 else self.code
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def failed(
+    first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Verdict | None, here: str
+) -> str:
+    """first, others: what ended badly. words: the exceptions of those that ended by one. here: "", " on this host"."""
+    said = words.get(first.rank)
+    # What ended another way had seen the verdict earlier, and gone on.
+    ended_it = verdict is not None and (said is None or said.what.startswith(f"{verdict.kind}:"))
+    if verdict and ended_it and verdict.kind not in _OF_ONE_RANK:
+        return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict.text}", _ADVICE.get(verdict.kind, ""))
+    if said is None:
+        return _sentences(
+            f"rank {first.rank} failed first{here}: {first.how} after {first.after_s:.1f} s", _of_end(first)
+        )
+    advice = _ADVICE.get(said.what.partition(":")[0], "")
+    alike = [end.rank for end in others if str(words.get(end.rank)) == str(said)]
+    if alike:
+        return _sentences(f"ranks {numbers([first.rank, *alike])} failed{here}: {said}", advice)
+    because = "The others failed because of it" if others else ""
+    return _sentences(f"rank {first.rank} failed first{here}: {said}", because, advice)
+
+
+# By the name of the exception.
+_ADVICE = {
+    "CollectiveTimeout": "If the work only takes longer, give init or the call a larger timeout",
+    "ModuleNotFoundError": f"Install it for {sys.executable}, or name its folder in PYTHONPATH",
+}
+
+
+def _of_end(end: End) -> str:
+    """What to do when a rank ended without a Python exception."""
+    name = signal_name(-end.code) if end.code < 0 else ""
+    if name == "SIGKILL":
+        return "If nobody killed it, its host had no memory left: see dmesg"
+    if name in _CRASHES:
+        return "That is a crash in native code: set PYTHONFAULTHANDLER=1 to see the line"
+    return ""
+
+
+def _sentences(*texts: str) -> str:
+    return ". ".join(text.rstrip(".") for text in texts if text)
+
+
+def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:
+    """The user, or the system, ended the job by a signal. words: where Ctrl-C found the ranks."""
+    by_place: dict[str, list[int]] = {}
+    for rank, said in sorted(words.items()):
+        if place := said.interrupted_at:
+            by_place.setdefault(place, []).append(rank)
+    places = [f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)} at {place}" for place, ranks in by_place.items()]
+    by = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+    return f"ended by {by} after {after_s:.1f} s" + (f": {'; '.join(places)}" if places else "")

@@ -1,0 +1,375 @@
+"""`mscomm run --hosts`: this host serves the hub, and ssh starts a launcher on each other host.
+
+What such a launcher has to know, the job's key among it, goes through ssh's stdin: nothing of it is on a command line
+or in an environment. After that each byte is the number of a signal for its ranks, and the end of stdin ends them. Its
+output, the lines of its ranks with their prefixes, comes back through ssh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import click
+import msgpack
+
+from mscomm import environment
+from mscomm.bootstrap import rendezvous
+from mscomm.bootstrap.rendezvous import is_loopback_name
+from mscomm.cli.launch import DRAIN_S, CannotStart, Launch
+from mscomm.cli.output import Output, Stream
+from mscomm.cli.parts import Log, Node0, OtherNode
+from mscomm.cluster import links, security
+from mscomm.cluster.judge import Verdict
+from mscomm.errors import BackendUnavailable, Error
+
+HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # beginnings of variables' names
+_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # and what tells ranks apart, which is set anew
+_ENDS_S = 10.0  # for a launcher whose stdin has ended: its ranks get SIGTERM, and SIGKILL after 7 s
+_LENGTH = struct.Struct("<I")
+_MOST_BYTES = 1 << 20
+
+
+class Share(NamedTuple):
+    """One host of the list, and the ranks that it gets. `name`: as ssh is told it."""
+
+    name: str
+    ranks: range
+
+    @property
+    def address(self) -> str:
+        """The name without a user, or the brackets of an IPv6 address."""
+        return self.name.rpartition("@")[2].strip("[]")
+
+
+# -- which hosts
+
+
+def listed(text: str) -> list[tuple[str, int | None]]:
+    """The hosts of --hosts, a:4,b:4, each with its slots; ClickException for what is none."""
+    return [_host(item.strip(), f"--hosts {text}") for item in text.split(",")]
+
+
+def read_hostfile(path: Path) -> list[tuple[str, int | None]]:
+    """The hosts of a file as Open MPI (host slots=4) or MPICH (host:4) reads it; # begins a comment."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"--hostfile {path}: {error}") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"--hostfile {path}, line {number}"
+        name, slots = _host(words[0], where)
+        for word in words[1:]:
+            option, equals, value = word.partition("=")
+            if option == "slots" and value.isdecimal() and int(value) > 0:
+                slots = int(value)
+            elif option != "max_slots" or not equals:
+                raise click.ClickException(f"{where}: {word!r}: expected slots=N, or host:N")
+        hosts.append((name, slots))
+    if not hosts:
+        raise click.ClickException(f"--hostfile {path} names no host")
+    return hosts
+
+
+def _host(text: str, where: str) -> tuple[str, int | None]:
+    found = re.fullmatch(r"((?:[\w.-]+@)?(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+))(?::(\d{1,5}))?", text, re.ASCII)
+    if not found or text.startswith("-") or found[2] == "0":
+        raise click.ClickException(f"{where}: {text!r} is no host; write name or name:ranks, an IPv6 address in [ ]")
+    return found[1], int(found[2]) if found[2] else None
+
+
+def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Share]:
+    """Which ranks each host gets, in the list's order; each: -n, for hosts without a number of their own."""
+    slots: dict[str, int] = {}
+    for name, number in hosts:
+        if number is None and each is None:
+            raise click.ClickException(f"how many ranks on {name}? Write {name}:4, or give -n for each host")
+        slots[name] = slots.get(name, 0) + (number or each or 0)
+    result: list[Share] = []
+    for name, number in slots.items():
+        first = result[-1].ranks.stop if result else 0
+        result.append(Share(name, range(first, first + number)))
+    return result
+
+
+def own_place(hosts: Sequence[Share]) -> int:
+    """Which of the hosts this one is: the first one with an address that this host has."""
+    for place, host in enumerate(hosts):
+        if host.address == socket.gethostname() or _is_here(host.address):
+            return place
+    names = ", ".join(host.name for host in hosts)
+    raise click.ClickException(f"none of the hosts {names} is this one; start the job on one of them")
+
+
+def _is_here(name: str) -> bool:
+    try:
+        rendezvous.bind(name, 0).close()
+        return True
+    except OSError:  # another host's, or a name that nobody knows: ssh will say so
+        return False
+
+
+# -- this host's part
+
+
+class Hosts(Node0):
+    """This host's ranks and the hub, as node 0 has them, and an ssh for each other host."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Share],
+        own: int,
+        port: int | None,
+        topo_timeout_s: float,
+        restarts: bool,
+        task: Mapping[str, Any],
+    ) -> None:
+        """task: what every host does: the script and the options."""
+        super().__init__(1, hosts[-1].ranks.stop, hosts[own].address, port or 0, False, topo_timeout_s, restarts, "")
+        self.first = hosts[own].ranks.start
+        self._layout = "--hosts"
+        self._others = {f"host {host.name}": host.ranks for host in hosts if host is not hosts[own]}
+        self._shares = [host for host in hosts if host is not hosts[own]]
+        self._task = {**task, "size": self.size, "timeout": topo_timeout_s}
+        self._agents: list[_Agent] = []
+
+    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+        name = self._address[0]
+        if is_loopback_name(name) and not all(is_loopback_name(other.address) for other in self._shares):
+            raise Error(f"this host is in the list as {name}, by which the others do not reach it; name its address")
+        ssh = environment.read("MSCOMM_SSH", os.environ)
+        try:
+            self._ssh = shlex.split(ssh)
+        except ValueError as error:
+            raise Error(f"MSCOMM_SSH={ssh}: {error}") from error
+        try:
+            listener = stack.enter_context(self._listener())
+        except OSError as error:
+            why = rendezvous.words(error)
+            raise BackendUnavailable(f"cannot listen at {name}, which this host is in the list: {why}") from error
+        self._key = security.new_key()
+        self._host, self._port = listener.getsockname()[:2]
+        self._serve_at(listener, log, tell)
+        self._tell = tell
+
+    def _listener(self) -> socket.socket:
+        """At the address that the list has for this host, at the port that was asked for, else at any."""
+        name, port = self._address
+        host = rendezvous.own_address(name, os.environ)
+        if port == 0:
+            return links.listen(host, socket.SOMAXCONN, os.environ)
+        listener = rendezvous.bind(host, port)
+        listener.listen(socket.SOMAXCONN)
+        return listener
+
+    def serve(self, stack: ExitStack) -> None:
+        super().serve(stack)
+        stack.callback(self._close)
+        for share in self._shares:
+            ranks = {"name": f"host {share.name}", "first": share.ranks.start, "end": share.ranks.stop}
+            hub = {"key": self._key, "host": self._host, "port": self._port}
+            agent = _Agent(self._ssh, share, {**self._task, **ranks, **hub})
+            self._agents.append(agent)
+
+    def _close(self) -> None:
+        """End what runs on the other hosts, on all of them at the same time."""
+        for agent in self._agents:
+            agent.hang_up()
+        until = time.monotonic() + _ENDS_S
+        for agent in self._agents:
+            agent.close(max(0.0, until - time.monotonic()))
+
+    def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
+        return [
+            _Passed(pipe, agent.share.name, output)
+            for agent in self._agents
+            for pipe, output in agent.pipes(stdout, stderr)
+        ]
+
+    def forward(self, number: int) -> None:
+        for agent in self._agents:
+            agent.signal(number)
+
+    def over(self) -> Verdict | None:
+        for agent in self._agents:
+            if not agent.told and (status := agent.process.poll()) is not None:
+                agent.told = True
+                self._ended(agent, status)
+        return super().over()
+
+    def _ended(self, agent: _Agent, status: int) -> None:
+        """Its launcher tells the hub itself how its ranks ended, if it came as far as that."""
+        if not self._hub.attends(agent.share.ranks):
+            why = f"no rank could be started on host {agent.share.name}: ssh ended with status {status}"
+            if status == 255:  # ssh's own errors
+                advice = f"Does this work without a question: {shlex.join(agent.command[:-1])} true"
+            else:
+                advice = f"Every host needs mscomm for the same Python, {sys.executable}"
+            self._tell(f"{why}. {advice}")
+            for rank in agent.share.ranks:
+                self._hub.process_ended(rank, why, badly=True)
+
+    def needed(self, well: bool) -> bool:
+        """Until the other hosts' launchers have ended, and their output is here."""
+        self.over()
+        if not well or super().over():
+            self._until = min(self._until, time.monotonic() + _ENDS_S)
+        if all(agent.told for agent in self._agents):  # a process that ssh left behind may keep its output open
+            self._until = min(self._until, time.monotonic() + DRAIN_S)
+        busy = any(not agent.told or not agent.read for agent in self._agents)
+        return busy and time.monotonic() < self._until
+
+
+class _Agent:
+    """The ssh to one host. told: its end was looked at."""
+
+    def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
+        self.share = share
+        self.told = False
+        remote = shlex.join([sys.executable, "-m", "mscomm.cli.remote"])
+        if path := os.environ.get("PYTHONPATH"):
+            remote = f"PYTHONPATH={shlex.quote(path)} {remote}"
+        target = share.name.replace("[", "").replace("]", "")
+        self.command = [*ssh, "-oBatchMode=yes", "-oConnectTimeout=10", target, remote]
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C comes to us, and goes on through stdin
+        )
+        body = msgpack.packb(dict(task))
+        self._write(_LENGTH.pack(len(body)) + body)
+
+    def pipes(self, stdout: Output, stderr: Output) -> list[tuple[IO[bytes], Output]]:
+        assert self.process.stdout and self.process.stderr
+        return [(self.process.stdout, stdout), (self.process.stderr, stderr)]
+
+    @property
+    def read(self) -> bool:
+        """Whether all its output has been read."""
+        assert self.process.stdout and self.process.stderr
+        return self.process.stdout.closed and self.process.stderr.closed
+
+    def signal(self, number: int) -> None:
+        self._write(bytes([number]))
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin
+        rest = memoryview(data)
+        with contextlib.suppress(OSError, ValueError):  # it has ended: its status is looked at
+            while rest:
+                rest = rest[self.process.stdin.write(rest) :]
+
+    def hang_up(self) -> None:
+        """Its launcher ends its ranks, and then itself."""
+        assert self.process.stdin
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def close(self, within_s: float) -> None:
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:  # a host that does not answer
+            self.process.kill()
+            self.process.wait()
+
+
+class _Passed(Stream):
+    """Lines that have the numbers of their ranks before them already; others get the host's name."""
+
+    def __init__(self, pipe: IO[bytes], name: str, output: Output) -> None:
+        super().__init__(pipe, -1, output, None, hold=lambda lines: lines, prompts=False)
+        self._name = name.encode()
+
+    def named(self, line: bytes) -> bytes:
+        return line if re.match(rb"\[\d[\d,-]*\] ", line) else self._name + b": " + line
+
+
+# -- the other hosts' part
+
+
+def handed_over(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the ranks of other hosts get too."""
+    return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}
+
+
+def main() -> None:
+    """What ssh starts."""
+    task = _read_task()
+    threading.Thread(target=_obey, name="mscomm-stdin", daemon=True).start()
+    try:
+        sys.exit(_run(task))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(task: Mapping[str, Any]) -> int:
+    from mscomm.cli import run
+
+    os.environ.update(task["env"])
+    ranks = range(task["first"], task["end"])
+    where = task["host"], task["port"], False, task["timeout"]
+    part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, key=task["key"])
+    log_dir = Path(task["log_dir"]) if task["log_dir"] else None
+    try:
+        try:
+            os.chdir(task["cwd"])
+            line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
+        except (click.ClickException, OSError):
+            with ExitStack() as stack:  # node 0 hears why, and ends the job
+                part.open(stack, lambda text: None, lambda text: None)
+                raise
+        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
+    except (CannotStart, Error, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _read_task() -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(_read(_LENGTH.size))
+    if length > _MOST_BYTES:
+        raise SystemExit("mscomm run: what came through stdin is nothing that `mscomm run --hosts` sends")
+    task: dict[str, Any] = msgpack.unpackb(_read(length))
+    return task
+
+
+def _read(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        received = os.read(0, count - len(data))
+        if not received:
+            raise SystemExit("mscomm run: the host that started this one has gone")
+        data += received
+    return data
+
+
+def _obey() -> None:
+    """Signals that the other end names, and SIGTERM when it is gone."""
+    while number := os.read(0, 1):
+        os.kill(os.getpid(), number[0])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

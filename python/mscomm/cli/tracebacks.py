@@ -1,0 +1,143 @@
+"""The ranks' tracebacks on their way to the terminal: equal ones are shown once, behind the numbers of all their ranks.
+
+From the first line of a traceback on, what a rank writes to stderr is held back for a moment, in which others may say
+the same. Nothing is changed: what is held goes out whole, and all at once when the ranks have ended.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mscomm.cli.output import Output
+from mscomm.tracebacks import innermost
+
+HOLD_S = 1.0  # while no rank has failed: longer would hide what a program shows and goes on
+RECENT_S = 10.0  # a rank that ends so long after a traceback, with Python's status for one, ended by it
+PYTHONS_STATUS = 1  # of a program that ends by an exception
+_MOST_BYTES = 256 << 10  # of one rank; with more held everything is shown
+_FIRST_LINE = re.compile(
+    rb"Traceback \(most recent call last\):|  \+ Exception Group Traceback|Exception in thread |KeyboardInterrupt\b"
+    rb'|  File ".+", line \d+$'  # a script that cannot be compiled
+)
+_BETWEEN = re.compile(rb"\s*$|During handling of the above exception|The above exception was the direct cause")
+_FRAME = re.compile(r'\s*(?:\|\s*)*File "(.*)", line (\d+)')
+
+
+class LastWords(NamedTuple):
+    """The exception at the end of a traceback."""
+
+    what: str  # "ValueError: no such column: price"
+    place: str  # "train.py:6"; "": the text says it
+    at_s: float  # time.monotonic(), when its first line came
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.place})" if self.place else self.what
+
+    @property
+    def interrupted_at(self) -> str:
+        """Where Ctrl-C found this rank, or its call, if others were interrupted there first; "": it was not that."""
+        if not re.match(r"KeyboardInterrupt\b|Aborted: .*(: KeyboardInterrupt\b| was interrupted in )", self.what):
+            return ""
+        here = re.fullmatch(r"KeyboardInterrupt \((.+)\)", self.what)
+        return here[1] if here else self.place or "an unknown line"
+
+
+class Tracebacks:
+    """Those of the ranks of this host, between their stderr and ours. full: none is left out."""
+
+    def __init__(self, output: Output, full: bool) -> None:
+        self._output = output
+        self._full = full
+        self._held: dict[int, list[bytes]] = {}  # by rank, in the order of their first lines
+        self._last: dict[int, LastWords] = {}  # by rank
+        self.due = float("inf")  # when what is held is shown, unless a failure is being reported
+        self._interrupted = False  # by Ctrl-C: the tracebacks in which the ranks say that are left out
+
+    def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
+        """Hold a rank's next lines, or give them back to be shown now."""
+        now: list[bytes] = []
+        for line in lines:
+            held = self._held.get(rank)
+            if held is None and _FIRST_LINE.match(line):
+                held = self._held[rank] = []
+                self.due = min(self.due, time.monotonic() + HOLD_S)
+                self._last[rank] = LastWords("", "", time.monotonic())
+            (now if held is None else held).append(line)
+        if sum(len(line) + 1 for line in self._held.get(rank, ())) > _MOST_BYTES:
+            self.show()
+        return now
+
+    def show(self) -> None:
+        """Write what is held."""
+        self._output.write(self.release())
+
+    def interrupt(self) -> None:
+        """The ranks are about to get Ctrl-C: what is held now does not come from that."""
+        self.show()
+        self._interrupted = True
+
+    def release(self, last: int | None = None) -> bytes:
+        """What is held, which is held no more: equal texts once, that of the rank `last` at the end."""
+        by_text: dict[bytes, list[int]] = {}
+        for rank, lines in self._held.items():
+            words = self._last[rank] = last_words(lines, self._last[rank].at_s)
+            if self._interrupted and words.interrupted_at and not self._full:
+                lines = _without_tracebacks(lines)
+            if lines:
+                by_text.setdefault(b"\n".join(lines), []).append(rank)
+        self._held.clear()
+        self.due = float("inf")
+        return b"".join(
+            f"[{numbers(ranks)}] ".encode() + line + b"\n"
+            for text, ranks in sorted(by_text.items(), key=lambda group: last in group[1])
+            for line in text.split(b"\n")
+        )
+
+    def of(self, rank: int, ended_at_s: float) -> LastWords | None:
+        """The exception by which a rank ended that had Python's status for one; None: none is known."""
+        words = self._last.get(rank)
+        return words if words and words.what and ended_at_s - words.at_s < RECENT_S else None
+
+
+def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
+    """The other lines: what a program writes while it ends."""
+    kept: list[bytes] = []
+    inside = False
+    for line in lines:
+        if _FIRST_LINE.match(line):
+            inside = not line.startswith(b"KeyboardInterrupt")  # which is all that a rank shows of it
+        elif inside:  # to the line of the exception, the first that is not indented
+            inside = not line[:1].strip(b" |+")
+        elif not _BETWEEN.match(line):
+            kept.append(line)
+    return kept
+
+
+def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
+    """The last exception in a text that begins with a traceback."""
+    what, frames = "", []
+    for raw in lines:
+        line = raw.decode(errors="replace").rstrip()
+        if frame := _FRAME.match(line):
+            frames.append((frame[1], int(frame[2])))
+        elif _FIRST_LINE.match(raw):
+            what, frames = line if line.startswith("KeyboardInterrupt") else "", []
+        elif not what and frames and line[:1].strip(" |+"):
+            what = line.removeprefix("mscomm.errors.")
+    place = innermost(frames)
+    return LastWords(what, "" if what.endswith(f"({place})") else place, at_s)
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """0,2,5-9: three and more in a row by the first and the last."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return ",".join(words)

@@ -1,0 +1,253 @@
+"""`mscomm.launch`: a function as the ranks of a job, for notebooks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import operator
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import spawn
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mscomm import tracebacks
+from mscomm.cli.ending import End
+from mscomm.cli.launch import PIPE_CLOSED, Launch
+from mscomm.cli.output import Output, TextOutput
+from mscomm.cli.parts import WholeJob
+from mscomm.cli.tracebacks import PYTHONS_STATUS, numbers
+from mscomm.cluster.deadline import join_timeout_s, seconds_of
+from mscomm.cluster.judge import Verdict
+from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
+
+_SERVE = "from mscomm.launching import serve; serve()"
+_OF_THE_MAIN_MODULE = ("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path")
+_importing_main = False  # in a rank, while it imports the script in which launch() was called
+
+
+def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | timedelta | None = None) -> list[Any]:
+    """Run function(*args) as n ranks, each a new process on this host; their results, in the order of the ranks.
+
+    The function joins the job by init(), as a script under `mscomm run` does. What it prints comes to sys.stdout and
+    sys.stderr of this process, in whole lines with the rank before them.
+
+    Ranks are started anew, not forked, as with multiprocessing's "spawn": function, args and results are pickled. The
+    pickles stay between this process and its ranks, in files in memory that have no name. A script calls launch under
+    `if __name__ == "__main__":`. A function that was written in a notebook needs the package cloudpickle.
+
+    timeout: seconds or a timedelta for all of it; None: no limit.
+
+    Raises what the first rank to fail raised, or an Error with its text where that cannot be pickled; the __cause__
+    has the tracebacks of all ranks, and the number of this one as `.rank`. PeerLost for a rank that ended without an
+    exception; CollectiveTimeout after the timeout, whose waiting_for names the ranks that had not returned. The other
+    ranks are ended, also at KeyboardInterrupt. TypeError if function or args cannot be pickled; ValueError for n < 1;
+    BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
+
+    >>> def total(x):
+    ...     mscomm.init()
+    ...     return mscomm.all_reduce(np.full(2, x + mscomm.get_rank()))
+    >>> mscomm.launch(total, 2, 10)
+    [array([21, 21]), array([21, 21])]
+    """
+    size = operator.index(n)
+    if size < 1:
+        raise ValueError(f"launch: n is {size}; a job needs at least 1 rank")
+    if _importing_main:
+        raise RuntimeError(
+            "launch was called while a rank imports the script that called it: put that call, and what only the first "
+            'process should do, under `if __name__ == "__main__":`'
+        )
+    name = getattr(function, "__name__", repr(function))
+    timeout_s = float("inf") if timeout is None else seconds_of(timeout)
+    call = _pickled(function, args, name)
+    with contextlib.ExitStack() as stack:
+        files = [os.memfd_create(f"mscomm-call-{rank}", os.MFD_CLOEXEC) for rank in range(size)]
+        for file in files:
+            stack.callback(os.close, file)
+            with open(os.dup(file), "wb") as memory:
+                memory.write(call)
+        job = _Calls(size, files, timeout_s)
+        status = job.run()
+        if job.signals:
+            signal.raise_signal(job.signals[0])  # KeyboardInterrupt, mostly; the ranks have ended
+        if status == PIPE_CLOSED and job.first is None:
+            raise BrokenPipeError(f"launch: {name}: the ranks were ended: sys.stdout or sys.stderr cannot be written")
+        outcomes = [_outcome(rank, file, len(call)) for rank, file in enumerate(files)]
+    return _results(job, outcomes, f"launch: {name}", timeout_s)
+
+
+class RankTraceback(Exception):
+    """The __cause__ of what launch() raises: the tracebacks of the ranks as text. `rank`: whose exception it was."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank = rank
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"in rank {self.rank}\n{self.text}"
+
+
+class _Outcome(NamedTuple):
+    """What a rank leaves for the process that called launch()."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+class _Calls(Launch):
+    """The ranks. How they ended is kept, where `mscomm run` prints it."""
+
+    def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
+        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
+        part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
+        command = [sys.executable, "-c", _SERVE]
+        super().__init__(command, size, env, part, outputs=_of_python, call_fds=files, timeout_s=timeout_s)
+        self.said = b""
+        self.verdict: Verdict | None = None
+        self.first: End | None = None
+
+    def _show_last(self, tracebacks: bytes) -> None:
+        self.said = tracebacks
+
+    def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
+        self.verdict, self.first = verdict, self._first()
+        if self.first is None and not self.late:
+            self._stderr.write(self.said)
+        self._flush()
+        return self.first.status if self.first else 0
+
+
+def _of_python(wake: Callable[[], None]) -> tuple[Output, Output]:
+    return TextOutput(sys.stdout, wake), TextOutput(sys.stderr, wake)
+
+
+def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s: float) -> list[Any]:
+    text = job.said.decode(errors="replace")
+    if job.late:
+        where = f"rank{'s' * (len(job.late) > 1)} {numbers(job.late)}"
+        late = CollectiveTimeout(f"{what} did not return within {timeout_s:g} s on {where}", job.late, job.late)
+        raise late from RankTraceback(job.late[0], text)
+    without = [rank for rank, outcome in enumerate(outcomes) if outcome is None or outcome.error]
+    if job.first is None and not without:
+        return [outcome.result for outcome in outcomes if outcome]
+    rank = job.first.rank if job.first else without[0]
+    outcome = outcomes[rank]
+    if outcome and outcome.error:
+        error = outcome.error
+    elif job.verdict:
+        kind, ranks, waiting_for, words = job.verdict
+        error = make(kind, f"{what}: {words}", ranks, waiting_for)
+    else:
+        how = job.first.how if job.first else "it ended the process itself"
+        error = PeerLost(f"{what}: rank {rank} did not end well: {how}", [rank])
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"in rank {rank} of {len(outcomes)}")
+    raise error from RankTraceback(rank, text)
+
+
+# -- the call on its way to the ranks, and what comes back
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
+    """How a rank gets the main module of this process, and then the call."""
+    prepared = spawn.get_preparation_data("mscomm-rank")
+    main = {key: prepared[key] for key in _OF_THE_MAIN_MODULE if key in prepared}
+    by_cloudpickle = not _can_be_imported(function, main)
+    pickler: Any = pickle
+    if by_cloudpickle:
+        try:
+            pickler = importlib.import_module("cloudpickle")
+        except ImportError:
+            raise TypeError(
+                f"launch: {name} cannot be imported by a new process (it was written in a notebook, inside another "
+                "function, or is a lambda): put it into a module, or install cloudpickle"
+            ) from None
+    try:
+        return pickle.dumps((main, pickler.__name__)) + bytes(pickler.dumps((function, args)))
+    except Exception as error:
+        raise TypeError(f"launch: {name} or its arguments cannot be pickled: {error}") from error
+
+
+def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool:
+    """Whether pickle's name for the function leads a new process to it."""
+    try:
+        pickle.dumps(function)
+    except Exception:
+        return False
+    in_main = getattr(function, "__module__", None) in ("__main__", "__mp_main__")
+    return not in_main or any(key.startswith("init_main") for key in main)
+
+
+def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
+    """What the rank has left after the call; None: nothing whole."""
+    with open(os.dup(file), "rb") as memory:
+        memory.seek(begin)
+        try:
+            outcome = pickle.load(memory)  # noqa: S301 - our own child's
+        except (EOFError, pickle.UnpicklingError):
+            return None
+        except Exception as error:
+            what = f"launch: what rank {rank} returned or raised cannot be unpickled here: {error}"
+            return _Outcome(error=Error(what, [rank]))
+    return outcome if isinstance(outcome, _Outcome) else None
+
+
+def serve() -> None:
+    """The whole of a rank's program: the call that is in the file of the descriptor in argv[1]."""
+    global _importing_main
+    rank = int(os.environ["MSCOMM_RANK"])
+    file = int(sys.argv[1])
+    os.set_inheritable(file, False)
+    with open(file, "r+b") as memory:
+        memory.seek(0)
+        pickler: ModuleType = pickle
+        try:
+            main, name = pickle.load(memory)  # noqa: S301 - from the process that started this one
+            pickler = importlib.import_module(name)
+            _importing_main = True
+            spawn.prepare(main)
+            _importing_main = False
+            function, args = pickle.load(memory)  # noqa: S301
+            result = function(*args)
+            if groups := sys.modules.get("mscomm.groups"):
+                groups.release()  # which may raise what no call has met
+            outcome = _result(pickler, result)
+        except Exception as error:
+            memory.seek(0, os.SEEK_END)
+            memory.write(_error(pickler, rank, error))
+            memory.flush()
+            _show(error)
+            sys.exit(PYTHONS_STATUS)
+        memory.seek(0, os.SEEK_END)
+        memory.write(outcome)
+
+
+def _show(error: BaseException) -> None:
+    """As Python shows an exception that nobody caught; after init() the hook tells the other ranks too."""
+    tracebacks.shorten(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _result(pickler: Any, result: Any) -> bytes:
+    try:
+        return bytes(pickler.dumps(_Outcome(result)))
+    except Exception as error:
+        raise TypeError(f"launch: the result, a {type(result).__name__}, cannot be pickled: {error}") from error
+
+
+def _error(pickler: Any, rank: int, error: BaseException) -> bytes:
+    """The exception, without what cannot travel; an Error with its text if it cannot itself."""
+    try:
+        pickled = bytes(pickler.dumps(_Outcome(error=error)))
+        if type(pickle.loads(pickled).error) is type(error):  # noqa: S301
+            return pickled
+    except Exception:
+        pass
+    return pickle.dumps(_Outcome(error=Error(f"rank {rank}: {type(error).__name__}: {error}", [rank])))

@@ -1,0 +1,127 @@
+"""Warnings that every rank of a job would give: one rank gives them, once. And the options that are accepted, because
+scripts written for MindSpore set them, but have no effect here: each has a row, and whoever sets it is told.
+
+Rank 0 speaks. A process that has not joined yet goes by the rank that its launcher tells; if the launcher tells none,
+the line waits until init() has found out. A process without a launcher speaks for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from mscomm import bootstrap, log
+
+_said: set[str] = set()
+_waiting: list[str] = []
+_rank: int | None = None  # once this process has joined a job, or goes on without
+
+
+def warn_once(text: str, rank: int | None = None) -> None:
+    """A warning of the whole job: rank 0 says it, and each text once. rank: this one's in the group it is about."""
+    if text in _said:
+        return
+    _said.add(text)
+    speaks = _speaks() if rank is None else rank == 0
+    if speaks is None:
+        _waiting.append(text)
+    elif speaks:
+        log.warn(text)
+
+
+def know_rank(rank: int) -> None:
+    """From here on it is known whether this process speaks."""
+    global _rank
+    _rank = rank
+    waiting, _waiting[:] = list(_waiting), []
+    for text in waiting if rank == 0 else []:
+        log.warn(text)
+
+
+def _speaks() -> bool | None:
+    if _rank is not None:
+        return _rank == 0
+    place = bootstrap.announced(os.environ)
+    if place is None:
+        return True
+    return None if place.rank is None else place.rank == 0
+
+
+# -- options without effect
+
+
+class Option(NamedTuple):
+    """One row."""
+
+    silent: tuple[Any, ...]  # values that ask for nothing, its default among them
+    instead: str  # why it has no effect, or what to do
+    secret: bool = False  # the value is not shown
+
+
+_WORLD = (None, "hccl_world_group", "nccl_world_group", "mccl_world_group")
+_OTHER_MODES = "it is of MindSpore's auto-parallel modes; in data parallel mode nothing is to be searched or sliced"
+_WHOLE = "in data parallel mode each rank's checkpoint has the whole weights"
+_SUMS = "16-bit floats are summed in float32 in any case"
+_TLS = "there is no TLS in this release; use MSCOMM_JOB_KEY_FILE"
+_DEALT = "each rank trains on all that its dataset gives; deal rows by num_shards and shard_id"
+
+WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
+    ("set_context", "mode"): Option((0,), "the framework decides how it computes (mindspore.set_context(mode=...))"),
+    ("set_context", "save_graphs"): Option(
+        (False,), "mscomm compiles no graphs; ask the framework (mindspore.set_context)"
+    ),
+    ("set_context", "save_graphs_path"): Option((".", "", None), "mscomm compiles no graphs, and saves none"),
+    ("set_ps_context", "config_file_path"): Option((None, ""), _TLS),
+    ("set_ps_context", "client_password"): Option((None, ""), _TLS, secret=True),
+    ("set_ps_context", "server_password"): Option((None, ""), _TLS, secret=True),
+    ("set_auto_parallel_context", "all_reduce_fusion_config"): Option(
+        ([], (), None),
+        'buckets follow the order of the gradients; comm_fusion={"allreduce": {"mode": "size", "config": MiB}} sets'
+        " their size",
+    ),
+    ("set_auto_parallel_context", "auto_parallel_search_mode"): Option(("recursive_programming",), _OTHER_MODES),
+    ("set_auto_parallel_context", "dataset_strategy"): Option(("data_parallel",), _DEALT),
+    ("set_auto_parallel_context", "enable_alltoall"): Option((False,), _OTHER_MODES),
+    ("set_auto_parallel_context", "force_fp32_communication"): Option((False,), _SUMS),
+    ("set_auto_parallel_context", "full_batch"): Option((False,), _DEALT),
+    ("set_auto_parallel_context", "gradient_fp32_sync"): Option((True,), _SUMS),
+    ("set_auto_parallel_context", "loss_repeated_mean"): Option((True,), _OTHER_MODES),
+    ("set_auto_parallel_context", "parallel_optimizer_config"): Option(
+        (None, {}), "every rank has the whole optimizer; enable_parallel_optimizer is not in this release"
+    ),
+    ("set_auto_parallel_context", "search_mode"): Option(("recursive_programming",), _OTHER_MODES),
+    ("set_auto_parallel_context", "strategy_ckpt_config"): Option((None, {}), _WHOLE),
+    ("set_auto_parallel_context", "strategy_ckpt_load_file"): Option((None, ""), _WHOLE),
+    ("set_auto_parallel_context", "strategy_ckpt_save_file"): Option((None, ""), _WHOLE),
+    ("comm_fusion", "allgather"): Option((None,), _OTHER_MODES),
+    ("comm_fusion", "reducescatter"): Option((None,), _OTHER_MODES),
+    ("comm_fusion", "openstate"): Option(
+        (True,), 'gradients are always fused; {"allreduce": {"mode": "size", "config": 1}} makes small buckets'
+    ),
+    ("CheckpointConfig", "integrated_save"): Option((True,), _WHOLE),
+    ("CheckpointConfig", "async_save"): Option((False,), "a file is whole when its step ends"),
+    ("save_checkpoint", "integrated_save"): Option((True,), _WHOLE),
+    ("save_checkpoint", "async_save"): Option((False,), "the file is whole when the call returns"),
+    ("Model.train", "dataset_sink_mode"): Option(
+        (False,), "each step is one of its own, as on MindSpore's CPU, and callbacks are called in each"
+    ),
+    ("Model.train", "sink_size"): Option((-1,), "there is no sink; an epoch is a pass over the dataset"),
+    ("TimeMonitor", "data_time"): Option((False,), "StepTrace tells how long a rank has waited for data"),
+    ("Send", "group_back"): Option(_WORLD, "no gradient goes through Send"),
+    ("Receive", "group_back"): Option(_WORLD, "no gradient goes through Receive"),
+    ("environment", "MS_ENABLE_RECOVERY"): Option(
+        (None, "", "0"), "it is for a scheduler and workers; `mscomm run --max-restarts N` starts lost ranks again"
+    ),
+    ("environment", "MS_RECOVERY_PATH"): Option(
+        (None, ""), "the scheduler keeps no file; Model.resume goes on from checkpoints after all were lost"
+    ),
+}
+
+
+def tell_without_effect(function: str, **options: Any) -> None:
+    """Warn of those options that have a row, where the value asks for something."""
+    for name, value in options.items():
+        row = WITHOUT_EFFECT.get((function, name))
+        if row is not None and not any(value == quiet for quiet in row.silent):
+            shown = "..." if row.secret else f"{value!r:.80}"
+            warn_once(f"{function}: {name}={shown} has no effect here: {row.instead}")

@@ -1,0 +1,118 @@
+"""`mscomm run --nnodes`: node 0 says for whom it waits, and what went wrong on the other nodes, at once and by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from control import KEY, Job, eventually, key_file, soon
+
+from mscomm.cluster import hub as hub_module
+from mscomm.cluster import links
+from mscomm.cluster.frames import Frames
+from mscomm.cluster.hello import Identity
+
+MSCOMM = [sys.executable, "-m", "mscomm"]
+HERE = f"node 1 on host {socket.gethostname()}"
+
+
+class Nodes:
+    """start(rank, *args, **env): `mscomm run` as one of two nodes on loopback."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self._port = port
+        self._env = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        self.script = folder / "script.py"
+        self.script.write_text("import mscomm\nmscomm.init()\nmscomm.barrier()\n")
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, rank: int, *args: object, **env: str) -> subprocess.Popen[str]:
+        words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(self._port)]
+        process = subprocess.Popen(
+            [*MSCOMM, "run", *words, "--node-rank", str(rank), *map(str, args)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self._env, **env},
+        )
+        self.processes.append(process)
+        return process
+
+
+@pytest.fixture
+def nodes(port: int, tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(port, tmp_path)
+    yield nodes
+    for process in nodes.processes:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def line_with(process: subprocess.Popen[str], text: str) -> str:
+    """The first line of its stderr that has the text; what it wrote instead if there is none."""
+    assert process.stderr
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return line
+    pytest.fail("".join(lines))
+
+
+@pytest.mark.parametrize("wrong", ["-n", "key", "script", "program"])
+def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: Path, wrong: str) -> None:
+    keys = [key_file(tmp_path / f"key{i}", os.urandom(32)) for i in range(2)]
+    node_0 = nodes.start(0, "-n", 1, nodes.script, MSCOMM_JOB_KEY_FILE=keys[0])
+    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # it listens
+    other = {"-n": 1, "key": keys[0], "script": nodes.script}
+    if wrong == "-n":
+        other["-n"] = 2
+        why = f"{HERE} was refused: it was started with --nnodes 2 -n 2, and node 0 with --nnodes 2 -n 1"
+        theirs = "refuses " + why.replace(" was refused", "")
+    elif wrong == "key":
+        other["key"] = keys[1]
+        why, theirs = "a connection from 127.0.0.1:", "it does not have the key of this job"
+    elif wrong == "script":
+        other["script"] = "absent.py"
+        why, theirs = f"{HERE} cannot start its ranks: there is no script absent.py", "there is no script absent.py"
+    else:
+        program = tmp_path / "program"
+        program.write_text("#!/nowhere/sh\n")
+        program.chmod(0o755)
+        other["script"] = program
+        why, theirs = f"{HERE} cannot start its ranks: cannot start {program}", f"cannot start {program}"
+    node_1 = nodes.start(1, "-n", other["-n"], other["script"], MSCOMM_JOB_KEY_FILE=str(other["key"]))
+    line = line_with(node_0, why)
+    assert wrong != "key" or "could not prove that it has the key of this job" in line
+    _, err = node_1.communicate(timeout=30)
+    assert node_1.returncode == 1 and theirs in err, err
+    if wrong == "program":  # it had come, and does not come again: then it is over, and rank 0 hears why
+        line_with(node_0, "PeerLost: rank 1")
+        assert node_0.wait(30) == 1
+    else:
+        assert node_0.poll() is None
+
+
+def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 10 s, then each minute; here the pauses are short."""
+    monkeypatch.setattr(hub_module, "_TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(hub_module, "_TELL_EVERY_S", 0.05)
+    told: list[str] = []
+    with Job(4, tcp=True, watched=True, nodes={"node 1": range(2, 4)}, tell=told.append) as job:
+        assert job.listener
+        absent = "waiting for node 1 (ranks 2, 3): nobody has come from there to 127.0"
+        eventually(lambda: any(absent in text for text in told))
+        sock = links.connect(job.listener.getsockname(), soon())
+        links.greet(sock, KEY, links.LAUNCHER, Identity(version=links.package_version()), soon())
+        frames = Frames(sock)
+        job.links.append(frames)
+        frames.send({"t": "attend", "first": 2, "end": 4, "name": "node 1", "layout": ""}, soon())
+        assert frames.receive(soon()) == {"t": "state", "over": None}
+        member = job.member(0)
+        member._say({"t": "join", "rank": 0, "node_id": None, "facts": {"size": 4}}, soon())
+        eventually(lambda: any("waiting for ranks 1 to 3 to call mscomm.init()" in text for text in told))

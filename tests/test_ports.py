@@ -1,0 +1,88 @@
+"""MSCOMM_PORTS: what mscomm listens at by TCP, where nobody named a port, is among these."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from control import soon
+
+from mscomm.bootstrap import kvs, rendezvous, torchrun
+from mscomm.cluster import links
+
+# Each rank is a host of its own here, so that they are linked by TCP; they print where they listened.
+BODY = """
+import os, socket
+rank = os.environ["MSCOMM_RANK"]
+os.environ["MSCOMM_HOST_ID"] = rank
+listen = socket.socket.listen
+def spy(sock, *args):
+    listen(sock, *args)
+    if sock.family == socket.AF_INET:
+        print(sock.getsockname()[1])
+socket.socket.listen = spy
+import numpy as np, mscomm
+mscomm.init()
+x = np.ones(3)
+assert mscomm.all_reduce(x)[0] == 3
+if rank == "0":
+    mscomm.send(x, 2)
+elif rank == "2":
+    mscomm.recv(x, 0)
+"""
+
+
+def run(tmp_path: Path, ports: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(BODY)
+    env = {**os.environ, "MSCOMM_PORTS": ports, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mscomm", "run", "-n", "3", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
+def test_ranks_of_several_hosts_listen_at_these_ports_alone(tmp_path: Path, port: int) -> None:
+    low = min(port, 65500)
+    done = run(tmp_path, f"{low}-{low + 30}")
+    assert done.returncode == 0, done.stderr
+    ports = [int(line.partition("] ")[2]) for line in done.stdout.splitlines()]
+    assert len(ports) >= 3 and all(low <= one <= low + 30 for one in ports), ports
+
+
+def test_a_range_that_is_taken_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(tmp_path, f"{port}-{port}")
+    assert done.returncode == 1
+    assert f"MSCOMM_PORTS={port}-{port}: all 1 ports are taken at 127.0.0.1" in done.stderr
+    ended = re.findall(r"^\[([\d,-]+)\] \S+: .*ports are taken", done.stderr, flags=re.M)  # equal ones come once
+    assert sorted(",".join(ended).replace("0-2", "0,1,2").split(",")) == ["0", "1", "2"], done.stderr
+
+
+def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    low = min(port, 65500)
+    env = {"MSCOMM_PORTS": f"{low}-{low + 30}"}
+    allowed = range(low, low + 31)
+    monkeypatch.setattr(kvs, "_own_address", lambda launcher, env: "127.0.0.1")
+    with kvs._listen("mpirun", rendezvous.Place(0, 2, 0, one_host=False), env) as hub:
+        assert hub.getsockname()[1] in allowed
+    for ports in (rendezvous.ports_after(29500, env), rendezvous.meeting_ports("a job", env)):
+        assert len(ports) == 8 and set(ports) <= set(allowed)
+    assert len(rendezvous.meeting_ports("a job", {"MSCOMM_PORTS": "20000-20001"})) == 2
+    torch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.7", **env}
+    spots = []
+    monkeypatch.setattr(torchrun, "meet", lambda launcher, place, spot, *rest: spots.append(spot))
+    torchrun.accept(torch, soon(), False)
+    assert set(spots[0].ports) <= set(allowed)
+
+
+def test_looking_for_a_port_leaves_the_programs_random_numbers_alone(port: int) -> None:
+    low = min(port, 65500)
+    before = random.getstate()
+    links.listen("127.0.0.1", 1, {"MSCOMM_PORTS": f"{low}-{low + 30}"}).close()
+    assert random.getstate() == before  # ranks with one seed would draw other numbers from here on

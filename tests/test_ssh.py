@@ -1,0 +1,274 @@
+"""`mscomm run --hosts` and `--hostfile`: the ranks of other hosts by a real sshd, here on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_run import alive, appears, ends
+
+from mscomm.cli import remote
+
+MSCOMM = [sys.executable, "-m", "mscomm"]
+TWO = "127.0.0.1:2,127.0.0.2:2"
+GATHER = """
+import os, socket, mscomm
+mscomm.init()
+ranks = mscomm.all_gather_object((mscomm.get_rank(), mscomm.get_local_rank()))
+print(ranks, os.getcwd(), os.environ.get("MSCOMM_ALGO"))
+"""
+
+
+class Sshd:
+    """Its own keys, its own configuration, at a port of 127.0.0.2 that is not 22; nothing of the user's is read."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+        if not program or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
+            pytest.skip("no sshd and ssh here: install openssh-server and openssh-client")
+        folder.mkdir()
+        self.folder = folder
+        for name in ("host", "user", "stranger"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+            subprocess.run(words, check=True, timeout=30)
+        shutil.copy(folder / "user.pub", folder / "authorized_keys")
+        (folder / "known_hosts").write_text(f"[127.0.0.2]:{port} {(folder / 'host.pub').read_text()}")
+        (folder / "config").write_text(
+            f"Port {port}\nListenAddress 127.0.0.2\nHostKey {folder}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
+            f"AuthorizedKeysFile {folder}/authorized_keys\nPermitRootLogin yes\nPasswordAuthentication no\n"
+        )
+        if os.getuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and the service that makes it may never have run
+        self._log = open(folder / "log", "wb")  # noqa: SIM115
+        self.process = subprocess.Popen([program, "-D", "-e", "-f", folder / "config"], stderr=self._log)
+        until = time.monotonic() + 10
+        while b"Server listening" not in (folder / "log").read_bytes():
+            assert self.process.poll() is None and time.monotonic() < until, (folder / "log").read_text()
+            time.sleep(0.02)
+        self.port = port
+
+    def command(self, identity: str = "user") -> str:
+        options = {"UserKnownHostsFile": f"{self.folder}/known_hosts", "IdentitiesOnly": "yes"}
+        words = [f"-o{name}={value}" for name, value in options.items()]
+        return f"ssh -F none -p {self.port} -i {self.folder}/{identity} {' '.join(words)}"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        port = free.getsockname()[1]
+    sshd = Sshd(tmp_path_factory.mktemp("ssh") / "sshd", port)
+    yield sshd
+    sshd.close()
+
+
+@pytest.fixture
+def start(sshd: Sshd, tmp_path: Path) -> Iterator:
+    """start(*args, **env): `mscomm run` in a folder of its own, whose ssh reaches the sshd."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(*args: object, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*MSCOMM, "run", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MSCOMM_SSH": sshd.command(), **env},
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_the_ranks_of_a_list_of_hosts_are_one_job(start, tmp_path):
+    (tmp_path / "script.py").write_text(GATHER)
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:2", "script.py", MSCOMM_ALGO="direct")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    ranks = "[(0, 0), (1, 0), (2, 1)]"  # in the list's order; ssh's host has two
+    assert sorted(out.splitlines()) == [f"[{rank}] {ranks} {tmp_path} direct" for rank in range(3)]
+
+
+def test_a_hostfile_and_a_program(start, tmp_path):
+    (tmp_path / "hosts").write_text("# two hosts\nlocalhost slots=1  # this one\n\n127.0.0.2:1\n")
+    process = start("--hostfile", "hosts", "--", sys.executable, "-c", "import os; print(os.environ['MSCOMM_RANK'])")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[0] 0", "[1] 1"]
+
+
+def test_the_key_is_on_no_command_line_and_in_no_environment(start, tmp_path):
+    body = (
+        "import glob, mscomm\nfrom mscomm import groups\nmscomm.init()\nkey = groups._joined.job.key\n"
+        "for path in [*glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('/proc/[0-9]*/environ')]:\n"
+        "    try:\n        text = open(path, 'rb').read()\n    except OSError:\n        continue\n"
+        "    assert key not in text and key.hex().encode() not in text, path\n"
+        "mscomm.barrier()\nprint(len(key))\n"
+    )
+    (tmp_path / "script.py").write_text(body)
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, sorted(out.splitlines())) == (0, ["[0] 32", "[1] 32"]), err
+
+
+@pytest.mark.parametrize("wrong", ["key", "port"])
+def test_an_ssh_that_fails_is_shown_with_its_host(start, sshd, tmp_path, wrong):
+    (tmp_path / "script.py").write_text(GATHER)
+    ssh = sshd.command("stranger") if wrong == "key" else sshd.command().replace(f"-p {sshd.port}", "-p 1")
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH=ssh)
+    _, err = process.communicate(timeout=60)
+    text = "Permission denied" if wrong == "key" else "Connection refused"
+    assert process.returncode == 1 and re.search(rf"^127\.0\.0\.2: .*{text}", err, re.M), err
+    assert "no rank could be started on host 127.0.0.2: ssh ended with status 255. Does this work" in err
+    assert re.search("the job failed on another host: PeerLost: rank 1.*: no rank could be started", err), err
+
+
+def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_path):
+    (tmp_path / "script.py").write_text(GATHER)
+    elsewhere = tmp_path / "ssh"  # a host where this Python is not
+    elsewhere.write_text(f"#!/bin/sh\nexec {sshd.command()} 127.0.0.2 /nowhere/python\n")
+    elsewhere.chmod(0o755)
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH=str(elsewhere))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and re.search(r"127\.0\.0\.2: .*/nowhere/python: ", err), err
+    assert "ssh ended with status 127. Every host needs mscomm for the same Python, " in err
+    # The script is read on each host: here one that is gone when the other host looks for it.
+    body = "import os, time\nif os.environ['MSCOMM_RANK'] == '0': os.unlink('program')\nwhile True: time.sleep(1)\n"
+    (tmp_path / "program").write_text(f"#!{sys.executable}\n{body}")
+    (tmp_path / "program").chmod(0o755)
+    slow = tmp_path / "slow"
+    slow.write_text(f'#!/bin/sh\nwhile [ -e program ]; do sleep 0.05; done\nexec {sshd.command()} "$@"\n')
+    slow.chmod(0o755)
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "./program", MSCOMM_SSH=str(slow))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "host 127.0.0.2 cannot start its ranks: ./program is neither a .py file nor a program" in err, err
+
+
+PIDS = (
+    "import os, signal, sys, time\nrank = os.environ['MSCOMM_RANK']\n{}\n"
+    "open('pid' + rank, 'w').write(str(os.getpid()))\nwhile True: time.sleep(0.1)\n"
+)
+
+
+def test_a_failure_here_ends_the_ranks_there_and_the_other_way_round(start, tmp_path):
+    for failing in ("0", "1"):
+        wait = f"while not os.path.exists('pid{1 - int(failing)}'): time.sleep(0.01)"
+        body = f"if rank == {failing!r}:\n    {wait}\n    sys.exit(7)"
+        (tmp_path / "script.py").write_text(PIDS.format(body))
+        process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py")
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0 and f"rank {failing}" in err and "exit code 7" in err, err
+        left = tmp_path / f"pid{1 - int(failing)}"
+        assert not alive(int(left.read_text()))
+        left.unlink()
+
+
+def test_an_ssh_that_ends_well_and_has_started_nothing_is_a_failure(start, tmp_path):
+    (tmp_path / "script.py").write_text(GATHER)
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH="true")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank could be started on host 127.0.0.2: ssh ended with status 0" in err, err
+
+
+def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(start, tmp_path):
+    (tmp_path / "ssh").write_text('#!/bin/bash\nsleep 1000 &\necho $! > pid\nexec bash -c "${@: -1}"\n')
+    (tmp_path / "ssh").chmod(0o700)
+    (tmp_path / "script.py").write_text(GATHER)
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH=str(tmp_path / "ssh"))
+    try:
+        assert process.wait(60) == 0
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_for_the_launcher_ends_the_ranks_of_other_hosts(start, tmp_path, number):
+    """SIGKILL: only the end of ssh's connection tells the other host."""
+    (tmp_path / "script.py").write_text(PIDS.format(""))
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py")
+    pids = [int(appears(tmp_path / f"pid{rank}", 20)) for rank in range(2)]
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    for pid in pids:
+        ends(pid)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), err
+
+
+def test_hosts_that_do_not_answer_are_given_up_together(monkeypatch):
+    monkeypatch.setattr(remote, "_ENDS_S", 2.0)
+    shares = remote.shares([(f"127.0.0.{last}", 1) for last in range(1, 8)], None)
+    hosts = remote.Hosts(shares, 0, None, 10, False, {})
+    hosts._agents = [remote._Agent(["bash", "-c", "exec sleep 1000"], share, {}) for share in shares[1:]]
+    begun = time.monotonic()
+    hosts._close()
+    assert time.monotonic() - begun < 10
+    assert [agent.process.returncode for agent in hosts._agents] == [-signal.SIGKILL] * 6
+    for agent in hosts._agents:
+        for pipe in (agent.process.stdout, agent.process.stderr):
+            pipe.close()
+
+
+# -- which hosts, without any ssh
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each", "expected"),
+    [
+        ("a:4,b:4", None, [("a", 0, 4), ("b", 4, 8)]),
+        ("a,b:1", 3, [("a", 0, 3), ("b", 3, 4)]),
+        ("a:1,b:1,a:1", None, [("a", 0, 2), ("b", 2, 3)]),
+        ("me@[fd00::1]:2,c.example", 1, [("me@[fd00::1]", 0, 2), ("c.example", 2, 3)]),
+    ],
+)
+def test_hosts_and_their_ranks(hosts, each, expected):
+    found = remote.shares(remote.listed(hosts), each)
+    assert [(host.name, host.ranks.start, host.ranks.stop) for host in found] == expected
+
+
+def test_a_command_that_makes_no_sense_is_one_line(start):
+    process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "true", MSCOMM_SSH="ssh -i 'key")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "MSCOMM_SSH=ssh -i 'key: No closing quotation" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--hosts", "a:4,b", "true"], "how many ranks on b? Write b:4, or give -n"),
+        (["--hosts", "a:x", "true"], "'a:x' is no host"),
+        (["--hosts", "-oProxyCommand=x:1", "true"], "is no host"),
+        (["--hosts", "203.0.113.1:1", "true"], "none of the hosts 203.0.113.1 is this one"),
+        (["--hosts", "a:1", "--nnodes", "2", "true"], "leave out --nnodes"),
+        (["--hostfile", "absent", "true"], "--hostfile absent: "),
+        (["--hostfile", "HOSTS", "true"], "line 2: 'cpus=2': expected slots=N, or host:N"),
+        (
+            ["--hosts", "localhost:1,203.0.113.1:1", "true"],
+            "this host is in the list as localhost, by which the others",
+        ),
+    ],
+)
+def test_lists_that_make_no_sense_are_one_line(tmp_path, words, text):
+    (tmp_path / "HOSTS").write_text("a slots=2\nb cpus=2\n")
+    done = subprocess.run([*MSCOMM, "run", *words], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and text in done.stderr, done.stderr
