@@ -44,7 +44,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format python tests bench examples
 	$(BIN)/clang-format -i $$(find csrc src tests/core -name '*.cc' -o -name '*.h')
 
-# The core's own tests, under AddressSanitizer with UBSan and under ThreadSanitizer.
+# The core's own tests, under AddressSanitizer with UBSan and under ThreadSanitizer; and each header compiled alone.
 test-core: $(VENV)/.dev
 	for sanitizer in address thread; do \
 	  $(BIN)/cmake -S . -B build/core-$$sanitizer -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
@@ -52,6 +52,7 @@ test-core: $(VENV)/.dev
 	  $(BIN)/ninja -C build/core-$$sanitizer --quiet && \
 	  $(BIN)/ctest --test-dir build/core-$$sanitizer --output-on-failure || exit 1; \
 	done
+	$(BIN)/ninja -C build/core-address --quiet all_verify_interface_header_sets
 
 test-python: $(VENV)/.dev $(MPICH)/.installed
 	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 2 --dist loadfile $(if $(MARKS),-m "$(MARKS)")

@@ -66,7 +66,7 @@ def be_a_rank(times: int) -> None:
             while True:
                 shared[:] = rank
                 assert (mscomm.all_reduce(shared) == size * (size - 1) / 2).all()
-                if pair is not None:
+                if pair:
                     assert mscomm.all_reduce(np.ones(1), group=pair)[0] == 2
         except mscomm.PeerLost:
             who, since = "survivor", time.monotonic()

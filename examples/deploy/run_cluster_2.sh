@@ -1,6 +1,7 @@
 #!/bin/bash
 # Two machines, 8 workers: workers 5 to 8 on machine 2; machine 1 has the scheduler.
-# Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE.
+# Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE. For a second
+# job on these machines give both another MS_SCHED_PORT, and set MSCOMM_JOB_ID to a text of its own.
 
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")/.." || exit 1

@@ -10,6 +10,7 @@ EPOCH_SIZE  epochs [10]
 
 import os
 
+import pytest
 import torch
 
 import mscomm.dataset as ds
@@ -25,9 +26,10 @@ EPOCH_SIZE = int(os.getenv("EPOCH_SIZE", "10"))
 def data_path() -> str:
     path = os.getenv("DATA_PATH")
     if not path:
-        raise ValueError(
+        pytest.exit(
             "DATA_PATH is not set; it names the folder cifar-10-batches-bin of cifar-10-binary.tar.gz."
-            " For a small set of real images: mscomm data make --from digits --out digits; export DATA_PATH=$PWD/digits"
+            " To try it with few images: mscomm data make --from digits --out digits; export DATA_PATH=$PWD/digits",
+            returncode=1,
         )
     return path
 

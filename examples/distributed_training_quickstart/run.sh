@@ -11,7 +11,9 @@ PYTHON=${PYTHON:-python3}
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
-export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
+# A free port, and a name for the job, so that two jobs on one machine stay apart.
+export MS_SCHED_PORT=${MS_SCHED_PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
+export MSCOMM_JOB_ID=${MSCOMM_JOB_ID:-$HOSTNAME-$$}
 
 # However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
