@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -215,6 +216,20 @@ def test_the_last_exception_of_a_chain_counts():
         "RuntimeError: several\nlines\n"
     )
     assert str(last_words(text.encode().split(b"\n"))) == "RuntimeError: several (train.py:5)"
+
+
+@pytest.mark.parametrize("first", ["Exception ignored in atexit callback: <function f>", "Error in sys.excepthook:"])
+def test_an_exception_that_did_not_end_the_program_does_not_count(first):
+    """A second Ctrl-C comes while the rank still ends by the first."""
+    end = ["Traceback (most recent call last):", '  File "/a/train.py", line 9, in <module>', "KeyboardInterrupt"]
+    other = [first, end[0], '  File "/a/other.py", line 1, in f', "    wait()", "KeyboardInterrupt: ", ""]
+    between = ["Original exception was:"] if first.startswith("Error") else []
+    for lines in (other + between + end, end + other):
+        raw = [line.encode() for line in lines]
+        assert last_words(raw).interrupted_at == "train.py:9"
+        tracebacks = Tracebacks(io.BytesIO(), full=False)
+        tracebacks.interrupt()
+        assert tracebacks.take(0, raw) == [] and tracebacks.release() == b""
 
 
 def test_not_more_than_a_part_is_held_be_it_of_empty_lines():

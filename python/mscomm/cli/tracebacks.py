@@ -21,8 +21,12 @@ _MOST_BYTES = 256 << 10  # of one rank; with more held everything is shown
 _FIRST_LINE = re.compile(
     rb"Traceback \(most recent call last\):|  \+ Exception Group Traceback|Exception in thread |KeyboardInterrupt\b"
     rb'|  File ".+", line \d+$'  # a script that cannot be compiled
+    rb"|Exception ignored in |Error in sys\.excepthook:"
 )
-_BETWEEN = re.compile(rb"\s*$|During handling of the above exception|The above exception was the direct cause")
+_NOT_THE_END = (b"Exception ignored in ", b"Error in sys.excepthook:")  # what follows did not end the program
+_BETWEEN = re.compile(
+    rb"\s*$|During handling of the above exception|The above exception was the direct cause|Original exception was:"
+)
 _FRAME = re.compile(r'\s*(?:\|\s*)*File "(.*)", line (\d+)')
 
 
@@ -52,6 +56,7 @@ class Tracebacks:
         self._output = output
         self._full = full
         self._held: dict[int, list[bytes]] = {}  # by rank, in the order of their first lines
+        self._began_s: dict[int, float] = {}  # by rank, time.monotonic(), when the first line came of what is held
         self._last: dict[int, LastWords] = {}  # by rank
         self.due = float("inf")  # when what is held is shown, unless a failure is being reported
         self._interrupted = False  # by Ctrl-C: the tracebacks in which the ranks say that are left out
@@ -64,7 +69,7 @@ class Tracebacks:
             if held is None and _FIRST_LINE.match(line):
                 held = self._held[rank] = []
                 self.due = min(self.due, time.monotonic() + HOLD_S)
-                self._last[rank] = LastWords("", "", time.monotonic())
+                self._began_s[rank] = time.monotonic()
             (now if held is None else held).append(line)
         if sum(len(line) + 1 for line in self._held.get(rank, ())) > _MOST_BYTES:
             self.show()
@@ -83,7 +88,9 @@ class Tracebacks:
         """What is held, which is held no more: equal texts once, that of the rank `last` at the end."""
         by_text: dict[bytes, list[int]] = {}
         for rank, lines in self._held.items():
-            words = self._last[rank] = last_words(lines, self._last[rank].at_s)
+            words = last_words(lines, self._began_s[rank])
+            if words.what:
+                self._last[rank] = words
             if self._interrupted and words.interrupted_at and not self._full:
                 lines = _without_tracebacks(lines)
             if lines:
@@ -99,7 +106,7 @@ class Tracebacks:
     def of(self, rank: int, ended_at_s: float) -> LastWords | None:
         """The exception by which a rank ended that had Python's status for one; None: none is known."""
         words = self._last.get(rank)
-        return words if words and words.what and ended_at_s - words.at_s < RECENT_S else None
+        return words if words and ended_at_s - words.at_s < RECENT_S else None
 
 
 def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
@@ -118,13 +125,19 @@ def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
 
 def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
     """The last exception in a text that begins with a traceback."""
-    what, frames = "", []
+    what, frames, skipping = "", [], False
     for raw in lines:
         line = raw.decode(errors="replace").rstrip()
-        if frame := _FRAME.match(line):
+        if raw.startswith(_NOT_THE_END):
+            skipping = True
+        elif skipping:  # to the line of the exception
+            skipping = line.startswith("Traceback ") or not line[:1].strip(" |+")
+        elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))
+        elif line.startswith("KeyboardInterrupt"):  # alone, or at the end of frames
+            what, frames = line, [] if what else frames
         elif _FIRST_LINE.match(raw):
-            what, frames = line if line.startswith("KeyboardInterrupt") else "", []
+            what, frames = "", []
         elif not what and frames and line[:1].strip(" |+"):
             what = line.removeprefix("mscomm.errors.")
     place = innermost(frames)
