@@ -17,7 +17,7 @@ SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.t
 # mpirun of Open MPI refuses root, and more ranks than cores, unless told.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
-.PHONY: help demo test test-all test-core test-python test-mindspore test-gpu lint format wheel clean
+.PHONY: help demo test test-all test-core core-address core-thread test-python test-mindspore test-gpu lint format wheel clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -46,13 +46,14 @@ format: $(VENV)/.dev
 
 # The core's own tests, under AddressSanitizer with UBSan and under ThreadSanitizer; and each header compiled alone.
 test-core: $(VENV)/.dev
-	for sanitizer in address thread; do \
-	  $(BIN)/cmake -S . -B build/core-$$sanitizer -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
-	    -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$$sanitizer -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
-	  $(BIN)/ninja -C build/core-$$sanitizer --quiet && \
-	  $(BIN)/ctest --test-dir build/core-$$sanitizer --output-on-failure || exit 1; \
-	done
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory core-address core-thread
 	$(BIN)/ninja -C build/core-address --quiet all_verify_interface_header_sets
+
+core-address core-thread: core-%:
+	$(BIN)/cmake -S . -B build/core-$* -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DMSCOMM_PYTHON=OFF \
+	  -DMSCOMM_TESTS=ON -DMSCOMM_SANITIZE=$* -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
+	$(BIN)/ninja -C build/core-$* --quiet
+	$(BIN)/ctest --test-dir build/core-$* --output-on-failure
 
 test-python: $(VENV)/.dev $(MPICH)/.installed
 	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 2 --dist loadfile $(if $(MARKS),-m "$(MARKS)")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -31,6 +30,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import interpreter
+from interpreter import Forked, Order
 
 from mscomm.cluster import hub, security
 
@@ -47,39 +49,49 @@ class Job:
         command: list[str],
         folder: Path,
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
+        test: Order | None = None,
     ) -> None:
+        """test: what the command does, so that an interpreter which is there already can do it."""
         self.size = size
         self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         told = tempfile.mkdtemp(prefix="told-", dir=folder)
         self.hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
         for rank in range(size):
             ours, theirs = socket.socketpair()
             self.hub.adopt(ours, rank)
-            with theirs, open(self.log(rank), "wb") as log:
+            with theirs:
                 own = {
                     "MSCOMM_RANK": str(rank),
                     "MSCOMM_WORLD_SIZE": str(size),
                     "MSCOMM_LOCAL_RANK": str(rank),
                     "MSCOMM_LOCAL_WORLD_SIZE": str(size),
                     "MSCOMM_CONTROL_FD": str(theirs.fileno()),
-                    "OMP_NUM_THREADS": "1",
                     TOLD: told,
-                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
                 }
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **own, **(env(rank) if callable(env) else env or {})},
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            self.processes.append(process)
+                whole = {**common(), **own, **(env(rank) if callable(env) else env or {})}
+                self.processes.append(self._started(rank, command, test, whole, theirs))
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self.outcome: hub.Outcome | None = None
         self._thread.start()
+
+    def _started(
+        self, rank: int, command: list[str], test: Order | None, env: dict[str, str], control: socket.socket
+    ) -> subprocess.Popen[bytes] | Forked:
+        if test:
+            ready = interpreter.of(test["file"], rank, common())
+            if ready.suits(env):
+                return ready.start(test, env, self.log(rank), control)
+        with open(self.log(rank), "wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                pass_fds=[control.fileno()],
+                start_new_session=True,
+            )
 
     def _serve(self) -> None:
         self.outcome = self.hub.serve()
@@ -122,6 +134,12 @@ class Job:
         return "\n".join(f"--- rank {rank} ---\n{self.output(rank)[-3000:]}" for rank in range(self.size))
 
 
+def common() -> dict[str, str]:
+    """The environment of all ranks."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 def _how(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -156,15 +174,14 @@ def ranks(
                     return env(**own)
                 return {name: value.format(**own) for name, value in (env or {}).items()}
 
-            where = json.dumps(
-                {
-                    "file": fn.__code__.co_filename,
-                    "name": fn.__name__,
-                    "parameters": {k: parameters[k] for k in wanted},
-                    "init": init(**parameters) if callable(init) else init,
-                }
-            )
-            job = Job(size, [sys.executable, "-u", __file__, where], tmp_path, filled)
+            where = {
+                "file": fn.__code__.co_filename,
+                "name": fn.__name__,
+                "parameters": {k: parameters[k] for k in wanted},
+                "init": init(**parameters) if callable(init) else init,
+            }
+            command = [sys.executable, "-u", interpreter.__file__, "be", json.dumps(where)]
+            job = Job(size, command, tmp_path, filled, where)
             codes = job.wait(timeout_s)
             allowed = [(expect or {}).get(rank, 0) for rank in range(size)]
             assert codes == allowed, f"exit codes {codes}, expected {allowed}\n{job.logs()}"
@@ -220,24 +237,20 @@ def when_inside(number: int, then: Callable[[], object], group: Any = None) -> N
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _be_a_rank(where: dict[str, Any]) -> None:
-    """The child's side: join, run the body, leave."""
+before_joining: list[Callable[[], object]] = []  # what a file's ranks do first
+
+
+def be_a_rank(where: Order) -> None:
+    """The child's side, once the test's file is imported: join, run the body, leave."""
     import mscomm
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-    spec = importlib.util.spec_from_file_location("under_test", where["file"])
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["under_test"] = module
-    spec.loader.exec_module(module)
-    body = getattr(module, where["name"]).body
+    for prepare in before_joining:
+        prepare()
+    body = getattr(sys.modules["under_test"], where["name"]).body
     arguments_of_init = where.get("init", {})
     if arguments_of_init is not None:
         mscomm.init(**arguments_of_init)
     rank = mscomm.get_rank() if mscomm.is_initialized() else int(os.environ["MSCOMM_RANK"])
     arguments = {"rank": rank, "group": None, **where["parameters"]}
     body(**{name: arguments[name] for name in inspect.signature(body).parameters})
-
-
-if __name__ == "__main__":
-    _be_a_rank(json.loads(sys.argv[1]))

@@ -12,7 +12,7 @@ using namespace mscomm;
 namespace {
 
 void every_collective_in_every_memory() {
-  for (int size : {1, 2, 3, 5, 8})
+  for (int size : sizes_of_groups())
     for (bool spin : {true, false}) {
       // On both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
       std::vector<size_t> sizes{

@@ -16,7 +16,7 @@ std::vector<Memory> memories(const std::string& algorithm) {
 }
 
 void every_collective_by(const std::string& algorithm) {
-  for (int size : {1, 2, 3, 5, 8}) {
+  for (int size : sizes_of_groups()) {
     // On both sides of the windows.
     // In all_reduce each part has several windows, more than the sockets hold.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};

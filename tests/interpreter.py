@@ -1,0 +1,205 @@
+"""An interpreter that has imported a test's file, and forks the ranks of its tests.
+
+A rank that is started so costs some milliseconds, where a new interpreter with NumPy and the file takes a third of a
+second. It is a process of its own all the same, which joins, fails and ends as any other.
+
+    python interpreter.py serve FILE DESCRIPTOR    # takes the orders that come by that socket
+    python interpreter.py be ORDER                 # is one rank itself
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ALIKE = 2  # of one file: each hashes strings in another way, so that ranks do not agree by an order that sets have
+AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # what interpreters and libraries read when they start
+_MOST_BYTES = 200_000  # of an order
+
+Order = dict[str, Any]
+
+
+class Interpreter:
+    """The side of the tests."""
+
+    def __init__(self, file: str, env: dict[str, str]) -> None:
+        self._env = env
+        self._lock = threading.Lock()
+        self._codes: dict[int, int] = {}  # of those that have ended, by process id
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", __file__, "serve", file, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=env,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._can_fork = self._socket.recv(1) == b"y"
+
+    def suits(self, env: dict[str, str]) -> bool:
+        """Whether a rank with this environment would be the same if it were started anew."""
+        names = [name for name in {**env, **self._env} if name.startswith(AT_START)]
+        return self._can_fork and all(env.get(name) == self._env.get(name) for name in names)
+
+    def start(self, test: Order, env: dict[str, str], log: Path, control: socket.socket) -> Forked:
+        """A rank; env names the descriptor of control as it is here."""
+        order = {"test": test, "env": env, "log": str(log), "folder": os.getcwd(), "control": control.fileno()}
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [control.fileno()])
+            while not (pid := self._take(self._socket.recv(100))):
+                pass
+        return Forked(self, pid)
+
+    def code(self, pid: int, wait: bool) -> int | None:
+        """The exit code of a rank."""
+        with self._lock:
+            while pid not in self._codes:
+                try:
+                    self._take(self._socket.recv(100, 0 if wait else socket.MSG_DONTWAIT))
+                except BlockingIOError:
+                    return None
+        return self._codes[pid]
+
+    def _take(self, answer: bytes) -> int:
+        """The process id of a rank that was started, or 0: one has ended."""
+        if not answer:
+            raise RuntimeError(f"the interpreter that forks ranks has ended: {self._process.wait()}")
+        pid, code = json.loads(answer)
+        if code is None:
+            self._codes.pop(pid, None)  # of another that had this number
+            return int(pid)
+        self._codes[pid] = code
+        return 0
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+class Forked:
+    """A rank, with what tests use of subprocess.Popen."""
+
+    def __init__(self, interpreter: Interpreter, pid: int) -> None:
+        self._interpreter = interpreter
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._interpreter.code(self.pid, wait=False)
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = self._interpreter.code(self.pid, wait=True)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+_of_file: tuple[str, list[Interpreter]] = ("", [])
+
+
+def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
+    """For that rank of that file's tests. Those of the file before end."""
+    global _of_file
+    if _of_file[0] != file:
+        close()
+        _of_file = (file, [Interpreter(file, env) for _ in range(ALIKE)])
+    return _of_file[1][rank % ALIKE]
+
+
+@atexit.register
+def close() -> None:
+    for one in _of_file[1]:
+        one.close()
+
+
+# -- the interpreter's side
+
+
+def import_tests(file: str) -> None:
+    spec = importlib.util.spec_from_file_location("under_test", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["under_test"] = module
+    spec.loader.exec_module(module)
+
+
+def _serve(orders: socket.socket) -> Order | None:
+    """Fork a rank for each order. In the rank: its order; None when the tests are over."""
+    orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as children, orders:
+        selector.register(orders, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is orders:
+                    message, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, 1)
+                    if not message:
+                        return None
+                    pid = os.fork()
+                    if pid == 0:
+                        return {**json.loads(message), "descriptor": descriptors[0]}
+                    os.close(descriptors[0])
+                    child = os.pidfd_open(pid)
+                    children.callback(os.close, child)
+                    selector.register(child, selectors.EVENT_READ, pid)
+                    orders.send(json.dumps([pid, None]).encode())
+                else:
+                    selector.unregister(key.fileobj)
+                    status = os.waitpid(key.data, 0)[1]
+                    orders.send(json.dumps([key.data, os.waitstatus_to_exitcode(status)]).encode())
+
+
+def _become(order: Order) -> None:
+    """What a new process gets from the one that starts it."""
+    os.setsid()
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.dup2(order["descriptor"], order["control"])
+    if order["descriptor"] != order["control"]:
+        os.close(order["descriptor"])
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _main(what: str, *arguments: str) -> None:
+    if what == "serve":
+        file, descriptor = arguments
+        import_tests(file)
+        order = _serve(socket.socket(fileno=int(descriptor)))
+        if order is None:
+            return
+        _become(order)
+        test = order["test"]
+    else:
+        test = json.loads(arguments[0])
+        import_tests(test["file"])
+    from ranks import be_a_rank
+
+    be_a_rank(test)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
