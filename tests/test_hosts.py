@@ -476,7 +476,7 @@ LINKED = sorted({name for what, name, by in _core.algorithms() if by != "arena" 
 @pytest.mark.parametrize("launcher", ["mpirun -H", "mscomm run --nnodes"])
 def test_conformance_over_two_hosts(two: Hosts, key: str, launcher: str, algorithm: str) -> None:
     where = {"file": __file__, "name": "conformance_by_links", "parameters": {"n": 4, "algorithm": algorithm}}
-    body = [Path(__file__).with_name("ranks.py"), json.dumps(where)]
+    body = [Path(__file__).with_name("interpreter.py"), "be", json.dumps(where)]
     variables = {"MSCOMM_JOB_KEY_FILE": key, "MSCOMM_ALGO": algorithm, "PYTHONPATH": str(Path(__file__).parent)}
     if launcher == "mpirun -H":
         exported = [word for name in variables for word in ("-x", name)]
