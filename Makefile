@@ -55,8 +55,9 @@ core-address core-thread: core-%:
 	$(BIN)/ninja -C build/core-$* --quiet
 	$(BIN)/ctest --test-dir build/core-$* --output-on-failure
 
+# Three at once on two cores: many tests wait for time limits.
 test-python: $(VENV)/.dev $(MPICH)/.installed
-	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 2 --dist loadfile $(if $(MARKS),-m "$(MARKS)")
+	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 3 --dist loadfile $(if $(MARKS),-m "$(MARKS)")
 
 # MindSpore needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed

@@ -479,7 +479,10 @@ def test_memory_has_a_call_for_every_row(ranks: int, tmp_path: Path) -> None:
 each_peer = pytest.mark.parametrize("peer", ["torch-gloo", *peers.FLAVOURS])
 
 
-@pytest.mark.parametrize("peer", peers.PEERS)
+@pytest.mark.parametrize(
+    "peer",
+    [pytest.param(peer, marks=pytest.mark.long if peer.endswith(peers.SINGLE) else ()) for peer in peers.PEERS],
+)
 def test_a_peer_is_measured_in_turn_and_in_a_column_of_its_own(peer: str, tmp_path: Path) -> None:
     words = ["-n", 2, "-b", 64, "-e", "64K", "-f", 32, "--iters", 2, "--json", tmp_path / "j", "--vs", peer]
     done = measure("all_reduce", *words, *installed(peer))
