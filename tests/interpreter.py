@@ -10,7 +10,6 @@ second. It is a process of its own all the same, which joins, fails and ends as 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import json
 import os
@@ -22,6 +21,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+from mscomm.bootstrap.launcher import CONTROL_FD
 
 ALIKE = 2  # of one file: each hashes strings in another way, so that ranks do not agree by an order that sets have
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # what interpreters and libraries read when they start
@@ -54,8 +55,7 @@ class Interpreter:
         return self._can_fork and all(env.get(name) == self._env.get(name) for name in names)
 
     def start(self, test: Order, env: dict[str, str], log: Path, control: socket.socket) -> Forked:
-        """A rank; env names the descriptor of control as it is here."""
-        order = {"test": test, "env": env, "log": str(log), "folder": os.getcwd(), "control": control.fileno()}
+        order = {"test": test, "env": env, "log": str(log), "folder": os.getcwd()}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(order).encode()], [control.fileno()])
             while not (pid := self._take(self._socket.recv(100))):
@@ -147,7 +147,7 @@ def import_tests(file: str) -> None:
 def _serve(orders: socket.socket) -> Order | None:
     """Fork a rank for each order. In the rank: its order; None when the tests are over."""
     orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as children, orders:
+    with selectors.DefaultSelector() as selector, orders:
         selector.register(orders, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
@@ -157,27 +157,26 @@ def _serve(orders: socket.socket) -> Order | None:
                         return None
                     pid = os.fork()
                     if pid == 0:
+                        for other in [key.fd for key in selector.get_map().values() if key.data]:
+                            os.close(other)
+                        os.setsid()  # before anybody can want to kill this group of processes
+                        orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}
                     os.close(descriptors[0])
-                    child = os.pidfd_open(pid)
-                    children.callback(os.close, child)
-                    selector.register(child, selectors.EVENT_READ, pid)
-                    orders.send(json.dumps([pid, None]).encode())
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                 else:
                     selector.unregister(key.fileobj)
+                    os.close(key.fd)
                     status = os.waitpid(key.data, 0)[1]
                     orders.send(json.dumps([key.data, os.waitstatus_to_exitcode(status)]).encode())
 
 
 def _become(order: Order) -> None:
     """What a new process gets from the one that starts it."""
-    os.setsid()
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["env"])
-    os.dup2(order["descriptor"], order["control"])
-    if order["descriptor"] != order["control"]:
-        os.close(order["descriptor"])
+    os.environ[CONTROL_FD] = str(order["descriptor"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)

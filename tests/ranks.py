@@ -34,6 +34,7 @@ from typing import Any
 import interpreter
 from interpreter import Forked, Order
 
+from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
 GRACE_S = 5.0  # for the others to report after the first failure
@@ -66,7 +67,7 @@ class Job:
                     "MSCOMM_WORLD_SIZE": str(size),
                     "MSCOMM_LOCAL_RANK": str(rank),
                     "MSCOMM_LOCAL_WORLD_SIZE": str(size),
-                    "MSCOMM_CONTROL_FD": str(theirs.fileno()),
+                    CONTROL_FD: str(theirs.fileno()),
                     TOLD: told,
                 }
                 whole = {**common(), **own, **(env(rank) if callable(env) else env or {})}

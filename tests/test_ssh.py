@@ -191,6 +191,16 @@ def test_an_ssh_that_ends_well_and_has_started_nothing_is_a_failure(start, tmp_p
     assert process.returncode == 1 and "rank could be started on host 127.0.0.2: ssh ended with status 0" in err, err
 
 
+def test_more_than_a_host_takes_is_told_before_ssh_starts(start, tmp_path):
+    (tmp_path / "script.py").write_text(GATHER)
+    process = start("--hosts", TWO, "script.py", *["x" * 120_000] * 9, MSCOMM_SSH="no-such-ssh")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.search(
+        r"^Error: arguments and variables are 108\d+ bytes; 127.0.0.2 takes at most 1048576$", err, re.M
+    ), err
+
+
 def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(start, tmp_path):
     (tmp_path / "ssh").write_text('#!/bin/bash\nsleep 1000 &\necho $! > pid\nexec bash -c "${@: -1}"\n')
     (tmp_path / "ssh").chmod(0o700)

@@ -241,6 +241,9 @@ class _Agent:
     """The ssh to one host. told: its end was looked at."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
+        body = msgpack.packb(dict(task))
+        if len(body) > _MOST_BYTES:
+            raise Error(f"arguments and variables are {len(body)} bytes; {share.name} takes at most {_MOST_BYTES}")
         self.share = share
         self.told = False
         remote = shlex.join([sys.executable, "-m", "mscomm.cli.remote"])
@@ -256,7 +259,6 @@ class _Agent:
             bufsize=0,
             start_new_session=True,  # Ctrl-C comes to us, and goes on through stdin
         )
-        body = msgpack.packb(dict(task))
         self._write(_LENGTH.pack(len(body)) + body)
 
     def pipes(self, stdout: Output, stderr: Output) -> list[tuple[IO[bytes], Output]]:
