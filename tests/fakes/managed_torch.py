@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from fakes import device_array, library
+from ranks import before_joining
 
 from mscomm import arrays
 from mscomm.arrays import torch as real
@@ -173,3 +174,5 @@ def _either(managed: Callable[..., Any], others: Callable[..., Any]) -> Callable
 
 if "MSCOMM_RANK" in os.environ:  # in a rank's process
     register()
+else:
+    before_joining.append(register)
