@@ -1,6 +1,6 @@
 # make demo   a virtual environment, the package, eight ranks under mpirun, a training on four
 # make test   everything that checks a change, in under 15 minutes on 2 cores
-# make test-all   the same and the long tests, in under 75 minutes
+# make test-all   the same and the long tests, in under 40 minutes
 # make test-gpu   what needs a GPU, with the PYTHON that has CuPy and PyTorch; fetches nothing, the log goes to build/gpu.log
 # make wheel  source distribution and wheel for others, in dist, tried in a fresh environment
 PYTHON ?= python3
