@@ -1,7 +1,7 @@
 """An interpreter that has imported a test's file, and forks the ranks of its tests.
 
-A rank that is started so costs some milliseconds, where a new interpreter with NumPy and the file takes a third of a
-second. It is a process of its own all the same, which joins, fails and ends as any other.
+To fork a rank takes some milliseconds; an interpreter that starts and imports NumPy and the file takes a third of a
+second. A forked rank is a process of its own, which joins, fails and ends as any other.
 
     python interpreter.py serve FILE DESCRIPTOR    # takes the orders that come by that socket
     python interpreter.py be ORDER                 # is one rank itself
@@ -27,6 +27,7 @@ from mscomm.bootstrap.launcher import CONTROL_FD
 ALIKE = 2  # of one file: each hashes strings in another way, so that ranks do not agree by an order that sets have
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # what interpreters and libraries read when they start
 _MOST_BYTES = 200_000  # of an order
+_ANSWERS_S = 120.0  # imports of PyTorch on a busy machine included
 
 Order = dict[str, Any]
 
@@ -47,6 +48,7 @@ class Interpreter:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self._socket.settimeout(_ANSWERS_S)
         self._can_fork = self._socket.recv(1) == b"y"
 
     def suits(self, env: dict[str, str]) -> bool:
@@ -57,6 +59,7 @@ class Interpreter:
     def start(self, test: Order, env: dict[str, str], log: Path, control: socket.socket) -> Forked:
         order = {"test": test, "env": env, "log": str(log), "folder": os.getcwd()}
         with self._lock:
+            self._socket.settimeout(_ANSWERS_S)
             socket.send_fds(self._socket, [json.dumps(order).encode()], [control.fileno()])
             while not (pid := self._take(self._socket.recv(100))):
                 pass
@@ -65,9 +68,10 @@ class Interpreter:
     def code(self, pid: int, wait: bool) -> int | None:
         """The exit code of a rank."""
         with self._lock:
+            self._socket.settimeout(_ANSWERS_S if wait else 0.0)
             while pid not in self._codes:
                 try:
-                    self._take(self._socket.recv(100, 0 if wait else socket.MSG_DONTWAIT))
+                    self._take(self._socket.recv(100))
                 except BlockingIOError:
                     return None
         return self._codes[pid]

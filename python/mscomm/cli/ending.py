@@ -43,7 +43,7 @@ def failed(
 ) -> str:
     """first, others: what ended badly. words: the exceptions of those that ended by one. here: "", " on this host"."""
     said = words.get(first.rank)
-    # What ended another way had seen the verdict earlier, and gone on.
+    # A rank whose own exception is another one went on after it had seen the verdict: its exception is the cause.
     ended_it = verdict is not None and (said is None or said.what.startswith(f"{verdict.kind}:"))
     if verdict and ended_it and verdict.kind not in _OF_ONE_RANK:
         return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict.text}", _ADVICE.get(verdict.kind, ""))

@@ -4,7 +4,8 @@ A pass has two halves. `tickets` says which rows come in which order, without re
 some tickets. So an order can be gone through without the work, which is how a pass goes on in the middle; `load` sees
 all rows of a batch at once; and since it depends on its arguments alone, several threads may make batches: `workers`.
 
-Rows that have one shape lie in one array, whose first axis is theirs. Operations of ours change many at once there.
+Rows of one shape lie in one array, a row at each index of its first axis. mscomm's operations change all of them in one
+call.
 """
 
 from __future__ import annotations
