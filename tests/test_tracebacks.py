@@ -218,7 +218,14 @@ def test_the_last_exception_of_a_chain_counts():
     assert str(last_words(text.encode().split(b"\n"))) == "RuntimeError: several (train.py:5)"
 
 
-@pytest.mark.parametrize("first", ["Exception ignored in atexit callback: <function f>", "Error in sys.excepthook:"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "Exception ignored in atexit callback: <function f>",
+        "Exception ignored in: <module 'threading'>",
+        "Error in sys.excepthook:",
+    ],
+)
 def test_an_exception_that_did_not_end_the_program_does_not_count(first):
     """A second Ctrl-C comes while the rank still ends by the first."""
     end = ["Traceback (most recent call last):", '  File "/a/train.py", line 9, in <module>', "KeyboardInterrupt"]
@@ -230,6 +237,35 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
         tracebacks = Tracebacks(io.BytesIO(), full=False)
         tracebacks.interrupt()
         assert tracebacks.take(0, raw) == [] and tracebacks.release() == b""
+
+
+def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
+    """It comes in an atexit callback, after what the first one made the rank write was let go."""
+    ignored = [
+        "Exception ignored in atexit callback: <function f>",
+        "Traceback (most recent call last):",
+        '  File "/a/other.py", line 1, in f',
+        "    wait()",
+        "{}",
+        "",
+    ]
+    tracebacks = Tracebacks(io.BytesIO(), full=False)
+    tracebacks.interrupt()
+    tracebacks.take(0, "\n".join(ignored).format("KeyboardInterrupt: ").encode().split(b"\n"))
+    assert tracebacks.release() == b""
+    tracebacks.take(0, "\n".join(ignored).format("OSError: disk full").encode().split(b"\n"))
+    assert tracebacks.release().count(b"\n") == len(ignored)
+
+
+def test_what_is_held_when_a_second_ctrl_c_comes_stays_held():
+    traceback = [b"Traceback (most recent call last):", b'  File "/a/train.py", line 9, in <module>']
+    shown = io.BytesIO()
+    tracebacks = Tracebacks(shown, full=False)
+    tracebacks.interrupt()
+    tracebacks.take(0, traceback)
+    tracebacks.interrupt()
+    tracebacks.take(0, [b"KeyboardInterrupt"])
+    assert tracebacks.release() == b"" and shown.getvalue() == b""
 
 
 def test_not_more_than_a_part_is_held_be_it_of_empty_lines():

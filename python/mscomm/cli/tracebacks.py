@@ -21,9 +21,9 @@ _MOST_BYTES = 256 << 10  # of one rank; with more held everything is shown
 _FIRST_LINE = re.compile(
     rb"Traceback \(most recent call last\):|  \+ Exception Group Traceback|Exception in thread |KeyboardInterrupt\b"
     rb'|  File ".+", line \d+$'  # a script that cannot be compiled
-    rb"|Exception ignored in |Error in sys\.excepthook:"
+    rb"|Exception ignored |Error in sys\.excepthook:"
 )
-_NOT_THE_END = (b"Exception ignored in ", b"Error in sys.excepthook:")  # what follows did not end the program
+_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")  # what follows did not end the program
 _BETWEEN = re.compile(
     rb"\s*$|During handling of the above exception|The above exception was the direct cause|Original exception was:"
 )
@@ -80,8 +80,9 @@ class Tracebacks:
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """The ranks are about to get Ctrl-C: what is held now does not come from that."""
-        self.show()
+        """The ranks are about to get Ctrl-C. What is held before the first one does not come from that."""
+        if not self._interrupted:
+            self.show()
         self._interrupted = True
 
     def release(self, last: int | None = None) -> bytes:
@@ -91,8 +92,8 @@ class Tracebacks:
             words = last_words(lines, self._began_s[rank])
             if words.what:
                 self._last[rank] = words
-            if self._interrupted and words.interrupted_at and not self._full:
-                lines = _without_tracebacks(lines)
+            if self._interrupted and not self._full:
+                lines = _without_tracebacks(lines) if words.interrupted_at else _without_ignored_interrupts(lines)
             if lines:
                 by_text.setdefault(b"\n".join(lines), []).append(rank)
         self._held.clear()
@@ -121,6 +122,25 @@ def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
         elif not _BETWEEN.match(line):
             kept.append(line)
     return kept
+
+
+def _without_ignored_interrupts(lines: Iterable[bytes]) -> list[bytes]:
+    """Without the tracebacks of a Ctrl-C that Python ignored, as in an atexit callback."""
+    kept: list[bytes] = []
+    block: list[bytes] = []
+    for line in lines:
+        if line.startswith(_NOT_THE_END):
+            kept += block
+            block = [line]
+        elif not block:
+            kept.append(line)
+        elif line.startswith(b"Traceback ") or not line[:1].strip(b" |+"):
+            block.append(line)
+        else:  # the line of the exception
+            kept += [] if line.startswith(b"KeyboardInterrupt") else [*block, line]
+            block = []
+    kept += block
+    return kept if any(kept) else []
 
 
 def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
