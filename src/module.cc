@@ -39,11 +39,17 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   void* memory = unlocked([&] { return heap->allocate(bytes); });  // the kernel clears the pages
   if (!memory) return py::none();
   // The array keeps the heap alive, and the heap keeps the memory until the last view is gone.
-  auto* owner = new std::pair(heap, memory);
-  const py::capsule release(owner, [](void* pointer) {
-    const std::unique_ptr<std::pair<std::shared_ptr<Heap>, void*>> owner(
-        static_cast<std::pair<std::shared_ptr<Heap>, void*>*>(pointer));
-    owner->first->release(owner->second);
+  struct Owner {
+    std::shared_ptr<Heap> heap;
+    void* memory;
+    size_t bytes;
+  };
+  const py::capsule release(new Owner{heap, memory, bytes}, [](void* pointer) {
+    const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
+    const auto give_back = [&] { owner->heap->release(owner->memory); };
+    // The kernel takes long for many pages, so other threads may run meanwhile.
+    if (owner->bytes >= give_back_from && !python_is_ending()) unlocked(give_back);
+    else give_back();
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
@@ -238,7 +244,8 @@ PYBIND11_MODULE(_core, module) {
       .def("in_use", &Heap::in_use)
       .def("retire", &Heap::retire)
       .def("reserve_control", [](Heap& heap, int size) { return Arena::reserve(heap, size); })
-      .def("release_control", [](Heap& heap, uint64_t control, int size) { Arena::release(heap, control, size); });
+      .def("release_control", [](Heap& heap, uint64_t control, int size) { Arena::release(heap, control, size); })
+      .def("abandon_control", [](Heap& heap, uint64_t control, int size) { Arena::abandon(heap, control, size); });
 
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers")
       .def(py::init([](int rank, std::vector<std::string> names, std::vector<int> hosts, std::vector<int> pidfds,
@@ -296,7 +303,7 @@ PYBIND11_MODULE(_core, module) {
              [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_nccl(candidates_of(places))); }); });
 
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
-      .def_readonly("number", &Work::number)
+      .def_property_readonly("number", &Work::number)
       .def("done", &Work::done)
       .def("wait", [](Work& work, double timeout_s) { return unlocked([&] { return work.wait(timeout_s); }); })
       .def("check",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +196,67 @@ def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
     assert (
         done.stdout.count("memfd, small pages (shmem_enabled: never; a user namespace: No space left on device)") == 2
     )
+
+
+@ranks(2)
+def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(rank, group):
+    """The hub may have told the other rank to use it before this rank gave up."""
+    if rank == 1:
+        other = mscomm.create_group("pair", [0, 1])
+        mscomm.barrier()
+        assert other.core.failure() is None
+        return
+    world = resolve(None)
+    meet, offered = world.member.meet, []
+
+    def interrupted(id, name, ranks, facts, *rest, **options):
+        meet(id, name, ranks, facts, *rest, **options)
+        offered.append(facts["control"])
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.member, "meet", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mscomm.create_group("pair", [0, 1])
+    assert world.job.heap.reserve_control(2) not in offered
+    mscomm.barrier()
+
+
+@ranks(2)
+def test_other_threads_run_while_a_large_array_is_released(rank, group):
+    """The kernel takes long for its pages."""
+    sys.setswitchinterval(100)  # so a thread runs only while the other one lets it
+    steps, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            steps[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    for _ in range(100):
+        x = mscomm.empty(32 << 20)
+        before = steps[0]
+        del x
+        meanwhile = steps[0] - before
+        if meanwhile:
+            break
+    stop.set()
+    thread.join()
+    assert meanwhile > 0
+
+
+@ranks(1)
+def test_synchronous_calls_wake_no_thread(rank, group):
+    """The worker of asynchronous calls and messages, once made, sleeps on until there is work for it."""
+    x = np.ones(2, np.float32)
+    mscomm.all_reduce(x, async_op=True).wait()
+    mscomm.send(x, 0, async_op=True)
+    mscomm.recv(x, 0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(5_000):
+        mscomm.all_reduce(x, out=x)
+        mscomm.send(x, 0)
+        mscomm.recv(x, 0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < 1000

@@ -107,7 +107,7 @@ void Communicator::stop_worker() {
     const std::lock_guard lock(turn_mutex_);
     stopping_ = true;
   }
-  turn_->notify_all();
+  job_->notify_one();
   worker_->join();
   worker_.reset();
 }
@@ -160,20 +160,22 @@ void Communicator::run(Call call, double timeout_s) {
   inside.ended();
 }
 
+// Both allocate before they take a number: a number that no call uses would stop the group.
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   if (call.stream) return start_on_device(std::move(call), timeout_s);
   check(call);
-  std::shared_ptr<Work> work;
+  auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
     check_usable();
     if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
-    call.signature.number = take_numbers(1);
-    work = std::make_shared<Work>(call.signature.number);
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
+    Signature& signature = jobs_.back().call.signature;
+    if (signature.number == 0) signature.number = next_++;
+    work->number_ = signature.number;
     callers_++;
   }
-  turn_->notify_all();
+  job_->notify_one();
   return work;
 }
 
@@ -182,11 +184,14 @@ std::shared_ptr<Work> Communicator::start_on_device(Call call, double timeout_s)
   check_no_handler();
   const Deadline deadline(timeout_s);
   call.beside = true;
+  auto work = std::make_shared<Work>();
+  std::map<uint64_t, std::shared_ptr<Work>> one{{0, work}};
+  auto entry = one.extract(0);
   Caller inside(*this, call.signature);
-  const auto work = std::make_shared<Work>(call.signature.number);
+  entry.key() = work->number_ = call.signature.number;
   {
     const std::lock_guard lock(state_mutex_);
-    on_device_.emplace(work->number, work);
+    on_device_.insert(std::move(entry));
   }
   execute(call, deadline, inside.its_turn());
   inside.ended();
@@ -254,7 +259,7 @@ void Communicator::work() {
     std::optional<Job> job;
     {
       std::unique_lock lock(turn_mutex_);
-      turn_->wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+      job_->wait(lock, [this] { return stopping_ || !jobs_.empty(); });
       if (jobs_.empty()) return;
       job.emplace(std::move(jobs_.front()));
       jobs_.pop_front();
@@ -526,6 +531,7 @@ void Communicator::in_child() {
     // The parent's: a thread that is not here, waiters that the destructor would wait for, and who reads of failures.
     (void)communicator->worker_.release();
     (void)communicator->turn_.release();
+    (void)communicator->job_.release();
     communicator->hooks_.failed = nullptr;
   }
   all_mutex.unlock();

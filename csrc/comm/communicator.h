@@ -62,9 +62,9 @@ struct Where {
 // A call that runs on the group's worker thread, or on the device.
 class Work {
  public:
-  explicit Work(uint64_t number) : number(number) {}
+  Work() = default;
   ~Work();
-  const uint64_t number;  // of the call; 0: a message
+  uint64_t number() const { return number_; }  // of the call; 0: a message
   // Whether it has ended, well or not.
   bool done() const { return done_.load(); }
   // Waits at most that long; false if it has not ended then.
@@ -81,6 +81,7 @@ class Work {
   mutable std::mutex mutex_;  // protects error_ and matched_, and done_ for waiters
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
   const int owner_ = getpid();  // a forked child has a copy
+  uint64_t number_ = 0;
   std::optional<Error> error_;
   std::optional<Matched> matched_;
   std::atomic<bool> done_{false};
@@ -266,7 +267,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Hooks hooks_;
 
   std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, and the making of worker_
-  std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();  // running_ or callers_ changed
+  std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();   // the worker has something to do
   uint64_t next_ = 1;
   uint64_t running_ = 1;  // the number whose turn it is; goes on as the thread of a call that ended well leaves
   int callers_ = 0;       // threads inside run(), and jobs and messages that have not ended

@@ -144,7 +144,7 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
     callers_++;
   }
   try {
-    const auto work = std::make_shared<Work>(0);
+    const auto work = std::make_shared<Work>();
     const auto delivery = std::make_shared<Delivery>(*this, message, false);
     const std::shared_ptr<Transfer> transfer = delivery->begin();
     mailbox_.detach(transfer, {*delivery, deadline}, [this, work, delivery, transfer](const std::optional<Error>& error) {

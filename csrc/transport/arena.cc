@@ -92,6 +92,11 @@ void Arena::release(Heap& heap, uint64_t control, int size) {
   heap.release_when(control, [&closed, size] { return closed.load() == static_cast<uint32_t>(size); });
 }
 
+void Arena::abandon(Heap& heap, uint64_t control, int size) {
+  reinterpret_cast<Gate*>(heap.mapping().begin() + control)->closed.fetch_add(1);
+  release(heap, control, size);
+}
+
 size_t Arena::control_bytes(int size) {
   return page_up(sizeof(Gate) + static_cast<size_t>(size) * sizeof(Slot)) + static_cast<size_t>(size) * staging_bytes;
 }

@@ -50,6 +50,8 @@ class Arena {
   static uint64_t reserve(Heap& heap, int size);
   // ... and after all arenas over it are gone, or never if one of them stays: memory that a late rank may look at is not reused.
   static void release(Heap& heap, uint64_t control, int size);
+  // ... and where this rank makes no Arena, but the others may have been told to make theirs.
+  static void abandon(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -15,7 +15,6 @@ namespace {
 constexpr uint64_t line = 64;
 constexpr uint64_t huge_page = 2u << 20;
 const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-constexpr uint64_t give_back_from = 1u << 20;  // smaller pieces keep their pages for the next array
 
 constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 }  // namespace
@@ -46,14 +45,22 @@ void* Heap::allocate(size_t bytes) {
 
 void Heap::release(void* memory) {
   if (getpid() != owner_) return;
-  const std::lock_guard lock(mutex_);
   const auto offset = static_cast<uint64_t>(static_cast<char*>(memory) - mapping_.begin());
-  const auto found = used_.find(offset);
-  if (found == used_.end()) return;
-  const uint64_t bytes = found->second.bytes;
-  used_.erase(found);
-  if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays and control memory may come here
-  give(offset, bytes);
+  std::vector<Range> shared, withdrawn;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = used_.find(offset);
+    if (found == used_.end()) return;
+    const uint64_t bytes = found->second.bytes;
+    used_.erase(found);
+    split(offset, offset + bytes, shared, withdrawn);
+    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays and control memory may come here
+  }
+  // Without the mutex, because it takes long. The range is neither used nor free now, so nobody else touches it.
+  for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
+  for (const auto& [begin, end] : shared) give_pages_back(begin, end);
+  const std::lock_guard lock(mutex_);
+  for (const auto& [begin, end] : shared) give(begin, end);
 }
 
 uint64_t Heap::reserve(size_t bytes) {
@@ -61,9 +68,10 @@ uint64_t Heap::reserve(size_t bytes) {
   std::erase_if(leaving_, [this](const Leaving& one) {
     if (!one.unused()) return false;
     const auto found = reserved_.find(one.offset);
-    const uint64_t room = found->second;
+    const uint64_t end = one.offset + found->second;
     reserved_.erase(found);
-    give(one.offset, room);
+    give_pages_back(one.offset, end);  // few: of control memory only what was used has pages
+    give(one.offset, end);
     return true;
   });
   // Never less than what is given back to the kernel as a whole, so that it keeps no pages when it is released.
@@ -93,29 +101,33 @@ std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
   return std::nullopt;
 }
 
-void Heap::give(uint64_t offset, uint64_t bytes) {
-  if (bytes == 0) return;
-  const uint64_t end = offset + bytes;
+// Peers do not see withdrawn pages any more, so only what lies beside them can be used again.
+void Heap::split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const {
   for (const auto& [first, last] : withdrawn_) {
-    if (end <= first || last <= offset) continue;
-    // The peers do not see these addresses any more: only what lies beside them can be used again.
-    madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
-    give(offset, std::max(first, offset) - offset);
-    give(std::min(last, end), end - std::min(last, end));
+    if (end <= first || last <= begin) continue;
+    withdrawn.emplace_back(first, last);
+    if (begin < first) split(begin, first, shared, withdrawn);
+    if (last < end) split(last, end, shared, withdrawn);
     return;
   }
-  if (bytes >= give_back_from) {
-    const uint64_t first = round_up(offset, page), last = end / page * page;
-    if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)
-      madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
-  }
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == end) bytes += next->second, next = free_.erase(next);
+  shared.emplace_back(begin, end);
+}
+
+void Heap::give_pages_back(uint64_t begin, uint64_t end) const {
+  if (end - begin < give_back_from) return;
+  const uint64_t first = round_up(begin, page), last = end / page * page;
+  if (madvise(mapping_.begin() + first, last - first, MADV_REMOVE) < 0)
+    madvise(mapping_.begin() + first, last - first, MADV_DONTNEED);
+}
+
+void Heap::give(uint64_t begin, uint64_t end) {
+  auto next = free_.lower_bound(begin);
+  if (next != free_.end() && next->first == end) end += next->second, next = free_.erase(next);
   if (next != free_.begin()) {
     const auto before = std::prev(next);
-    if (before->first + before->second == offset) offset = before->first, bytes += before->second;
+    if (before->first + before->second == begin) begin = before->first;
   }
-  free_[offset] = bytes;
+  free_[begin] = end - begin;
 }
 
 void Heap::retire() {

@@ -16,6 +16,9 @@ namespace mscomm {
 
 // An array of at most so many bytes is copied sooner than shared.
 inline constexpr size_t unshared_bytes = 2 << 10;
+// The pages of an array of at least so many bytes go back to the kernel when it is released. Smaller ones keep theirs for the
+// next array.
+inline constexpr size_t give_back_from = 1 << 20;
 
 class Heap {
  public:
@@ -59,10 +62,14 @@ class Heap {
     uint64_t asked;  // of these, from the start
   };
 
+  using Range = std::pair<uint64_t, uint64_t>;  // [begin, end)
+
+  void give_pages_back(uint64_t begin, uint64_t end) const;
   // With mutex_:
   std::optional<uint64_t> exclusive(const void* memory, size_t bytes) const;
   std::optional<uint64_t> take(uint64_t need, uint64_t alignment);
-  void give(uint64_t offset, uint64_t bytes);
+  void split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const;
+  void give(uint64_t begin, uint64_t end);
   bool withdrawn(uint64_t begin, uint64_t end) const;
 
   const int owner_;           // process id
@@ -72,7 +79,7 @@ class Heap {
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes, never two that touch
   std::map<uint64_t, Room> used_;
   std::map<uint64_t, uint64_t> reserved_;
-  std::vector<std::pair<uint64_t, uint64_t>> withdrawn_;  // [begin, end) of pages that are private now
+  std::vector<Range> withdrawn_;  // pages that are private now
   std::vector<Leaving> leaving_;
 };
 

@@ -46,6 +46,7 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
       epoch_(epoch),
       wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       changed_(std::make_unique<std::condition_variable>()),
+      detaching_(std::make_unique<std::condition_variable>()),
       outgoing_(ranks_.size()),
       incoming_(ranks_.size()) {
   if (wake_fd_ < 0) throw system_error("eventfd", errno);
@@ -192,7 +193,7 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   if (stopping_) throw Error("RuntimeError", text(*transfer) + ": the group was released");
   if (!thread_) thread_ = std::make_unique<std::thread>([this] { serve(); });
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
-  changed_->notify_all();
+  detaching_->notify_one();
 }
 
 // The own thread. An exception that leaves it ends the process.
@@ -227,7 +228,7 @@ void Mailbox::serve_detached() {
     if (stopping_) return;
     if (detached_.empty()) {
       changed_->notify_all();  // another one drives now
-      changed_->wait(lock, [this] { return stopping_ || !detached_.empty(); });
+      detaching_->wait(lock, [this] { return stopping_ || !detached_.empty(); });
       looked = Clock::now();
       continue;
     }
@@ -306,6 +307,7 @@ void Mailbox::stop_thread() {
     thread = std::move(thread_);
     wake_driver();
     changed_->notify_all();
+    detaching_->notify_one();
   }
   if (thread) thread->join();
 }
@@ -317,6 +319,7 @@ void Mailbox::close_descriptors() {
   // The parent's: a thread that is not here, and waiters that the destructor would wait for.
   (void)thread_.release();
   (void)changed_.release();
+  (void)detaching_.release();
 }
 
 // --- the driver ---

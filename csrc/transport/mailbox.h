@@ -242,8 +242,9 @@ class Mailbox {
 
   // Protects all below. Held while bytes move, never while somebody waits or is called.
   mutable std::mutex mutex_;
-  mutable std::atomic<int> entering_{0};              // threads at mutex_ that the driver lets go first
-  std::unique_ptr<std::condition_variable> changed_;  // a transfer ended, the driver left, a detached one came, or the end
+  mutable std::atomic<int> entering_{0};                // threads at mutex_ that the driver lets go first
+  std::unique_ptr<std::condition_variable> changed_;    // a transfer ended, the driver left, or the end
+  std::unique_ptr<std::condition_variable> detaching_;  // the own thread, without a transfer, has one to wait for, or the end
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;     // by source; this rank's own has no stream
   std::deque<Shared> posted_for_any_;  // recvs from any source without a message, in order

@@ -60,7 +60,10 @@ class Heap:
         """Memory for the arena of a group of that size; returns its offset, which the group's ranks are told."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """This rank is done with it; the memory is free when all `size` ranks are. size 0: nobody has used it."""
+        """This rank is done with it; the memory is free when all `size` ranks are. size 0: no rank has used it."""
+
+    def abandon_control(self, control: int, size: int, /) -> None:
+        """release_control() by a rank that has founded no group there, although the others may have."""
 
 @final
 class Peers:

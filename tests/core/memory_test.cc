@@ -5,11 +5,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <string>
+#include <thread>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "check.h"
 #include "transport/heap.h"
@@ -75,10 +79,44 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   heap.release(small);
 }
 
+// Calls look their arrays up while another thread releases a large one, whose pages take the kernel long.
+void a_large_release_holds_up_nobody() {
+  constexpr size_t heap_bytes = 1u << 30, large = 128u << 20, small = 64u << 10;
+  const int fd = make_memory("test-heap", heap_bytes, false);  // with small pages, if the kernel does not give memfds huge ones
+  Heap heap(Mapping(fd, heap_bytes));
+  close(fd);
+  void* const kept = heap.allocate(small);
+  // The largest part of a release in which a look at the heap had to wait: of several, because the other thread may not run.
+  double smallest_share = 1;
+  for (int i = 0; i < 20 && smallest_share > 0.5; i++) {
+    void* const array = heap.allocate(large);
+    std::atomic<bool> started{false}, over{false};
+    double longest_s = 0;
+    std::thread looking([&] {
+      for (auto last = Clock::now(); !over; started = true) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));  // so that the other thread gets the mutex
+        CHECK(heap.find(kept, small));
+        longest_s = std::max(longest_s, seconds_since(last));
+        last = Clock::now();
+      }
+    });
+    while (!started) std::this_thread::yield();
+    const auto began = Clock::now();
+    heap.release(array);
+    const double took_s = seconds_since(began);
+    over = true;
+    looking.join();
+    smallest_share = std::min(smallest_share, longest_s / took_s);
+  }
+  CHECK(smallest_share < 0.5);
+  CHECK(heap.allocate(large) != nullptr);
+}
+
 }  // namespace
 
 int main() {
   only_memory_is_taken_from_a_peer();
   long_arrays_have_huge_pages_and_short_ones_do_not();
+  a_large_release_holds_up_nobody();
   return test::failed();
 }

@@ -384,13 +384,13 @@ void test_calls_beside_and_their_order() {
       x.assign(8, me + 1);
     });
     const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
-    rank.group->order(work->number, &rank.stream);
+    rank.group->order(work->number(), &rank.stream);
     Numbers seen;
     rank.stream.push([&] { seen = out; });
     rank.stream.drain();
     CHECK(seen == Numbers(8, 3));
     CHECK(work->wait(60) && !work->error());
-    rank.group->order(work->number, &rank.stream);  // it has ended: nothing to wait for
+    rank.group->order(work->number(), &rank.stream);  // it has ended: nothing to wait for
     rank.group->close();
   });
   CHECK(job.device->alive == 0);

@@ -22,7 +22,7 @@ from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, LETTERS, MEMORY, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.errors import Error, PeerLost
+from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
 _LARGE = 1 << 40  # bytes of a message
@@ -240,7 +240,12 @@ class Job:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                self.heap.release_control(control, 0)  # nobody has looked at it
+                # An interrupt or a timeout may cross the hub's answer, by which the others look at this memory.
+                answered = isinstance(error, Error) and not isinstance(error, CollectiveTimeout)
+                if came and not answered:
+                    self.heap.abandon_control(control, len(at_home))
+                else:
+                    self.heap.release_control(control, 0)
             if self.member and not isinstance(error, Error):
                 # The others must not wait for a rank that could not set itself up.
                 if met:

@@ -1,0 +1,73 @@
+// Calls of a communicator when memory runs out on the way: an error, and no number that nobody uses, for which all later calls
+// would wait.
+#include <cstdlib>
+#include <new>
+#include <numeric>
+
+#include "check.h"
+#include "comm/communicator.h"
+
+namespace {
+
+// The allocation of this thread that fails, counted from now; -1: none does.
+thread_local int fails_in = -1;
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  if (fails_in >= 0 && fails_in-- == 0) throw std::bad_alloc();
+  if (void* const memory = std::malloc(bytes ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+using namespace mscomm;
+
+namespace {
+
+struct NoBackend : Backend {
+  void run(const Call&, const Wait&) override {}
+  void shut_down() override {}
+  void withdraw(const Call&) override {}
+  void last_look() override {}
+  void close() override {}
+  void close_descriptors() override {}
+};
+
+// How the call ends of which the allocation of that number fails: false if it made fewer.
+bool start_fails_at(int allocation) {
+  auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
+  Recorder recorder;
+  Communicator group("world", {0}, 0, peers, std::make_unique<NoBackend>(), 0, recorder, {});
+  Call barrier;
+  barrier.signature.what = Collective::barrier;
+  barrier.signature.function = Function::barrier;
+  bool failed = false;
+  fails_in = allocation;
+  try {
+    const auto work = group.start(barrier, 60);
+    fails_in = -1;
+    CHECK(work->wait(60) && !work->error());
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  }
+  fails_in = -1;
+  std::string after;
+  try {
+    group.run(barrier, 0.5);
+  } catch (const Error& error) {
+    after = error.kind;
+  }
+  CHECK(after != "CollectiveTimeout");
+  return failed;
+}
+
+}  // namespace
+
+int main() {
+  int allocation = 0;
+  while (start_fails_at(allocation)) allocation++;
+  CHECK(allocation > 0);
+  return test::failed();
+}
