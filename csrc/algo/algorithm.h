@@ -181,6 +181,7 @@ struct Moves {
   const char* x;     // what this rank gives; nullptr: nothing
   Blocks blocks;     // of x, as for Staging
   size_t largest_x;  // of all ranks
+  size_t largest;    // that goes from one rank to another
 };
 // Moves them by the shortest way there is for each pair: one of the two copies where the other's array lies in a heap; one, too,
 // where it can be read in the other's process and that is worth it; else both by way of staging.

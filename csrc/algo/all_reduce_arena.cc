@@ -4,7 +4,7 @@
 // is copied. Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1
 // out, chunk k is reduced and chunk k+1 copied in. A rank's own part is never staged: it comes from its x and goes to its out.
 // Two ranks read long foreign memory where it is, if the kernel lets them.
-// Tiny messages that are not all in heaps: everybody reads everybody's slot, one round.
+// Tiny messages that are not all in heaps: every rank reads every slot, one round.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -50,21 +50,29 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// Whose x is in a heap has not copied it yet: that would be in vain where all are.
-void from_slots(const Call& call, const Ranks& ranks, const Wait& wait) {
+// Every rank combines all messages itself, which costs less time than a round up to so many bytes together. In the slot a message
+// has at most tiny_bytes.
+constexpr size_t combined_by_all_bytes = 256 << 10;
+
+bool by_slots(size_t bytes, const Arena& arena) {
+  return bytes <= tiny_bytes && (bytes <= inline_bytes || bytes * static_cast<size_t>(arena.size()) <= combined_by_all_bytes);
+}
+
+void from_slots(const Call& call, const Ranks& ranks) {
   Arena& arena = *ranks.arena;
-  const size_t bytes = call.bytes();
-  std::vector<const void*> in;
+  if (!receives(call, arena.rank())) return;
+  std::vector<const void*> in(static_cast<size_t>(arena.size()));
+  for (int rank = 0; rank < arena.size(); rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank, call.bytes());
+  reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
+}
+
+// A rank whose x is in a heap has not copied it to its slot: the copy would be in vain if all are in heaps.
+void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
-  for (int rank = 0; rank < arena.size(); rank++) {
-    in.push_back(arena.tiny(rank, bytes));
-    any_in_heap |= arena.x_in_heap(rank);
-  }
-  if (any_in_heap) {
-    if (arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), bytes), call.x, bytes);
-    arena.round(wait);
-  }
-  if (receives(call, arena.rank())) reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
+  for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
+  if (!any_in_heap) return;
+  if (arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
+  arena.round(wait);
 }
 
 // What this rank reduces it reads from its own x, and writes to its own out: only what the others reduce is staged.
@@ -157,12 +165,15 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const bool pull = arena.size() == 2 && call.signature.root < 0 && call.bytes() >= pulled_bytes;
   arena.post(call, pull ? Pulled::x_and_out : Pulled::nothing);
-  if (call.bytes() <= tiny_bytes) {
+  if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    if (all_in_heaps(call, arena)) in_heaps(call, ranks, wait);
-    else from_slots(call, ranks, wait);
-    return;
+    // So small a message nobody has offered: the peers' posts, a cache line or two each, need not be read.
+    if (call.bytes() > arena.unoffered_bytes()) {
+      if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
+      fill_slots(call, arena, wait);
+    }
+    return from_slots(call, ranks);
   }
   Chunks chunks(call, ranks);
   const bool staged = !(pull && arena.pulls());

@@ -6,20 +6,25 @@ namespace mscomm {
 void all_to_all_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.arena->size(), me = ranks.arena->rank();
 
+  // By rank; without counts all ranks send and get the same.
   std::vector<Blocks> sent, got;
-  size_t largest_x = 0;
-  for (int rank = 0; rank < n; rank++) {
+  const int kinds = call.counts.empty() ? 1 : n;
+  size_t largest_x = 0, largest = 0;
+  for (int rank = 0; rank < kinds; rank++) {
     sent.push_back(Blocks::sent_by(call, n, rank));
     got.push_back(Blocks::got_by(call, n, rank));
     largest_x = std::max(largest_x, sent.back().total());
+    largest = std::max(largest, sent.back().largest());
   }
-  const auto between = [&](int source, int destination) {
-    const Blocks& from = sent[static_cast<size_t>(source)];
-    return Move{from.begin(destination), got[static_cast<size_t>(destination)].begin(source), from.bytes(destination)};
+  const auto of = [kinds](const std::vector<Blocks>& by_rank, int rank) -> const Blocks& {
+    return by_rank[kinds == 1 ? 0 : static_cast<size_t>(rank)];
   };
-  const Blocks& mine = sent[static_cast<size_t>(me)];
-  const char* x = kept_apart(call, ranks, mine, got[static_cast<size_t>(me)]);
-  move_in_arena(call, ranks, {between, x, mine, largest_x}, wait);
+  const auto between = [&](int source, int destination) {
+    const Blocks& from = of(sent, source);
+    return Move{from.begin(destination), of(got, destination).begin(source), from.bytes(destination)};
+  };
+  const char* x = kept_apart(call, ranks, of(sent, me), of(got, me));
+  move_in_arena(call, ranks, {between, x, of(sent, me), largest_x, largest}, wait);
 }
 
 }  // namespace mscomm

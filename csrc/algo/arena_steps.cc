@@ -61,19 +61,14 @@ struct Plan {
   size_t share;  // so many bytes at the end of it the source writes itself
 };
 
-// The posts are the same for all, so all ranks see the same ways.
+// All ranks read the same posts, so all find the same ways.
 class Ways {
  public:
-  // pull: whether foreign memory is read where it is, if its owner has said where.
+  // pull: whether private memory is read in the process of its owner, if the owner has said where it is.
   Ways(const Moves& moves, const Arena& arena, int root, bool pull)
       : moves_(moves), arena_(arena), root_(root), pull_(pull), for_all_(moves.blocks.size() == 1) {
-    for (int source = 0; source < arena.size(); source++)
-      for (int destination = 0; destination < arena.size(); destination++) {
-        const auto [move, way, share] = between(source, destination);
-        if (move.bytes == 0 || way == Way::own) continue;
-        if (way == Way::staged && share < move.bytes) largest_staged_ = std::max(largest_staged_, move.bytes);
-        else touched_ = true;
-      }
+    if (root >= 0) look_at_the_root();
+    else look_at_all();
   }
 
   Plan between(int source, int destination) const {
@@ -90,11 +85,36 @@ class Ways {
     // Else the root is alone: where both could copy, the others do it.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
+  // No piece that goes by staging is larger; 0: nothing does.
   size_t largest_staged() const { return largest_staged_; }
-  // Whether somebody's array is read or written by somebody else.
+  // Whether a rank may read or write an array of another one.
   bool touched() const { return touched_; }
 
  private:
+  // With a root nothing moves between two other ranks.
+  void look_at_the_root() {
+    for (int peer = 0; peer < arena_.size(); peer++)
+      for (const auto& [move, way, share] : {between(root_, peer), between(peer, root_)}) {
+        if (move.bytes == 0 || way == Way::own) continue;
+        if (way == Way::staged && share < move.bytes) largest_staged_ = std::max(largest_staged_, move.bytes);
+        else touched_ = true;
+      }
+  }
+  // Without one each source has one way to all whose out it cannot write, and writes to the others, so the n squared pairs need
+  // not be looked at.
+  void look_at_all() {
+    int staging = 0, unwritable = 0;  // sources that must stage, destinations that must fetch
+    bool both = false;                // ... one rank is both
+    for (int rank = 0; rank < arena_.size(); rank++) {
+      const bool stages = !arena_.x_in_heap(rank) && !(pull_ && arena_.posted(rank).x_address != 0);
+      const bool fetches = arena_.posted(rank).out_offset == not_in_heap;
+      staging += stages, unwritable += fetches, both |= stages && fetches;
+    }
+    const bool only_itself = staging == 1 && unwritable == 1 && both;
+    if (staging > 0 && unwritable > 0 && !only_itself) largest_staged_ = moves_.largest;
+    touched_ = staging < arena_.size() || unwritable < arena_.size();
+  }
+
   const Moves& moves_;
   const Arena& arena_;
   const int root_;
@@ -121,7 +141,8 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
   const int n = arena.size(), me = arena.rank(), root = call.signature.root;
   // In place, all_to_all writes over what others still need: then nobody else touches the array.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
-  const Call posted = hidden ? Call{.signature = call.signature} : call;
+  const Call unoffered{.signature = call.signature};
+  const Call& posted = hidden ? unoffered : call;
   if (moves.largest_x <= tiny_bytes) {
     meet_with(moves.x, moves.blocks.total(), moves.largest_x, posted, arena, wait);
     for (int source = 0; source < n; source++) {

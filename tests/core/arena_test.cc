@@ -7,6 +7,10 @@
 #include "collective_cases.h"
 #include "thread_group.h"
 
+namespace mscomm {
+void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait);
+}
+
 using namespace mscomm;
 
 namespace {
@@ -359,6 +363,106 @@ void control_memory_waits_for_the_last() {
   CHECK(third == first);
 }
 
+// Ranks that drive the algorithms of the arena themselves, without a communicator.
+struct Bare {
+  struct Patient final : Watch {
+    void look(const Deadline& deadline, const Missing&) override {
+      if (deadline.passed()) throw Error("CollectiveTimeout", "deadline");
+    }
+    bool broken() const override { return false; }
+  };
+
+  explicit Bare(int size) : job(size), control(Arena::reserve(job.heap(0), size)) {
+    layout.size = size;
+    layout.host.assign(static_cast<size_t>(size), 0);
+    for (int rank = 0; rank < size; rank++)
+      arenas.push_back(std::make_unique<Arena>(job.all(), rank, job.peers(rank)->heaps, control, false));
+  }
+  void run(const std::function<void(Arena&, const Ranks&, const Wait&)>& body) {
+    std::vector<std::thread> threads;
+    for (const auto& arena : arenas)
+      threads.emplace_back([&, mine = arena.get()] {
+        Patient watch;
+        std::vector<char> scratch;
+        Layout here = layout;
+        here.rank = mine->rank();
+        try {
+          body(*mine, {here, mine, nullptr, scratch}, {watch, Deadline(20)});
+        } catch (const Error& error) {
+          CHECK(error.what() == std::string());
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  ThreadJob job;
+  uint64_t control;
+  Layout layout;
+  std::vector<std::unique_ptr<Arena>> arenas;
+};
+
+// A small all_reduce reads one cache line of each peer: its arrival with the message. Rank 1 offers its heap all the same, and
+// rank 0, had it read that, would wait for another round.
+void small_calls_do_not_read_posts() {
+  Bare ranks(2);
+  float sum[2] = {};
+  ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {
+    const float x[2] = {1.0f, 2.0f};
+    Call call = make_call(Collective::all_reduce, Dtype::float32, -1, x, 2, sum, 2, 2);
+    call.signature.number = 1;
+    if (arena.rank() == 0) return all_reduce_arena(call, all, wait);
+    void* const offered = ranks.job.heap(1).allocate(64 << 10);
+    call.x = call.out = offered;
+    call.x_bytes = call.out_bytes = 64 << 10;
+    arena.post(call);
+    CHECK(arena.x_in_heap(1));
+    std::memcpy(arena.tiny(1, sizeof x), x, sizeof x);
+    arena.round(wait);
+  });
+  CHECK(sum[0] == 2.0f && sum[1] == 4.0f);
+}
+
+// With many ranks no rank combines everybody's whole message.
+void many_ranks_share_the_adding() {
+  Bare ranks(32);
+  ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {
+    constexpr size_t count = (16 << 10) / sizeof(float);
+    const std::vector<float> x(count, 1.0f);
+    std::vector<float> sum(count);
+    Call call = make_call(Collective::all_reduce, Dtype::float32, -1, x.data(), count, sum.data(), count, count);
+    call.signature.number = 1;
+    all_reduce_arena(call, all, wait);
+    CHECK(std::count(sum.begin(), sum.end(), 32.0f) == static_cast<long>(count));
+    CHECK(arena.steps() == 1);  // by staging, where each rank combines its part
+  });
+}
+
+// What goes from whom to whom is asked a few times for each peer, not for each pair of ranks.
+void moving_asks_in_proportion_to_the_ranks() {
+  constexpr int size = 12;
+  constexpr size_t bytes = 64 << 10;
+  for (const bool rooted : {false, true}) {
+    Bare ranks(size);
+    ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {
+      const std::vector<char> x(bytes, static_cast<char>('a' + arena.rank()));
+      std::vector<char> out(bytes * (rooted ? 1 : size));
+      Call call = make_call(rooted ? Collective::broadcast : Collective::all_gather, Dtype::uint8, rooted ? 3 : -1, x.data(),
+                            bytes, out.data(), out.size(), bytes);
+      call.signature.number = 1;
+      int asked = 0;
+      const auto between = [&](int source, int) {
+        asked++;
+        return rooted ? Move{0, 0, source == 3 ? bytes : 0} : Move{0, static_cast<size_t>(source) * bytes, bytes};
+      };
+      const char* const mine = rooted && arena.rank() != 3 ? nullptr : x.data();
+      move_in_arena(call, all, {between, mine, Blocks(bytes, 1), bytes, bytes}, wait);
+      for (int rank = 0; rank < size; rank++)
+        CHECK(out[rooted ? 0 : static_cast<size_t>(rank) * bytes] == (rooted ? 'd' : static_cast<char>('a' + rank)));
+      CHECK(asked <= 6 * size);
+    });
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -367,6 +471,9 @@ int main() {
   views_that_share_a_page_are_not_offered();
   control_memory_is_zero();
   control_memory_waits_for_the_last();
+  small_calls_do_not_read_posts();
+  many_ranks_share_the_adding();
+  moving_asks_in_proportion_to_the_ranks();
   thousand_groups();
   every_collective_in_every_memory();
   groups_share_the_heaps();
