@@ -53,6 +53,13 @@ size_t Stream::receive(void* data, size_t bytes) {
   throw Broken{std::strerror(errno)};
 }
 
+bool Stream::waits_for_reader() const {
+  int unacknowledged = 0, unsent = 0;
+  // In this order: what is acknowledged or sent in between makes bytes that are on the way look like more, never like none.
+  if (ioctl(fd_, SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd_, SIOCOUTQNSD, &unsent) < 0) return true;
+  return unsent > 0 && unacknowledged == unsent;
+}
+
 void Stream::deliver(const Deadline& deadline) {
   // On a unix socket it lies in the other side's queue already, and counts as unsent until the other side has read it.
   int domain = 0;

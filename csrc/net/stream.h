@@ -24,6 +24,9 @@ class Stream {
   // As much as goes now: the bytes moved, 0 if none. Throw Broken when the link has ended.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
+  // Whether the kernel holds bytes for a reader that takes none, so that nothing is on the way to the other host. Always true on
+  // a unix socket, which has no wire.
+  bool waits_for_reader() const;
   // After shutdown of the sending side: returns when what was sent lies with the other side's kernel, so that closing loses none
   // of it, or the link or the time ends. Drops what comes.
   void deliver(const Deadline& deadline);

@@ -15,6 +15,8 @@ namespace {
 constexpr size_t at_once_bytes = 256 << 10;
 // Before the next peer has its turn.
 constexpr size_t turn_bytes = 128 << 10;
+// While one peer's turn holds up the others: how often to check whether that peer still reads.
+constexpr int look_at_wire_ms = 5;
 }  // namespace
 
 Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded)
@@ -26,7 +28,7 @@ Mesh::Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::op
 void Mesh::begin(const Signature& mine) {
   mine_ = mine;
   looked_ = Clock::now();
-  all_at_once_ = false;
+  others_ = Others::none;
   for (Link& link : links_) link.greeted = link.announced = link.due = link.receiving = false;
   last_look();
 }
@@ -125,21 +127,39 @@ bool Mesh::move_some() {
     moved |= receive_some(peer);
     if (link.ended && !link.received()) throw lost(peer, *link.ended);
   }
-  all_at_once_ = next() >= 0 && seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
-  for (int peer = 0; peer < size(); peer++) {
-    const Link& link = links_[static_cast<size_t>(peer)];
-    if (!link.outbox.empty() || (all_at_once_ && !link.queue.empty() && peer != next())) moved |= send_some(peer);
-  }
+  for (int peer = 0; peer < size(); peer++)
+    if (!links_[static_cast<size_t>(peer)].outbox.empty()) moved |= send_some(peer);
+  moved |= send_in_turn() > 0;
+  const int holder = next();
+  if (others_ == Others::go)
+    for (int peer = 0; peer < size(); peer++)
+      if (peer != holder && !links_[static_cast<size_t>(peer)].queue.empty()) moved |= send_some(peer);
+  return moved;
+}
+
+// Returns the bytes that went, and finds out whether the others are to be sent to as well.
+size_t Mesh::send_in_turn() {
   size_t bytes = 0;
+  others_ = Others::none;
   for (int peer = next(); peer >= 0 && bytes < at_once_bytes; peer = next()) {
     Link& link = links_[static_cast<size_t>(peer)];
-    if (!link.outbox.empty()) break;
-    const size_t whole = link.queue.front().piece.bytes, gone = send_piece(link);
+    const size_t whole = link.queue.front().piece.bytes, gone = link.outbox.empty() ? send_piece(link) : 0;
     bytes += gone;
     if (gone > 0) turn_moved_ = Clock::now();
-    if (gone < whole) break;
+    if (gone == whole) continue;
+    if (others_wait(peer)) {
+      const bool stalls = seconds_since(turn_moved_) > longest_sleep_ms * 1e-3;
+      others_ = stalls || link.stream->waits_for_reader() ? Others::go : Others::wait;
+    }
+    break;
   }
-  return moved || bytes > 0;
+  return bytes;
+}
+
+bool Mesh::others_wait(int holder) const {
+  for (int peer = 0; peer < size(); peer++)
+    if (peer != holder && !links_[static_cast<size_t>(peer)].queue.empty()) return true;
+  return false;
 }
 
 bool Mesh::send_some(int peer) {
@@ -226,12 +246,14 @@ void Mesh::poll_links(const Wait& wait) {
     const Link& link = links_[static_cast<size_t>(peer)];
     if (!link.stream) continue;
     const int events = (link.listens() ? POLLIN : 0) |
-                       (!link.outbox.empty() || (!link.queue.empty() && (all_at_once_ || peer == next())) ? POLLOUT : 0);
+                       (!link.outbox.empty() || (!link.queue.empty() && (others_ == Others::go || peer == next())) ? POLLOUT : 0);
     if (events == 0) continue;
     polled.push_back({link.stream->fd(), static_cast<short>(events), 0});
     peers.push_back(peer);
   }
-  const int ready = poll(polled.data(), polled.size(), longest_sleep_ms);
+  const bool looks_at_wire = others_ == Others::wait;
+  const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
+  if (ready == 0 && looks_at_wire) return;
   // Nothing came: tell those that we wait for which call we are in. Not earlier: a peer may have sent its part and gone, and what
   // is sent to it then makes its kernel throw away what we have not read.
   for (Link& link : links_)

@@ -36,9 +36,10 @@ class Mesh {
 
   // Starts a call; takes in what peers already said, without waiting.
   void begin(const Signature& mine);
-  // Queues the pieces. They go while a later receive or exchange waits. The peers have turns, a part of a piece each, so that one
-  // stream at a time has the wire; but none waits for long for a peer that takes nothing. The pieces stay as they are until the
-  // next exchange has ended, or the peer has shown by what it sent that it has them.
+  // Queues the pieces. They go while a later receive or exchange waits. The peers take turns, a part of a piece each, so that one
+  // stream at a time has the wire. While the peer whose turn it is leaves the wire free because it does not read, the others are
+  // sent to as well. The pieces must stay unchanged until the next exchange has ended, or the peer has shown by what it sent that
+  // it has them.
   void send(std::span<const Piece> out);
   // Receives all pieces, in any order, at most one from a peer. Who waits long tells the peer which call it is in.
   void receive(std::span<const Piece> in, const Wait& wait);
@@ -98,6 +99,8 @@ class Mesh {
   // Compares a complete inbox with our own calls. False: the peer is ahead, keep it for later.
   bool compare_inbox(int peer);
   bool move_some();
+  size_t send_in_turn();
+  bool others_wait(int holder) const;
   void poll_links(const Wait& wait);
   void look(const Wait& wait);
   bool all_received() const;
@@ -113,7 +116,8 @@ class Mesh {
   std::deque<std::pair<int, uint64_t>> turns_;  // peers and turns; those whose piece has gone may still be there
   uint64_t last_turn_ = 0;
   Clock::time_point turn_moved_;  // when bytes of the piece whose turn it is went last, or there was none before
-  bool all_at_once_ = false;      // the peer whose turn it is takes nothing
+  // The peer whose turn it is takes no more now, and others have something queued: whether that goes at the same time.
+  enum class Others { none, wait, go } others_ = Others::none;
 };
 
 }  // namespace mscomm

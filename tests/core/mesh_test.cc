@@ -1,6 +1,12 @@
 // The mesh and its algorithms with ranks as threads over socket pairs, and what a peer may send that it should not.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <random>
+#include <thread>
 
 #include "check.h"
 #include "collective_cases.h"
@@ -207,6 +213,60 @@ void nobody_waits_behind_a_peer_that_takes_nothing() {
   close(second[1]);
 }
 
+std::array<int, 2> tcp_pair() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* const raw = reinterpret_cast<sockaddr*>(&address);
+  const int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  CHECK(bind(door, raw, length) == 0 && listen(door, 1) == 0 && getsockname(door, raw, &length) == 0);
+  CHECK(connect(from, raw, length) == 0);
+  const int to = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+  close(door);
+  return {from, to};
+}
+
+// A peer that reads a little now and then holds up no other one.
+void nobody_waits_behind_a_slow_reader() {
+  const auto slow = tcp_pair(), fast = tcp_pair();
+  std::vector<char> data(16 << 20, 'x');
+  const size_t all = sizeof(Header) + data.size();
+  std::atomic<size_t> slow_got{0};
+  std::atomic<bool> fast_has_all{false};
+  std::thread slow_reader([&] {
+    std::vector<char> got(all);
+    while (slow_got < all) {
+      const size_t now = std::min<size_t>(64 << 10, all - slow_got);
+      CHECK(recv(slow[1], got.data(), now, MSG_WAITALL) == static_cast<ssize_t>(now));
+      slow_got += now;
+      if (!fast_has_all) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+  size_t slow_had = all;
+  std::thread fast_reader([&] {
+    std::vector<char> got(all);
+    CHECK(recv(fast[1], got.data(), all, MSG_WAITALL) == static_cast<ssize_t>(all));
+    slow_had = slow_got;
+    fast_has_all = true;
+  });
+  std::vector<std::optional<Stream>> links(3);
+  links[1].emplace(slow[0], "rank 1");
+  links[2].emplace(fast[0], "rank 2");
+  Mesh mesh({0, 1, 2}, 0, 0, std::move(links), [](uint64_t) { return std::nullopt; });
+  Signature call;
+  call.number = 1;
+  mesh.begin(call);
+  std::vector<Piece> out;
+  for (int peer : {1, 2}) out.push_back({peer, data.data(), data.size()});
+  NeverBroken watch;
+  mesh.exchange(out, {}, {watch, Deadline(120)});
+  fast_reader.join();
+  slow_reader.join();
+  CHECK(slow_had < all / 2);
+  for (const int end : {slow[1], fast[1]}) close(end);
+}
+
 // What was sent to a rank that has not read it yet is safe on a unix socket: who goes does not wait for it to read.
 void leaving_waits_for_no_reader() {
   int ends[2];
@@ -247,6 +307,7 @@ int main() {
   garbage_is_refused();
   deadline_ends_a_call_while_bytes_flow();
   nobody_waits_behind_a_peer_that_takes_nothing();
+  nobody_waits_behind_a_slow_reader();
   leaving_waits_for_no_reader();
   return test::failed();
 }
