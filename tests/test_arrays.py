@@ -217,6 +217,31 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (out._version > seen) == bool(rank)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@ranks(2)
+def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
+    """FSDP does that. A tensor that was given to NumPy by `x.numpy()` can never be resized again."""
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(6, dtype=dtype)
+        total = mscomm.all_reduce(mscomm.all_reduce_(x))
+        parts = mscomm.all_to_all(x[::3])
+        mscomm.send(x, 1 - rank) if rank else mscomm.recv(total, 1 - rank)
+        for tensor in (x, total, parts):
+            tensor.untyped_storage().resize_(0)
+            assert tensor.untyped_storage().size() == 0
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@ranks(1)
+def test_a_tensor_without_memory_is_refused(rank, group):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode, pytest.raises(TypeError, match="all_reduce: x is a FakeTensor without memory"):
+        mscomm.all_reduce(mode.from_tensor(__import__("torch").ones(2)))
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not here")
 @ranks(1)
 def test_a_call_inside_jit_is_refused(rank, group):

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mscomm.arrays.described import in_memory
+
 _BY_ADDRESS = (np.shares_memory, np.may_share_memory)
 
 
@@ -51,14 +53,6 @@ class OnDevice(np.ndarray[Any, Any]):
     __str__ = __repr__
 
 
-class _Described:
-    """What NumPy makes an array of without looking at the memory; it keeps the owner alive as long as that array is."""
-
-    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
-        self.owner = owner
-        self.__array_interface__ = interface
-
-
 def on_device(
     owner: Any,
     address: int,
@@ -72,16 +66,7 @@ def on_device(
     writable: bool = True,
 ) -> OnDevice:
     """The memory of an array on a device. strides: in bytes; None: in C order, without gaps."""
-    interface = {
-        "version": 3,
-        "shape": shape,
-        "typestr": f"|V{dtype.itemsize}",  # bfloat16 has no other
-        "strides": strides,
-        "data": (address, not writable),
-    }
-    if not address:  # NumPy takes that for memory of its own; an array without elements has none
-        interface["data"] = (1 << 12, not writable)
-    there = np.asarray(_Described(owner, interface)).view(dtype).view(OnDevice)
+    there = in_memory(owner, address, shape, dtype, strides, writable=writable).view(OnDevice)
     there.backend, there.index, there.current = backend, index, current
     there.stream = current()
     return there

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from mscomm.arrays.described import in_memory
 from mscomm.arrays.device import OnDevice, on_device
 from mscomm.arrays.numpy import DTYPES, dtype_of
 
 namespace = torch
 
-_BFLOAT16 = DTYPES.index("bfloat16")
 _CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
 _STRIDED = torch.strided
 
@@ -44,7 +44,6 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
-    x = x.detach()
     if x.device.type == "cuda":
         return _on_cuda(x)
     if x.device.type != "cpu":
@@ -53,18 +52,30 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         expanded = memory(x.contiguous())
         expanded.flags.writeable = False
         return expanded
-    if x.dtype is torch.bfloat16:  # which NumPy has not of itself
-        return x.view(torch.int16).numpy().view(dtype_of(_BFLOAT16))  # type: ignore[no-any-return]
+    return _on_cpu(x)
+
+
+def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """By its address, because `x.numpy()` makes the storage of x one that can never be resized again."""
+    dtype = dtype_of(_code(x))
     try:
-        return x.numpy()  # type: ignore[no-any-return]
-    except TypeError:
+        address = x.data_ptr()
+    except RuntimeError:
+        address = 0
+    if not address and x.numel():
+        raise TypeError(f"is a {type(x).__name__} without memory of its own; give the tensor in it")
+    return in_memory(x, address, tuple(x.shape), dtype, tuple(step * dtype.itemsize for step in x.stride()))
+
+
+def _code(x: torch.Tensor) -> int:
+    try:
+        return _CODES[x.dtype]
+    except KeyError:
         raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}") from None
 
 
 def _on_cuda(x: torch.Tensor) -> OnDevice:
-    if x.dtype not in _CODES:
-        raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; it knows {', '.join(DTYPES)}")
-    dtype, index = dtype_of(_CODES[x.dtype]), x.get_device()
+    dtype, index = dtype_of(_code(x)), x.get_device()
     return on_device(
         x,
         x.data_ptr(),
