@@ -21,7 +21,7 @@ inline std::string seconds_text(double seconds) {
 
 class Deadline {
  public:
-  // timeout_s may be infinite. spent_s: of it, what has passed already.
+  // timeout_s may be infinite. spent_s: how much of it has passed already.
   explicit Deadline(double timeout_s, double spent_s = 0)
       : start_(Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spent_s))),
         timeout_s_(timeout_s) {}

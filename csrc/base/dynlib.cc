@@ -21,7 +21,7 @@ Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates, Names
     }
     const char* why = loaded ? nullptr : dlerror();
     if (!tried.empty()) tried += "; ";
-    // dlerror begins with the path, or has it in its words.
+    // dlerror's text contains the path.
     tried += candidate.origin + ": " + (loaded ? "it is not in this process" : why ? why : candidate.path);
     if (candidate.kind == Candidate::Kind::must) break;
   }

@@ -1,4 +1,4 @@
-// A shared library of somebody else, opened when it is first needed and never closed: its threads and its globals do not
+// A third-party shared library. It is opened when it is first needed and never closed: its threads and its globals would not
 // survive that.
 #pragma once
 
@@ -7,23 +7,23 @@
 
 namespace mscomm {
 
-// Where the library may be.
+// One place where the library may be.
 struct Candidate {
   std::string origin;                                          // for messages: "MSCOMM_NCCL_LIBRARY", "the loader's path"
-  std::string path;                                            // or the bare name, for the loader to find
-  enum class Kind { usual, loaded, must } kind = Kind::usual;  // loaded: if it is in the process already; must: or no other
+  std::string path;                                            // or only the file's name, for the loader to find
+  enum class Kind { usual, loaded, must } kind = Kind::usual;  // loaded: if the process has it already; must: try no other
 };
 
 class Dynlib {
  public:
-  // Whether libraries that come later find its functions by their names.
+  // Whether libraries that are loaded later can find its functions by name.
   enum class Names { own, everybodys };
-  // Opens the first candidate that can be opened. Throws BackendUnavailable with all that was tried.
+  // Opens the first candidate that can be opened. Throws BackendUnavailable, with a list of what was tried, if none can.
   Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names = Names::own);
 
   const std::string& path() const { return path_; }      // the file
-  const std::string& origin() const { return origin_; }  // of the candidate that it was
-  // nullptr if the library has none of that name.
+  const std::string& origin() const { return origin_; }  // of the candidate that was opened
+  // nullptr if the library has no such function.
   void* find(const char* symbol) const;
   // Sets the pointer; throws BackendUnavailable if the library has no such function.
   template <typename Function>

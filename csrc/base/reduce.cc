@@ -1,7 +1,7 @@
 // Reductions: element formats x operations, compiled once for each instruction set and chosen at run time.
 //
-// Every loop is one instance of pass(). It has no intrinsics: a level wraps the same inlined body in a function with
-// another target, and because the arithmetic is IEEE without contraction, all levels give the same bits.
+// Every loop is an instance of pass(), which has no intrinsics: each level inlines the same body into a function that is
+// compiled for another target. The arithmetic is IEEE without contraction, so all levels give the same bits.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ constexpr bool is_complex<Complex<T>> = true;
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
-// Masks instead of ?: keep both sides computed: GCC threads jumps through chains of ?: and then does not vectorise.
+// With masks instead of ?: both sides are always computed. GCC threads jumps through chains of ?: and then does not vectorise.
 template <class T>
 [[gnu::always_inline]] inline T blend(Bits<T> mask, T yes, T no) {
   return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
@@ -44,11 +44,11 @@ template <class T>
 
 template <class T>
 [[gnu::always_inline]] inline T choose(bool condition, T yes, T no) {
-  // Not 0 - condition: SSE2 has no 64-bit integer comparison, but one of doubles.
+  // Not 0 - condition: SSE2 can compare doubles, but not 64-bit integers.
   return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
 }
 
-// Which NaN comes out of a + b is up to the compiler (operand order) and the machine (sign): results carry always this.
+// The NaN that a + b gives depends on the compiler (operand order) and on the machine (sign). Results always hold this one NaN.
 template <class T>
 [[gnu::always_inline]] inline T one_nan(T x) {
   if constexpr (is_complex<T>) {
@@ -60,7 +60,8 @@ template <class T>
   }
 }
 
-// Operations: combine two accumulators; finish turns the last one into the value to round; identity changes nothing.
+// Operations. combine merges two accumulators, finish turns the last one into the value to round, identity is combine's neutral
+// value.
 
 struct Sum {
   template <class T>
@@ -96,7 +97,7 @@ struct Prod {
       // a.re * b.re - a.im * b.im, but GCC 12 makes vfmaddsub of that even with -ffp-contract=off.
       return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
     } else if constexpr (std::unsigned_integral<T>) {
-      return static_cast<T>(1u * a * b);  // 1u: uint16 * uint16 would be a signed int, and overflow
+      return static_cast<T>(1u * a * b);  // 1u: uint16 * uint16 would be a signed int and could overflow
     } else {
       return a * b;
     }
@@ -177,7 +178,7 @@ struct Xor : Select {
   }
 };
 
-// Formats: the parts that an element has in memory, what a part accumulates in, and the format of that accumulator.
+// Formats: the number of parts of an element in memory, the type of a part, the type it accumulates in, and that type's format.
 
 template <class T, size_t parts_ = 1>
 struct Plain {
@@ -195,7 +196,7 @@ struct Bool {
   using Accumulator = uint8_t;
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
-  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }  // 1 also for the identity of and, all bits
+  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }  // & 1: the identity of And has all bits set
 };
 
 struct Bfloat16 {
@@ -232,11 +233,11 @@ struct Float16 {
   [[gnu::always_inline]] static uint16_t narrow(float x) {
     const uint32_t all = std::bit_cast<uint32_t>(x);
     const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
-    // ?: instead of std::min: GCC makes a branch of that, not of this.
-    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: from there on it is inf
+    // ?: instead of std::min: GCC makes a branch of std::min, but not of ?:.
+    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: from here on the result is inf
     const int32_t biased = bounded & (255 << 23);
     const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: below are the subnormals
-    // 2^13 times that weighs what makes the addition round to the last bit of a float16.
+    // Adding 2^13 times that power of two makes the addition round to the last bit of a float16.
     const int32_t weight = exponent + (13 << 23);
     const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
     const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // with the leading 1 of normal numbers
@@ -246,7 +247,7 @@ struct Float16 {
   }
 };
 
-// Loops. Part i of a buffer that may be aligned to nothing.
+// Loops. load and store access part i of a buffer that need not be aligned.
 
 template <class T>
 [[gnu::always_inline]] inline T load(const void* from, size_t i) {
@@ -267,7 +268,7 @@ template <class Format, class Operation, As from, As to, class... Rest>
 [[gnu::always_inline]] inline void pass(void* out, const void* first, int divisor, size_t count, const Rest*... rest) {
   using Part = typename Format::Part;
   using Accumulator = typename Format::Accumulator;
-  // ivdep: out may be one of the inputs, which ties no iteration to another one.
+  // ivdep: out may be one of the inputs, but no iteration depends on another one.
 #pragma GCC ivdep
   for (size_t i = 0; i < count * Format::parts; ++i) {
     Accumulator x;
@@ -297,7 +298,7 @@ template <class Format, class Operation>
   for (size_t begin = 0; begin < count; begin += block_elements) {
     const size_t length = std::min(block_elements, count - begin);
     const auto at = [&](int k) { return static_cast<const unsigned char*>(in[k]) + begin * element_bytes; };
-    // Three or four to start with, so that an even number is left: two a pass, and the last two straight to out.
+    // Start with three or four inputs, so that an even number is left: each pass takes two more, and the last one writes to out.
     int k = n % 2 ? 3 : 4;
     if (n % 2) {
       pass<Format, Operation, element, accumulator>(block, at(0), divisor, length, at(1), at(2));
@@ -385,7 +386,7 @@ constexpr Row bool_row() {
   return {any, all, all, any, {}, all, any, cell<Level, Bool, Xor>()};
 }
 
-// What does not depend on the sign is done in unsigned: it wraps, and both signs share the code.
+// Operations that do not depend on the sign use the unsigned type: it wraps on overflow, and both types share the code.
 template <class Level, class T>
 constexpr Row integer_row() {
   using U = Plain<std::make_unsigned_t<T>>;
@@ -399,7 +400,7 @@ constexpr Row float_row() {
           cell<Level, Format, Avg>()};
 }
 
-// Real and imaginary part go separate ways, except in a product.
+// Real and imaginary parts are reduced separately, except in a product.
 template <class Level, class T>
 constexpr Row complex_row() {
   using Pair = Plain<T, 2>;

@@ -1,8 +1,8 @@
 // The arithmetic of reductions: one row of functions for each pair of element type and operation.
 //
 // Order: every fold runs left to right over its inputs, in the accumulator type of the element type (float32 for float16 and
-// bfloat16, otherwise the type itself), and is rounded to the element type once, at the end. Who calls decides the order of the
-// inputs; the same order gives the same bits whatever the blocking, the vector length or the machine.
+// bfloat16, otherwise the type itself), and is rounded to the element type once, at the end. The caller chooses the order of the
+// inputs. The same order gives the same bits, whatever the block size, the vector length or the machine.
 #pragma once
 
 #include <cstddef>
@@ -14,30 +14,31 @@ namespace mscomm {
 struct Reduction {
   size_t element_bytes;
   size_t accumulator_bytes;
-  // out = round((in[0] op in[1] op ... op in[n-1]) / divisor); divisor counts for avg alone. out may be any of the in.
+  // out = round((in[0] op in[1] op ... op in[n-1]) / divisor). Only avg uses divisor. out may be one of the inputs.
   void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
-  // The same in steps, for partial results that travel: accumulators never alias inputs.
+  // The same in steps, for partial results that travel between ranks. An accumulator never overlaps an input.
   void (*widen)(const void* in, void* accumulator, size_t count);     // accumulator = in
   void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
   void (*merge)(void* accumulator, const void* other, size_t count);  // accumulator = accumulator op other accumulator
   void (*finish)(const void* accumulator, int divisor, void* out, size_t count);
-  // out = what leaves every x as it is in out op x: 0 for sum, 1 for prod, the largest value or infinity for min, ...
+  // Fills out with the identity of op, for which out op x is x: 0 for sum, 1 for prod, the largest value or infinity for min, ...
   void (*identity)(void* out, size_t count);
 };
 
-// Whether op is defined on dtype: avg not on bool and integers, min and max not on complex, bit operations only on bool and
-// integers.
+// Whether op is defined on dtype. avg is not defined on bool and integers, min and max are not defined on complex numbers, and
+// the bit operations are defined only on bool and integers.
 bool supports(Dtype dtype, Op op);
 
 // The row for dtype and op, for the best instruction set of this CPU. Precondition: supports(dtype, op).
 const Reduction& reduction(Dtype dtype, Op op);
 
-// For tests and benchmarks: the instruction sets that this CPU has, 0 the baseline, levels() - 1 the one that reduction() takes.
+// For tests and benchmarks: the number of instruction sets that this CPU has. Level 0 is the baseline; reduction() uses level
+// levels() - 1.
 int levels();
 const Reduction& reduction_at(Dtype dtype, Op op, int level);
 
-// Arithmetic in the default floating-point environment (round to nearest, subnormals kept) for as long as this lives,
-// whatever the calling thread has set; flush-to-zero is a per-thread mode that frameworks turn on.
+// While this object lives, its thread computes in the default floating-point environment (round to nearest, subnormals kept),
+// whatever the thread had set before: flush-to-zero is a per-thread mode that frameworks turn on.
 class DefaultFloatMode {
  public:
   DefaultFloatMode();

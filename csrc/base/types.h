@@ -24,7 +24,7 @@ enum class Dtype : uint8_t {
   float64,
   complex64,
   complex128,
-  object,  // bytes that stand for a Python object: in messages alone, never in collectives
+  object,  // the bytes of a Python object; used in messages only, never in collectives
 };
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
@@ -44,8 +44,8 @@ enum class Collective : uint8_t {
   exscan,
 };
 
-// What the user called, for comparison between ranks and for messages. Most are the collective of that name; the others take one
-// or two collectives, see python/mscomm/collectives.py.
+// The function that the user called. Ranks compare it, and error texts name it. Most functions are the collective of the same
+// name; the others are made of one or two collectives, see python/mscomm/collectives.py.
 enum class Function : uint8_t {
   all_reduce,
   all_gather,
@@ -75,7 +75,8 @@ struct DtypeRow {
   size_t bytes;
 };
 
-// Indexed by the enums; the order here is the order there. The numbers are part of the wire. dtypes: of arrays.
+// Indexed by the enums, in the same order. The numbers are part of the wire format. dtypes holds the types of arrays, so it has
+// no row for object.
 inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"bool", 1},
     {"int8", 1},
@@ -109,7 +110,7 @@ constexpr std::string_view name(Dtype dtype) {
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
 constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
-// Whether the collective gives each rank what the ranks up to it, or before it, have combined.
+// Whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
 // Whether the collective combines elements by an operation.
 constexpr bool reduces(Collective what) {

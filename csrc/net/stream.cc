@@ -29,8 +29,8 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
     close(fd_);
     throw system_error("fcntl of the link to " + peer_, cause);
   }
-  // What waits for the wire waits here, not in the kernel, so that who sends to several peers decides what goes first. A unix
-  // socket has no such option.
+  // Keeps unsent data here rather than in the kernel, so that a rank that sends to several peers decides what goes first. A unix
+  // socket has no such option; the error is ignored.
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
@@ -61,11 +61,11 @@ bool Stream::waits_for_reader() const {
 }
 
 void Stream::deliver(const Deadline& deadline) {
-  // On a unix socket it lies in the other side's queue already, and counts as unsent until the other side has read it.
+  // On a unix socket, sent data is in the receiver's queue already, but counts as unsent until the receiver has read it.
   int domain = 0;
   socklen_t length = sizeof domain;
   if (getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain == AF_UNIX) return;
-  // Unread bytes at close would make the kernel throw away what we sent: read until the peer has it all.
+  // Closing with unread bytes would make the kernel drop what we sent, so read until the peer's kernel has all of it.
   char scrap[4096];
   try {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {

@@ -1,4 +1,4 @@
-// How a rank waits: every wait passes through one Wait, which looks around at each bounded wake.
+// How a rank waits. Every wait goes through a Wait: it sleeps for a bounded time and calls look() at each wake.
 #pragma once
 
 #include <functional>
@@ -9,31 +9,32 @@
 namespace mscomm {
 
 inline constexpr int longest_sleep_ms = 50;
-// When a wait is told of on stderr, after its beginning; from the second on every so often.
+// When a long wait is reported on stderr, counted from its beginning; after the second notice, one every notice_every_s.
 inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
-// Ranks that the waiter still needs; asked for only when somebody has to be named.
+// The ranks that the waiter still needs.
 struct Missing {
   std::function<std::vector<int>()> ranks;
-  // In shared memory a rank that is gone comes no more; what it sent over a link may still be on its way.
+  // Whether it waits for them in shared memory. There a rank that is gone will never arrive, whereas data that it sent over a
+  // link may still be on its way.
   bool by_memory;
   std::vector<int> operator()() const { return ranks(); }
 };
 
-// What there is to look at while waiting: the communicator's abort flag, its peers' lives, Python's signals. Throws to end the
+// What a waiter checks: the communicator's abort flag, whether its peers are alive, Python's signals. look() throws to end the
 // wait.
 class Watch {
  public:
   virtual ~Watch() = default;
   virtual void look(const Deadline& deadline, const Missing& missing) = 0;
-  // Cheap enough for every turn of a spin: has somebody aborted?
+  // Whether somebody has aborted the group. Cheap enough for every turn of a spin loop.
   virtual bool broken() const = 0;
 };
 
 struct Wait {
   Watch& watch;
   Deadline deadline;
-  int sleep_ms = longest_sleep_ms;  // at a stretch
+  int sleep_ms = longest_sleep_ms;  // longest sleep at a time
   void look(const Missing& missing) const { watch.look(deadline, missing); }
 };
 
