@@ -18,26 +18,26 @@
 
 namespace mscomm {
 
-// Who sits where; equal on all ranks but for `rank`.
+// Which rank runs on which host. Equal on all ranks except for `rank`.
 struct Layout {
   int rank = 0;
   int size = 1;
-  std::vector<int> host;  // by rank; hosts are numbered by their lowest rank
+  std::vector<int> host;  // by rank; hosts are numbered in the order of their lowest ranks
 
   int hosts() const;
-  // This rank's.
+  // This rank's host.
   int here() const { return host.empty() ? 0 : host[static_cast<size_t>(rank)]; }
   // Whether there are several hosts, and one with several ranks.
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 
-// What an algorithm may use, by its carrier. The arena joins the ranks of this host: all of the group, or, where there is a mesh
-// too, several; nullptr where this rank is alone on its host.
+// What an algorithm may use, depending on its carrier. The arena joins the ranks of this host: the whole group, or some of it if
+// there is a mesh as well; nullptr if this rank is alone on its host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
   Mesh* mesh;
-  std::vector<char>& scratch;  // kept from call to call
+  std::vector<char>& scratch;  // reused from call to call
 
   char* scratch_of(size_t bytes) const {
     if (scratch.size() < bytes) scratch.resize(bytes);
@@ -54,17 +54,18 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
-  // Whether it is the best of its carrier for a message of so many bytes; nullptr: where none before it in the table is.
+  // Whether it is the best algorithm of its carrier for a message of that many bytes; nullptr: it is used if none before it fits.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 
 std::span<const Algorithm> algorithms();
 
-// The algorithm named by MSCOMM_ALGO for each collective; empty: choose.
+// The algorithm that MSCOMM_ALGO names for each collective; empty: select() chooses.
 using Forced = std::array<std::string, collectives.size()>;
 
-// Rows in the order in which their `fits` is asked; the last one's is not. Pure: the same on all ranks for the same layout and
-// forced names. Throws Error("ValueError") for a name that is none, or that the layout does not allow.
+// Rows in the order in which their `fits` is asked; the last row needs no `fits`. select() is pure: all ranks with the same
+// layout and forced names get the same rows. Throws Error("ValueError") for an unknown name, or one that the layout does not
+// allow.
 using Choice = std::vector<const Algorithm*>;
 Choice select(Collective what, const Layout& layout, const Forced& forced);
 inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {
@@ -78,13 +79,13 @@ struct Range {
   size_t bytes() const { return end - begin; }
 };
 
-// Part `index` of `parts` of a message, cut at 64 bytes, so that no element and no cache line has two owners.
+// Part `index` of a message cut into `parts`, at multiples of 64 bytes, so that no element and no cache line has two owners.
 Range part(size_t bytes, int parts, int index);
-// Piece `index` of that size.
+// Piece `index` of a message cut into pieces of piece_bytes.
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
-// Nothing to copy is allowed, and so is what lies in its place already.
+// Copies unless there is nothing to copy, or to and from are the same.
 inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes && to != from) std::memcpy(to, from, bytes);
 }
@@ -94,20 +95,20 @@ class Blocks {
  public:
   // n parts of the same size.
   Blocks(size_t each_bytes, int n);
-  // counts: elements of each part; stride: between two that count.
+  // counts: elements of each part; stride: the distance in counts from one part to the next.
   Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes);
-  // part() of a message for each of n ranks; the first is the largest.
+  // A message cut by part() for n ranks; the first part is the largest.
   static Blocks parts(size_t bytes, int n);
 
-  // The result of all_gather and gather, by source.
+  // The parts of the result of all_gather and gather, by source.
   static Blocks gathered(const Call& call, int n);
-  // What reduce_scatter and scatter divide, by destination.
+  // The parts of the x that reduce_scatter and scatter divide, by destination.
   static Blocks divided(const Call& call, int n);
   // all_to_all: what `rank` sends, by destination, and what it gets, by source.
   static Blocks sent_by(const Call& call, int n, int rank);
   static Blocks got_by(const Call& call, int n, int rank);
 
-  // Piece k of each, side by side, in the order of ranks counted from `first`.
+  // Piece k of each part, side by side, in the order of the ranks from `first` on, and then from 0.
   Blocks window(size_t piece_bytes, size_t k, int first) const;
 
   int size() const { return static_cast<int>(ends_.size()); }
@@ -123,39 +124,39 @@ class Blocks {
   std::vector<size_t> ends_;
 };
 
-// Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts by lowest rank, partial
-// results in the accumulator type. out may be one of the in.
+// Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts in the order of their
+// lowest ranks, with partial results in the accumulator type. out may be one of the inputs.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
 
-// What exscan gives rank 0, which has nobody before it.
+// Writes the result of exscan on rank 0, which has no rank before it.
 void write_identity(const Call& call);
 
-// Where all_to_all sends from: x, or a copy of it where it works in place and what comes from a peer does not lie where what goes
-// there did.
+// The buffer that all_to_all sends from. It is x, or a copy of x if the call is in place and the block that a peer gets does not
+// lie at the same place as the block that comes from it.
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got);
 
 // --- in the arena (arena_steps.cc) ---
 
-// The first round of a call that was posted; throws Differs unless all ranks posted the same signature.
+// Runs the first round of a call that was posted. Throws Differs unless all ranks posted the same signature.
 void meet(Arena& arena, const Wait& wait);
-// Posts the call and meets the others, with a tiny message along: x, of x_bytes, where that of any rank has at most
-// largest_bytes. x nullptr: none.
+// Posts the call together with a tiny message, and runs the first round. The message is x, of x_bytes; nullptr: this rank gives
+// nothing. largest_bytes: what the largest x of all ranks has.
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
 
-// The way of x through staging where x is foreign memory: step k holds piece k of each of its blocks, side by side.
+// Moves x through staging if x is foreign memory: step k holds piece k of each block of x, side by side.
 class Staging {
  public:
-  // x: what this rank gives, nullptr: nothing. blocks of x: one that is for all ranks, or one for each.
+  // x: what this rank gives; nullptr: nothing. blocks of x: a single one for all ranks, or one for each rank.
   Staging(Arena& arena, const void* x, Blocks blocks);
 
-  // Posts the call, lays x's first pieces into staging, and meets the others: after that all ranks are known to make the same
-  // call. pulled: as for Arena::post; what is known to be pulled is not staged.
+  // Posts the call, copies x's first pieces into staging, and runs the first round. When it returns, all ranks are known to make
+  // the same call. pulled: as for Arena::post; an x that peers are known to pull is not staged.
   void enter(const Call& call, Pulled pulled, const Wait& wait);
-  // Nobody reads this block here.
+  // Says that no peer reads this block from staging.
   void leave_out(int block) { left_out_[static_cast<size_t>(block)] = true; }
-  // Lays piece k of each block there; nothing where x is in a heap.
+  // Copies piece k of each block into staging; does nothing if x is in a heap.
   void put(size_t k) const;
-  // Piece k of rank's block for this rank.
+  // Where piece k of rank's block for this rank is staged.
   const char* at(int rank, size_t k) const;
 
   size_t piece_bytes() const { return piece_bytes_; }
@@ -170,31 +171,32 @@ class Staging {
   uint64_t first_;
 };
 
-// What goes from one rank to another: from where in the one's x, to where in the other's out.
+// The data that goes from a source to a destination: its offset in the source's x, and its offset in the destination's out.
 struct Move {
   size_t from, to, bytes;
 };
 
-// A collective that combines nothing, as what goes from whom to whom.
+// A collective that combines nothing, described by what each rank sends to each other.
 struct Moves {
   std::function<Move(int source, int destination)> between;
   const char* x;     // what this rank gives; nullptr: nothing
   Blocks blocks;     // of x, as for Staging
-  size_t largest_x;  // of all ranks
-  size_t largest;    // that goes from one rank to another
+  size_t largest_x;  // bytes of the largest x of all ranks
+  size_t largest;    // bytes of the largest move between two ranks
 };
-// Moves them by the shortest way there is for each pair: one of the two copies where the other's array lies in a heap; one, too,
-// where it can be read in the other's process and that is worth it; else both by way of staging.
+// Moves the data of each pair of ranks by the shortest way. One rank copies it directly if the other's array is in a heap, or can
+// be read from the other's process and that is worth it. Otherwise both copy, through staging.
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait);
 
 // --- over the mesh (mesh_steps.cc) ---
 
-// What is received from each peer before it is used, while it is in the cache; bounds the scratch memory.
+// How much is received from each peer before it is used, so that it is still in the cache. Also bounds the scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
-// Of all that exchange a message: up to so many bytes together take less time on a wire than a second latency.
+// The messages of all ranks, or hosts, that exchange, together: up to this many bytes take less time on a wire than a second
+// latency.
 inline constexpr size_t one_latency_bytes = 8 << 10;
-inline constexpr size_t tree_window_bytes = 64 << 10;  // an inner node holds one for each rank below it
-// How often: at least once, because the first piece carries the header even when it is empty.
+inline constexpr size_t tree_window_bytes = 64 << 10;  // an inner node holds a window for each rank below it
+// The number of windows: at least one, because the first piece carries the header even when it is empty.
 inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }
 
 // The binomial tree over ranks counted from the root: rank r holds the subtree [r, r + span).
@@ -209,24 +211,24 @@ struct Tree {
   int rank_of(int relative) const { return (relative + root) % size; }
 };
 
-// Broadcast of the root's message along any tree: from parent (-1: this is the root) to children, window by window, so that a
-// rank passes one on while the next is on its way.
+// Broadcasts the root's message along any tree: from parent (-1: this is the root) to children, window by window, so that a rank
+// passes one window on while the next is on its way.
 void relay(const Call& call, Mesh& mesh, int parent, const std::vector<int>& children, const Wait& wait);
 
-// Up the tree, uncombined: one window of every rank's message, given by its bytes for each rank counted from the root. Returns
-// where those of this rank's subtree lie side by side.
+// Gathers one window of every rank's message up the tree, uncombined. `window`: its bytes for each rank, counted from the root.
+// Returns a buffer in which the windows of this rank's subtree lie side by side.
 const char* gather_window(const Ranks& ranks, const Tree& tree, const Blocks& window, const void* mine, const Wait& wait);
-// The same for one window of everybody's x, which the root reduces to `to`.
+// Does the same for one window of every rank's x; the root reduces them into `to`.
 void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range window, char* to, const Wait& wait);
 
-// Has every other rank's block of x sent to it, or piece k of each.
+// Queues every other rank's block of x to be sent to it, or only piece k of each block.
 void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes = SIZE_MAX, size_t k = 0);
-// The same bytes to all others.
+// Queues the same bytes to be sent to all other ranks.
 void send_to_all(Mesh& mesh, const char* data, size_t bytes);
-// Reduces window k of this rank's block, which the others send, to `to`. This rank's own window of
-// scratch, at its rank times window_bytes, stays free.
+// Receives window k of this rank's block from all others and reduces it into `to`. This rank's own window of scratch, at its rank
+// times window_bytes, stays unused.
 void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, size_t k, char* to, const Wait& wait);
-// Block r of everybody's x, summed up around a ring, ends in `to` on rank r.
+// Reduces block r of every rank's x around a ring; the result ends in `to` on rank r.
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait);
 
 }  // namespace mscomm

@@ -1,4 +1,4 @@
-// All-gather in shared memory: every rank's x goes to everybody.
+// All-gather in shared memory: every rank's x goes to all ranks.
 #include "algo/algorithm.h"
 
 namespace mscomm {

@@ -1,4 +1,4 @@
-// All-gather around a ring in n-1 steps: each rank passes on what it got last. Only neighbours talk.
+// All-gather around a ring in n-1 steps: in each step a rank passes on what it received in the step before. Only neighbours talk.
 #include "algo/algorithm.h"
 
 namespace mscomm {

@@ -1,9 +1,9 @@
 // All-reduce over the mesh in two latencies: every rank gets its part of the message from all others, reduces it in the canonical
 // order, and sends the result to all. 2 (n-1)/n of the message leave each rank, as in a ring (Thakur, Rabenseifner, Gropp 2005,
-// "pairwise"). All that is sent first is queued at once, and a window's result right behind it, so that the wire has something to
-// carry in both directions from the first byte to the last.
+// "pairwise"). A rank queues all its inputs at once, and each window's result right behind them, so that the wire has something
+// to carry in both directions from the first byte to the last.
 //
-// Small messages in one: everybody sends everybody all of it.
+// Small messages take one latency: every rank sends its whole message to every other.
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -44,7 +44,7 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     send_to_all(mesh, mine + now.begin, now.bytes());
   }
   std::vector<Piece> in;
-  // In place, too: what comes from a rank takes the place of what that rank has got.
+  // This is safe in place, too: a result from a rank overwrites only what that rank has received from us already.
   for (int i = 1; i < n; i++) {
     const int from = (me - i + n) % n;
     in.push_back({from, call.result() + parts.begin(from), parts.bytes(from)});

@@ -1,27 +1,27 @@
-// All-reduce on several hosts, of which some have several ranks. The ranks of a host add up in the arena, each a slice of the
-// message; with the owners of its slice on the other hosts each then does what all_reduce_direct does; and gives the result to
-// the ranks of its host. 2 (H-1)/H of the message leave each of H hosts, however many ranks it has; of 16-bit floats half as much
-// again, because partial sums are wider.
+// All-reduce over several hosts, some of which have several ranks. On each host, every rank reduces one slice of the message in
+// the arena. Then the ranks that own the same slice on the different hosts do what all_reduce_direct does, and each gives the
+// result to the ranks of its host. Each of H hosts sends 2 (H-1)/H of the message, however many ranks it has; with 16-bit floats
+// it sends half as much again, because partial sums are wider.
 //
-// In chunks that follow each other closely. In step k the host adds up chunk k and sends its partial sums, adds the other hosts'
-// to chunk k-1 and sends that result, receives the results of chunk k-2, and hands those of chunk k-3 round; one round of the
-// arena serves both ends.
+// The message moves in chunks, several of them at a time. In step k a host reduces chunk k and sends its partial sums, merges the
+// other hosts' partial sums of chunk k-1 and sends the result, receives the results of chunk k-2, and gives those of chunk k-3 to
+// its ranks. One round of the arena serves both the first and the last of these.
 #include "algo/algorithm.h"
 
 namespace mscomm {
 
 namespace {
 
-// Half of a staging chunk is for x, the other for results.
+// One half of a staging chunk is for x, the other half for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
-// Buffers of a slice, because what is sent of one chunk may still be unsent when later ones are here. That of partial sums is
-// free when that host's result of the chunk has come, two steps later; that of results when its partial sums three chunks on
-// have.
+// Buffers of a slice: several, because data of one chunk may still be unsent when later chunks arrive. A buffer of partial sums
+// is free once the receiver's result of the same chunk has arrived, two steps later. A buffer of results is free once the
+// receiver's partial sums of three chunks later have arrived.
 constexpr size_t buffers = 4;
-// Below this one rank of a host sends all.
+// For messages up to this size, one rank of each host sends all.
 constexpr size_t least_slice_bytes = 4 << 10;
 
-// Who sits where, by host.
+// The ranks of each host, and the slices of a chunk.
 struct House {
   House(const Layout& layout, size_t bytes) : hosts(static_cast<size_t>(layout.hosts())) {
     here = static_cast<size_t>(layout.here());
@@ -35,20 +35,20 @@ struct House {
   }
   const std::vector<int>& mine() const { return hosts[here]; }
 
-  std::vector<std::vector<int>> hosts;  // ranks of each, in order
+  std::vector<std::vector<int>> hosts;  // ranks of each host, in order
   size_t here = 0;                      // this rank's host
-  int place = 0;                        // ... and its place there
-  int slices;                           // of a chunk: every host has an owner for each, those of the first places
+  int place = 0;                        // ... and its place among the host's ranks
+  int slices;                           // of a chunk; on every host, slice i belongs to the rank at place i
 };
 
-// While this rank waits for others of its host its data goes on to the other hosts, and what it hears from there counts.
+// While this rank waits for other ranks of its host, it goes on sending to the other hosts, and reads what they said.
 class AtHome final : public Watch {
  public:
   AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
   void look(const Deadline& deadline, const Missing& missing) override {
     mesh_.last_look();
     mesh_.progress();
-    // That is quick; what the others look at is not, and may need the GIL.
+    // Those two are quick. The outer watch is not, and may need the GIL, so it looks less often.
     if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
     looked_ = Clock::now();
     const auto in_group = [this, &missing] {
@@ -100,7 +100,7 @@ class Hierarchy {
       if (arena_ && (k < steps || k >= 3)) meet_here(k);
       if (k < steps) add_up(k);
       if (k >= 3) take(k - 3, k);
-      // In the order in which all send, because a link keeps it: partial k, the result of k - 1.
+      // All ranks send in the same order, because a link keeps it: the partial sums of chunk k, then the result of chunk k - 1.
       if (k < steps) send_partial(k);
       if (k >= 1 && k - 1 < steps) merge(k - 1);
       if (k >= 2 && k - 2 < steps) collect(k - 2);
@@ -115,17 +115,17 @@ class Hierarchy {
   bool owns() const { return house_.place < house_.slices; }
   int owner(size_t host) const { return house_.hosts[host][static_cast<size_t>(house_.place)]; }
   Range chunk(size_t k) const { return piece(call_.bytes(), step_bytes, k); }
-  // Slice `place` of chunk k, in the message; empty for who owns none.
+  // Slice `place` of chunk k, as a range of the message; empty if the rank at that place owns none.
   Range slice(size_t k, int place) const {
     const Range whole = chunk(k);
     if (place >= house_.slices) return {whole.begin, whole.begin};
     const Range one = part(whole.bytes(), house_.slices, place);
     return {whole.begin + one.begin, whole.begin + one.end};
   }
-  // Whether of a whole chunk every host has a share: parts are cut at 64 bytes.
+  // Whether every host has a share of a whole chunk that is not empty: parts are cut at multiples of 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / static_cast<size_t>(house_.slices) >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
-  // Small messages: all hosts get all partial sums of all, so that there is no result to send.
+  // Small messages: every host gets all partial sums of every other, so that there is no result to send.
   bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
   // In elements.
   struct Span {
@@ -145,7 +145,7 @@ class Hierarchy {
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
   int at_hand() const { return static_cast<int>(house_.mine().size()); }
 
-  // x's chunk for those of the host who cannot read x. Own slices nobody else reads.
+  // Copies chunk k of x into staging if x is not in the heap, except for this rank's own slice, which no other rank reads.
   void stage(size_t k) {
     if (!arena_) return;
     if (k == 0) arena_->post(call_);
@@ -194,14 +194,14 @@ class Hierarchy {
     for (size_t i = 1; i < hosts(); i++) {
       const size_t host = (house_.here + i) % hosts();
       const Span now = share(k, host);
-      // The first goes even when it is empty: its header says which call this is.
+      // The first piece is sent even when it is empty: its header says which call this is.
       if (k == 0 || now.count > 0)
         out.push_back(
             {owner(host), partial_[k % buffers] + now.begin * row_.accumulator_bytes, now.count * row_.accumulator_bytes});
     }
     mesh_.send(out);
   }
-  // This host's share of chunk k's slice: from the partials of all hosts to the result, which goes to all.
+  // Merges the partial sums of all hosts for this host's share of chunk k's slice, and sends the result to all.
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);
@@ -212,7 +212,7 @@ class Hierarchy {
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     }
     mesh_.receive(in, wait_);
-    // In the order of hosts, in place; what may still be on its way to others is not touched.
+    // Merges in the order of the hosts, in place, but leaves alone what may still be on its way to other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
     if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
     const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
@@ -226,7 +226,7 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // The other shares of chunk k's slice.
+  // Receives the results of the other hosts' shares of chunk k's slice.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
@@ -236,12 +236,12 @@ class Hierarchy {
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
     }
-    // What comes shows that what was sent to its sender before has gone, and its buffer is free; nothing comes with an empty
-    // share.
+    // Data from a host shows that it has received what we sent it before, so that buffer is free. A host whose share is empty
+    // sends nothing; then wait until all is sent.
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // This rank's slice of the result of chunk k, in round `step`, to all of the host.
+  // Gives this rank's slice of the result of chunk k to all ranks of the host, in round `step`.
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);
@@ -266,7 +266,7 @@ class Hierarchy {
 
   const Call& call_;
   const Layout& layout_;
-  Arena* const arena_;  // of this host; nullptr: this rank is alone here
+  Arena* const arena_;  // of this host; nullptr: this rank is alone on it
   Mesh& mesh_;
   const Wait& wait_;
   const House house_;

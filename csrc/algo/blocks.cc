@@ -1,4 +1,4 @@
-// A message and its parts, and the one order in which parts are added.
+// A message and its parts, and the canonical order of reduction.
 #include "algo/algorithm.h"
 
 namespace mscomm {

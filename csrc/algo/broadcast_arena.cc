@@ -1,4 +1,4 @@
-// Broadcast in shared memory: the root's x goes to everybody.
+// Broadcast in shared memory: the root's x goes to all ranks.
 #include "algo/algorithm.h"
 
 namespace mscomm {

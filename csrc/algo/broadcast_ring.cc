@@ -1,4 +1,4 @@
-// Broadcast along a chain that starts at the root, in windows: the most bandwidth for large messages, n-1 latencies.
+// Broadcast along a chain that starts at the root, in windows: the best bandwidth for large messages, at n-1 latencies.
 #include "algo/algorithm.h"
 
 namespace mscomm {

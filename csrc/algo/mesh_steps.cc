@@ -1,4 +1,4 @@
-// What the algorithms over the mesh share: trees, windows up and down them, and the two ways to reduce block r on rank r.
+// What the algorithms over the mesh share: trees, moving windows up and down them, and the two ways to reduce block r on rank r.
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -62,7 +62,7 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
   for (int i = 1; i < mesh.size(); i++) {
     const int to = (mesh.rank() + i) % mesh.size();
     const Range now = piece(blocks.bytes(to), piece_bytes, k);
-    // The first pieces go even when they are empty: their header says which call this is.
+    // The first pieces are sent even when they are empty: their header says which call this is.
     if (k == 0 || now.bytes()) out.push_back({to, const_cast<char*>(call.in()) + blocks.begin(to) + now.begin, now.bytes()});
   }
   mesh.send(out);
@@ -93,7 +93,7 @@ void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, s
 }
 
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait) {
-  constexpr size_t ring_window_bytes = 1 << 20;  // a step's latency is little beside the time that it takes on the link
+  constexpr size_t ring_window_bytes = 1 << 20;  // a step's latency is short compared with its time on the link
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const int right = (me + 1) % n, left = (me - 1 + n) % n;

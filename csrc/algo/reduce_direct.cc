@@ -14,7 +14,7 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++) {
     const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
     const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
-    // Elsewhere in this rank's own window of scratch, which reduce_window leaves alone.
+    // Other ranks than the root use their own window of scratch, which reduce_window leaves alone.
     char* reduced = ranks.scratch_of(static_cast<size_t>(n) * window_bytes) + static_cast<size_t>(me) * window_bytes;
     if (me == root) reduced = at_root(me);
     send_blocks(call, mesh, parts, window_bytes, k);

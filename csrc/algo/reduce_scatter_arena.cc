@@ -1,5 +1,5 @@
-// Reduce-scatter in shared memory: rank r reduces block r of every x, which it reads where it lies, if in a heap, else piece by
-// piece from staging.
+// Reduce-scatter in shared memory: rank r reduces block r of every x. It reads an x that is in a heap in place, and any other
+// piece by piece from staging.
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -32,7 +32,7 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
       else from = staging.at(rank, k);
     }
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + now.begin, now.bytes());
-    if (!last || any_shared) arena.round(wait);  // the last one for those whose x was read where it lies
+    if (!last || any_shared) arena.round(wait);  // the last round is for ranks whose x was read in place
   }
   arena.steps() += steps;
 }

@@ -1,5 +1,5 @@
 // Reduce up a binomial tree in log2(n) latencies, for small messages. Inputs travel uncombined and the root reduces them, so that
-// the bits are those of the other algorithms.
+// the result has the same bits as with the other algorithms.
 #include "algo/algorithm.h"
 
 namespace mscomm {

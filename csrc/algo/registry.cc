@@ -21,15 +21,15 @@ Run scan_arena, scan_chain;
 
 namespace {
 
-// Down a tree of n ranks the root sends the message log2(n) times; along a chain once, and n-2 windows later the last rank has
-// it.
+// In a tree of n ranks the root sends the message log2(n) times. In a chain it sends the message once, and the last rank has it
+// n-2 windows later.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const auto n = static_cast<size_t>(layout.size), times = static_cast<size_t>(std::bit_width(n - 1));
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 
-// For each collective in order of preference: the first that fits and whose carrier the layout has is chosen, of those by both
-// where hosts have several ranks.
+// For each collective in order of preference: the first row that fits and whose carrier the layout has is chosen. Carrier `both`
+// needs several hosts, at least one of them with several ranks.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
@@ -84,8 +84,8 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// All collectives of a group go by one carrier, so that ranks that make different calls meet and find out. Who waits in the arena
-// for a call by both hears what comes over the mesh.
+// All collectives of a group use one carrier, so that ranks that make different calls meet and find out. A rank that waits in the
+// arena in a call with carrier `both` also reads what comes over the mesh.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

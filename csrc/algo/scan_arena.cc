@@ -1,6 +1,6 @@
-// Scan in shared memory. Each rank combines its part of the message for all ranks, one rank's x after the other, and writes each
-// rank's result on the way: so every x is read once, every result is written once, and the ranks share the work evenly. Foreign
-// memory goes through staging, where the result takes the place of x; one round a chunk, as in all_reduce_arena.cc.
+// Scan in shared memory. Each rank combines its part of the message for all ranks: it adds one rank's x after the other and
+// writes each rank's result on the way. So every x is read once, every result is written once, and the ranks share the work
+// evenly. Foreign memory goes through staging, where the result overwrites x, with one round per chunk as in all_reduce_arena.cc.
 // A tiny message travels in the slot itself: each rank reads the slots of the ranks before it, in one round.
 #include <utility>
 
@@ -10,7 +10,7 @@ namespace mscomm {
 
 namespace {
 
-// The results of all ranks, for `count` elements of each x. A rank's result may lie in the place of its x.
+// Computes the results of all ranks, for `count` elements of each x. A rank's result may overwrite its x.
 void combine(const Reduction& row, bool inclusive, const std::vector<const char*>& x, const std::vector<char*>& out,
              size_t count) {
   constexpr size_t block = 1024;
@@ -53,7 +53,7 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const Reduction& row = reduction(call.signature.dtype, call.signature.op);
   const uint64_t first = arena.steps();
   const auto staged = [&](int rank, size_t k) { return arena.chunk(rank, first + k); };
-  // What the others combine; its own part a rank reads from x and writes to out.
+  // Calls move for what other ranks combine. A rank reads its own part from x and writes it to out, without staging.
   const auto but_mine = [&](size_t k, const auto& move) {
     const Range whole = piece(bytes, chunk_bytes, k), mine = part(whole.bytes(), n, me);
     move(whole.begin, size_t{0}, mine.begin);
@@ -71,7 +71,7 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.post(call);
   put(0);
   meet(arena, wait);
-  bool any_staged = false;  // the same on all ranks, by the posts
+  bool any_staged = false;  // equal on all ranks, because it depends on the posts only
   std::vector<const char*> whole_x;
   std::vector<char*> whole_out;
   for (int rank = 0; rank < n; rank++) {

@@ -1,5 +1,6 @@
-// Scan over the mesh: along the chain of ranks goes, window by window, what the ranks before have combined. A rank combines one
-// window while the next is on its way: n-1 latencies, and each link carries the message once, in the accumulator type.
+// Scan over the mesh, along the chain of ranks: each rank receives, window by window, what the ranks before it have combined,
+// adds its x, and passes the result on. It combines one window while the next is on its way. This takes n-1 latencies, and each
+// link carries the message once, in the accumulator type.
 #include "algo/algorithm.h"
 
 namespace mscomm {
@@ -22,7 +23,7 @@ void scan_chain(const Call& call, const Ranks& ranks, const Wait& wait) {
     in.clear();
     if (me > 0) in.push_back({me - 1, before, bytes});
     mesh.exchange(out, in, wait);
-    // x is read before the result is written, which may lie in its place.
+    // Read x before the result is written, which may overwrite it.
     if (me == 0) {
       row.widen(x, with_mine, elements);
     } else {
