@@ -1,4 +1,5 @@
-// A backend moves the bytes of a valid, numbered call: host.h those of the CPU's arrays, vendor.h those of a device's.
+// A backend moves the bytes of a valid, numbered call: host.h moves those of arrays in the CPU's memory, vendor.h those of a
+// device's arrays.
 #pragma once
 
 #include <memory>
@@ -13,14 +14,14 @@ class Backend {
   virtual ~Backend() = default;
   // Returns when x may be reused and out is complete. Throws Error, or Differs when ranks made different calls.
   virtual void run(const Call& call, const Wait& wait) = 0;
-  // From any thread: makes every waiter on this and the peers' side look around; nothing will be sent any more.
+  // From any thread: wakes every waiter on this rank and on its peers, so that it looks around; nothing is sent any more.
   virtual void shut_down() = 0;
-  // The group is broken: takes the memory that the failed call had given to the peers out of their reach. By the thread that ran
-  // it.
+  // Called when the group is broken, by the thread that ran the failed call: takes the memory that the call had given to the
+  // peers out of their reach.
   virtual void withdraw(const Call& call) = 0;
-  // Compares what peers said that no call has read yet with this rank's own calls, without waiting; throws Differs.
+  // Compares headers of peers that no call has read yet with this rank's own calls, without waiting. Throws Differs.
   virtual void last_look() = 0;
-  // The job is over for this rank: delivers what is still on its way.
+  // Called when this rank leaves the group well: delivers what is still on its way.
   virtual void close() = 0;
   // In a forked child: closes the child's copies of the descriptors, and nothing else. Takes no lock.
   virtual void close_descriptors() = 0;

@@ -16,7 +16,7 @@ namespace {
 
 using Comm = void*;
 
-// Of hccl_types.h. Types beyond 11 have changed their numbers from one release to the next.
+// Numbers from hccl_types.h. Those of types beyond 11 have changed from one release to the next.
 constexpr int success = 0;
 constexpr size_t root_info_bytes = 4108;
 enum Type { t_int8 = 0, t_int16 = 1, t_int32 = 2, t_float16 = 3, t_float32 = 4, t_int64 = 5, t_bfloat16 = 11 };
@@ -31,7 +31,7 @@ struct Item {
 };
 static_assert(sizeof(Item) == 32 && offsetof(Item, peer) == 28);
 
-// What the codes mean, and what to look at.
+// What the error codes mean, and what to check.
 struct Meaning {
   int code;
   const char* words;
@@ -99,7 +99,7 @@ struct Functions {
   int (*batch_send_recv)(Item* items, uint32_t count, Comm comm, StreamHandle stream) = nullptr;
 };
 
-// The library's pointers are not const, also where it only reads.
+// The library takes non-const pointers even to memory that it only reads.
 void* read_only(const void* x) { return const_cast<void*>(x); }
 
 // In the order of Dtype and of Op.
@@ -109,8 +109,8 @@ constexpr Numbers numbers{
     t_int8,
 };
 
-// Which products have which types is in the documents of HcclAllReduce and HcclReduce: the first generation, "Ascend910A" and
-// "Ascend910ProB", has no int16 and no bfloat16; none multiplies these two.
+// The documentation of HcclAllReduce and HcclReduce says which types a device has: the first generation, "Ascend910A" and
+// "Ascend910ProB", has no int16 and no bfloat16, and no device multiplies these two.
 std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
   const auto found = reduction_of(numbers, dtype, op);
   const bool newer = found && (found->type == t_int16 || found->type == t_bfloat16);
@@ -126,7 +126,7 @@ class Hccl final : public Vendor {
         functions(collectives_, communicators_ ? &*communicators_ : nullptr) {}
 
   std::string_view name() const override { return "hccl"; }
-  // The library tells no version, but how many settings its communicators have, which grows from one to the next.
+  // The library tells no version. It does tell how many settings its communicators have, which grows from version to version.
   std::string version() const override {
     return functions.capability ? "capability " + std::to_string(functions.capability()) : "without a version";
   }
@@ -175,10 +175,11 @@ class Hccl final : public Vendor {
   const Functions functions;
 };
 
-// The library's own joining waits for the other ranks: a thread does it, which is left behind if it does not end.
+// The library's function for joining waits for the other ranks. So a thread of its own calls it, and is left behind if it does
+// not end.
 class Joining {
  public:
-  // By the thread, when it is through.
+  // Called by the thread when the function has returned.
   void end(int result, Comm comm, std::exception_ptr thrown, const Functions& functions) {
     const std::lock_guard lock(mutex_);
     done_ = true, result_ = result, thrown_ = std::move(thrown);
@@ -194,7 +195,8 @@ class Joining {
     if (thrown_) std::rethrow_exception(thrown_);
     return result_;
   }
-  // What was joined, once; nullptr if there is nothing, or nothing yet, which the thread destroys then.
+  // Returns the communicator, once; nullptr if there is none, or none yet. gives_up: one that comes later is destroyed by the
+  // thread.
   Comm take(bool gives_up) {
     const std::lock_guard lock(mutex_);
     given_up_ = given_up_ || gives_up;
@@ -236,7 +238,7 @@ class HcclGroup final : public VendorGroup {
   const std::shared_ptr<Joining> joining_ = std::make_shared<Joining>();
   Comm comm_ = nullptr;
   std::atomic<bool> aborted_{false};
-  std::vector<void*> scratch_;  // the last is the largest; the device may be using the others still
+  std::vector<void*> scratch_;  // the last is the largest; the device may still be using the others
   size_t scratch_bytes_ = 0;
 };
 
@@ -249,7 +251,7 @@ HcclGroup::HcclGroup(const Hccl& library, const std::string& id, int size, int r
   if (id.size() != root_info_bytes)
     throw Error("Error",
                 "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " + std::to_string(root_info_bytes));
-  // The libraries are never closed, so their functions outlive whoever left the thread behind.
+  // The thread has a copy of the functions. The libraries are never closed, so it may outlive this object.
   std::thread([joining = joining_, functions = functions_, runtime = runtime_, id, size, rank, device] {
     int result = success;
     Comm comm = nullptr;
@@ -308,7 +310,7 @@ void HcclGroup::all_gather(const void* x, void* out, size_t bytes, StreamHandle 
 }
 
 void HcclGroup::broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) {
-  if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one array for both
+  if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library takes one array for both
   library_.check(functions_.broadcast(out, bytes, t_int8, static_cast<uint32_t>(root), comm_, stream), "HcclBroadcast");
 }
 
@@ -321,8 +323,8 @@ void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
 
 void HcclGroup::abort(bool beside) noexcept {
   if (!comm_ || aborted_.exchange(true)) return;
-  // There is no abort. Where there is no suspend either, what the device is doing ends by HCCL_EXEC_TIMEOUT. A communicator that
-  // a caller is in cannot be destroyed: it stays.
+  // HCCL has no abort. If it has no suspend either, what the device is doing ends after HCCL_EXEC_TIMEOUT. A communicator that a
+  // caller is inside cannot be destroyed, so it is leaked.
   if (functions_.suspend) (void)functions_.suspend(comm_);
   if (!beside) (void)functions_.destroy(comm_);
 }

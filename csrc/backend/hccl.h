@@ -9,8 +9,8 @@
 
 namespace mscomm {
 
-// communicators: where the functions of communicators may be, which newer releases have in a library of their own; it need not
-// be there. soc: the device's name, by which HCCL's limits go. Throws BackendUnavailable.
+// communicators: where the library may be that holds the functions of communicators; only newer releases have one. soc: the
+// device's name, which decides HCCL's limits. Throws BackendUnavailable.
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc);
 

@@ -21,10 +21,10 @@ class HostBackend final : public Backend {
   void close() override;
   void close_descriptors() override;
 
-  // Which algorithm runs each collective of a message of so many bytes, by name.
+  // For each collective, the name of the algorithm that runs it for a message of that many bytes.
   std::vector<std::pair<std::string_view, std::string_view>> chosen(size_t bytes) const;
   const Arena* arena() const { return arena_.get(); }
-  // Bytes of x and out of all calls so far, by what carried them; a call by both counts for each.
+  // Bytes of x and out of all calls so far, by carrier; a call that uses both carriers counts for each.
   struct Carried {
     std::atomic<uint64_t> arena{0}, mesh{0};
   };

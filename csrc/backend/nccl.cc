@@ -210,7 +210,7 @@ bool NcclGroup::busy() {
 }
 
 void NcclGroup::abort(bool) noexcept {
-  // A failure of the end of a failure tells nothing new. The library frees the communicator in a thread of its own.
+  // An error of the abort itself would tell nothing new. The library frees the communicator in a thread of its own.
   if (comm_ && !aborted_.exchange(true)) (void)functions_.abort(comm_);
 }
 

@@ -1,4 +1,4 @@
-// NVIDIA's NCCL, opened at run time. The declarations are ours, after nccl.h; tests/core/abi_test.cc compares the two.
+// NVIDIA's NCCL, opened at run time. The declarations are ours, after nccl.h; tests/core/nccl_abi.cc compares the two.
 #pragma once
 
 #include <climits>
@@ -31,8 +31,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as it was in 2.14, and the first field that came after it: newer libraries take those that a version knew, and
-// fill in the rest.
+// ncclConfig_t as it was in 2.14, and the first field that was added later. Newer libraries read the fields that the given
+// version had, and fill in the rest.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;

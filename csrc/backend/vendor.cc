@@ -16,23 +16,23 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// The watching thread looks this often at what is on the device, at first and later on. It goes on a while when there is nothing:
-// to wake it costs the next caller a system call.
+// How often the watching thread looks at the calls on the device: first_look until looks_often_s after something last happened,
+// then later_look. It also looks for that long when no call is pending, because waking it costs the next caller a system call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
-// After that long on the device the ranks compare what they have called.
+// When no call has ended on the device for this long, the ranks compare their calls.
 constexpr double compares_after_s = 1;
-// How long the library may take to free a group, or to abort it, before nobody waits for it any more.
+// How long we wait for the library to free a group, and to abort it.
 constexpr double frees_within_s = 5, aborts_within_s = 10;
 
-// So long the library is asked again and again whether it has set up a call, which is about what a thread takes that it starts
-// for it; from then on between sleeps, of which each costs 50 us more than it is told.
+// For this long the library is asked without a pause whether it has set up a call; a thread that it starts for that takes about
+// as long. After that we sleep in between, and each sleep takes 50 us longer than asked for.
 constexpr auto asks_at_once = 200us;
 
-// What of a group the library is asked by one thread at a time; abort() waits for that at most so long.
+// One thread at a time calls the library for a group. An abort waits at most this long for that thread.
 constexpr auto call_takes_at_most = 1s;
 
-// A mutex for which one can wait a while. Not std::timed_mutex, which ThreadSanitizer does not understand.
+// A mutex that can be waited for with a time limit. Not std::timed_mutex, which ThreadSanitizer does not understand.
 class Turn {
  public:
   void lock() {
@@ -61,15 +61,15 @@ class Turn {
   bool taken_ = false;
 };
 
-// One for each device of the process: what several groups enqueue there has one order. Nobody who aborts takes it.
+// One turn for each device of the process, so that several groups enqueue there one after the other. An abort does not take it.
 Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;                                                 // protects all
-  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // a thread may be left behind with one
+  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use one
   const std::lock_guard lock(mutex);
   return all[{runtime, device}];
 }
 
-// What cannot be freed stays until the process ends.
+// Keeps a group that cannot be freed until the process ends.
 void leave_behind(std::unique_ptr<VendorGroup> group) {
   static std::mutex mutex;  // protects left
   static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;
@@ -106,7 +106,7 @@ Batch::~Batch() {
   try {
     group_.end_batch();
   } catch (const Error&) {
-    // The error that has ended the batch early is the one to tell.
+    // The error that has ended the batch early is the one to report.
   }
 }
 
@@ -137,21 +137,21 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
     Signature call;
     StreamHandle stream;
     EventHandle event;
-    EventHandle before;  // of a call beside the caller's stream: what it waits for
+    EventHandle before;  // of a call beside the caller's stream: what the call waits for
     Deadline deadline;
     double next_notice_s = compares_after_s;
   };
   std::deque<Pending> pending_;      // in the order of their numbers
-  std::vector<EventHandle> events_;  // free ones
+  std::vector<EventHandle> events_;  // that are not in use
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool asleep_ = false;      // the thread does not look by itself: who enqueues wakes it
-  bool captured_ = false;    // a graph may have calls of the group in it
-  Clock::time_point moved_;  // when a call ended last, or one was enqueued where there was none
+  bool asleep_ = false;      // the thread looks again only when a caller that enqueues wakes it
+  bool captured_ = false;    // a graph may contain calls of the group
+  Clock::time_point moved_;  // when a call last ended, or was enqueued while none was pending
   bool over_ = false;        // the library has freed the group
-  bool ended_ = false;       // the thread, and it has freed the rest
+  bool ended_ = false;       // the thread has ended, and has freed the rest
   std::unique_ptr<std::thread> thread_;
 
-  std::mutex telling_;  // protects observer_, and is held while it is told; no other lock is, which it may take itself
+  std::mutex telling_;  // protects observer_, and is held while it is told; mutex_ is not, which it may need
   Observer* observer_ = nullptr;
 
  private:
@@ -160,7 +160,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
     const std::lock_guard lock(telling_);
     if (observer_) words(*observer_);
   }
-  // Asks the library something about the group, unless it was aborted.
+  // Calls the library for the group; throws if the group was aborted.
   template <typename Question>
   auto ask(const Question& question) {
     const std::lock_guard lock(calling_);
@@ -194,10 +194,10 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   const int device_;
   const size_t size_, rank_;
   Turn& issuing_;
-  Turn calling_;  // protects group_: one thread at a time asks the library about it
+  Turn calling_;  // protects group_: one thread at a time calls the library for it
   std::unique_ptr<VendorGroup> group_;
-  std::atomic<bool> aborted_{false};  // group_, which a caller was in
-  StreamHandle beside_ = nullptr;     // for calls beside the caller's stream; made by the first
+  std::atomic<bool> aborted_{false};  // group_ was aborted while a caller was inside it
+  StreamHandle beside_ = nullptr;     // the stream for calls beside the caller's; made by the first of them
 };
 
 void VendorBackend::State::join(const std::string& id, const Deadline& deadline, const std::function<void()>& check) {
@@ -235,7 +235,7 @@ void VendorBackend::State::run(const Call& call, const Wait& wait) {
     enqueue(call, stream);
     settle(issuing, wait);
   }
-  if (captured) {  // it will run as often as the graph does, and this is none of these times
+  if (captured) {  // the call will run as often as the graph does, but does not run now
     {
       const std::lock_guard lock(mutex_);
       captured_ = true;
@@ -264,8 +264,8 @@ void VendorBackend::State::take(std::unique_lock<Turn>& issuing, const Wait& wai
   }
 }
 
-// Until the library has set up what was enqueued: by its first call of a kind it may connect to other ranks, which may be in a
-// call of another group first. So the device's turn is not held meanwhile.
+// Waits until the library has set up what was enqueued. In the first call of a kind it may connect to other ranks, which may be
+// in a call of another group before. So the device's turn is released meanwhile.
 void VendorBackend::State::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;
@@ -331,7 +331,7 @@ void VendorBackend::State::enqueue(const Call& call, StreamHandle stream) {
   }
 }
 
-// The collectives that only move parts, from the parts that each rank sends and receives.
+// The collectives that only move data: each rank sends and receives parts.
 void VendorBackend::State::exchange(const Call& call, StreamHandle stream) {
   const Collective what = call.signature.what;
   const size_t element = call.element_bytes();
@@ -378,7 +378,7 @@ EventHandle VendorBackend::State::take_event() {
 
 void VendorBackend::State::order(uint64_t number, StreamHandle stream) {
   const Runtime::Current current(*runtime_, device_);
-  const std::lock_guard lock(mutex_);  // the event must not be used again meanwhile
+  const std::lock_guard lock(mutex_);  // the event must not be reused meanwhile
   for (const Pending& one : pending_)
     if (one.call.number == number) return runtime_->wait(stream, one.event);
 }
@@ -401,7 +401,7 @@ void VendorBackend::State::pack(const Packing& packing, StreamHandle stream) {
   }
 }
 
-// The thread. What ends it early ends the group: without it nobody would see a failure.
+// The watching thread. An error that ends it early must end the group, because nobody else would see a failure.
 void VendorBackend::State::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);
@@ -445,13 +445,13 @@ void VendorBackend::State::free_group(std::unique_lock<std::mutex>& lock, void (
   over_ = true;
 }
 
-// What has ended, what has failed, what is late.
+// Tells the observer which calls have ended, which have failed and which are late.
 void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
   std::vector<uint64_t> ended;
   std::vector<std::pair<Signature, double>> waiting;
   std::optional<std::pair<Signature, Error>> failed;
   try {
-    // Streams may be several: the calls of one can pass those of another. On one of them nothing passes what has not ended.
+    // Calls on one stream end in order, but calls on different streams may overtake each other.
     std::vector<StreamHandle> behind;
     for (auto one = pending_.begin(); one != pending_.end();) {
       if (std::find(behind.begin(), behind.end(), one->stream) != behind.end()) {
@@ -466,7 +466,7 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
         ++one;
       }
     }
-    // A program may be far ahead of its device: what counts is how long nothing has ended.
+    // A program may be far ahead of its device, so the timeout counts from when a call last ended.
     const double still_s = seconds_since(moved_);
     for (const Pending& one : pending_)
       if (!failed && still_s >= one.deadline.timeout_s())
@@ -502,7 +502,7 @@ void VendorBackend::State::look_at_pending(std::unique_lock<std::mutex>& lock) {
 void VendorBackend::State::abort_group() {
   std::unique_ptr<VendorGroup> group;
   {
-    // Who is in the library is there for microseconds, unless it hangs: then this is what ends it.
+    // A caller is inside the library for microseconds, unless the library hangs; then this abort makes it return.
     std::unique_lock calling(calling_, call_takes_at_most);
     if (!calling) {
       aborted_ = true;
@@ -528,7 +528,7 @@ void VendorBackend::State::finish_group() {
     while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
     if (deadline.passed()) group_->abort(false);
   } catch (const Error&) {
-    group_->abort(false);  // another rank did not end well, which its own calls and the hub tell
+    group_->abort(false);  // another rank did not end well, which its own calls and the hub report
   }
   group_.reset();
 }
@@ -552,7 +552,7 @@ VendorBackend::~VendorBackend() {
   const std::unique_ptr<std::thread> thread = std::move(state_->thread_);
   lock.unlock();
   if (ended) thread->join();
-  else thread->detach();  // it is inside the library, and has what it uses
+  else thread->detach();  // it is inside the library, and shares ownership of what it uses
 }
 
 void VendorBackend::observe(Observer* observer) {

@@ -1,4 +1,4 @@
-// What a vendor's communication library does for the vendor backend: nccl.cc and hccl.cc fill this in.
+// What the vendor backend needs of a vendor's communication library; nccl.cc and hccl.cc implement it.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace mscomm {
 
-// Bytes to or from one rank of an exchange.
+// Bytes to or from one peer in an exchange.
 struct Part {
   bool sends;
   int peer;
@@ -24,54 +24,57 @@ struct Part {
   size_t bytes;
 };
 
-// How a library numbers what it can reduce; -1: what it cannot.
+// The library's numbers for the types and operations that it can reduce; -1: it cannot.
 struct Numbers {
-  std::array<int, dtypes.size()> types;            // by Dtype, but for bool and complex numbers
+  std::array<int, dtypes.size()> types;            // by Dtype; bool and complex numbers have none
   std::array<int, mscomm::ops.size()> operations;  // by Op
   int byte;                                        // the type for bools, which are bytes that are 0 or 1
 };
 
-// A type and an operation of the library's. factor: elements of that type for one of ours.
+// A type and an operation, in the library's numbers. factor: elements of that type for one element of ours.
 struct VendorReduction {
   int type, op;
   size_t factor = 1;
 };
 
-// Complex numbers are summed part by part; of bools the largest is their or, and their sum, the smallest their and.
+// How the library can compute op on dtype; nullopt: it cannot. Complex numbers are summed part by part. For bools, the maximum is
+// the or and the sum, and the minimum is the and and the product.
 std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op);
 
-// A communicator of the library: one rank's end of it, on one device. All calls but abort() come from one thread at a time, with
-// the device current. They throw Error for what the library refuses.
+// One rank's communicator of the library, on one device. All functions but abort() are called by one thread at a time, with the
+// device current. They throw Error if the library refuses.
 class VendorGroup {
  public:
   virtual ~VendorGroup() = default;
 
-  // Each enqueues, and returns at once; then busy() must have said false before anything else is asked of the group. Counts are
-  // of elements. x may be out.
+  // Each of these enqueues and returns at once. Afterwards busy() must have returned false before anything else is called. Counts
+  // are in elements. x may be out.
   virtual void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   virtual void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) = 0;
-  // count: of out.
+  // count: elements of out.
   virtual void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
-  // bytes: of x. x may be at its place in out.
+  // bytes: the size of x. x may be at its place in out.
   virtual void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) = 0;
-  // x counts at the root alone.
+  // x is read at the root only.
   virtual void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) = 0;
-  // All parts at once; from a rank to another at most one. Nothing of it is this rank's own.
+  // Moves all parts at once. There is at most one part from a rank to another, and none from this rank to itself.
   virtual void exchange(std::span<const Part> parts, StreamHandle stream) = 0;
-  // What is called between the two is one operation of the library.
+  // What is called between these two is one operation of the library.
   virtual void begin_batch() = 0;
   virtual void end_batch() = 0;
 
-  // Whether the library is still setting up what was called last. Throws the error that the group has met, at any time.
+  // Whether the library is still setting up the last call. Throws the error that the group has met, whenever that was.
   virtual bool busy() = 0;
-  // Ends what the device is doing for this group, from any thread, once; nothing is asked of the group after that. It may take
-  // long. beside: another thread is inside a call, which this shall make return.
+  // Ends what the device is doing for this group. May be called by any thread, once; nothing is called afterwards. It may take
+  // long. beside: another thread is inside a call, and abort() must make it return.
   virtual void abort(bool beside) noexcept = 0;
-  // The group has come to its end well: begins to free it. When busy() says false, the destructor frees the rest.
+  // Called when the group has ended without an error: begins to free it. Once busy() returns false, the destructor frees the
+  // rest.
   virtual void finish() = 0;
 };
 
-// The calls of its life are one operation; if one of them throws, so does the rest of the batch, which counts for nothing then.
+// All calls during its life are one operation of the library. If one of them throws, the destructor closes the operation and
+// ignores its errors.
 class Batch {
  public:
   explicit Batch(VendorGroup& group);
@@ -94,61 +97,62 @@ class Vendor {
   virtual const std::string& path() const = 0;  // of the library
   virtual const std::string& origin() const = 0;
 
-  // Why the library cannot reduce such elements so; empty: it can.
+  // Why the library cannot reduce elements of this type by this operation; empty: it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
-  // For all ranks of a group that is to be, from one of them, whose device is current.
+  // The id of a new group. One of its ranks makes it, with its device current, and gives it to the others.
   virtual std::string make_id() = 0;
-  // One rank's end of that group, on the device, which is current; busy() tells when it can be used.
+  // Joins that group as one rank, on the device, which is current. The group can be used once busy() returns false.
   virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                             int device) = 0;
 };
 
-// Runs the calls of one group on arrays of one device: enqueues them, and watches from a thread of its own what becomes of them.
+// Runs the calls of one group on arrays of one device: enqueues them, and has a thread of its own that watches them.
 class VendorBackend final : public Backend {
  public:
-  // Told of calls, from a thread that holds no lock.
+  // Is told what becomes of calls. It may call shut_down().
   class Observer {
    public:
     virtual ~Observer() = default;
     virtual void ended(uint64_t number) = 0;
-    // As long as nobody ends the group by shut_down(), again and again.
+    // Called again and again until shut_down() ends the group.
     virtual void failed(const Signature& call, const Error& error) = 0;
     virtual void waits(const Signature& call, double waited_s) = 0;
   };
 
-  // Joins the group; every rank of it does, with the same id. check: called each 50 ms or more often; may throw to end the wait.
+  // Joins the group, as every rank of it does with the same id. check: called at least every 50 ms; may throw to end the wait.
   // Throws CollectiveTimeout.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;
 
-  // Before the first call; nullptr when the observer goes.
+  // To be called before the first call, and with nullptr before the observer is destroyed.
   void observe(Observer* observer);
 
-  // Returns when the call has been enqueued on its stream, or beside it; the observer learns of its end.
+  // Returns when the call has been enqueued, on its stream or beside it. The observer is told when the call has ended.
   void run(const Call& call, const Wait& wait) override;
-  // What is enqueued on the stream from now on comes after that call.
+  // Makes what is enqueued on the stream from now on wait for that call.
   void order(uint64_t number, StreamHandle stream);
-  // In the order of the stream: by the device's kernels, else by copies, which can neither scale nor cast; RuntimeError then.
+  // Packs or unpacks, in the order of the stream, with the device's kernels if it has them, else by copies. Throws RuntimeError
+  // if copies would have to scale or cast.
   void pack(const Packing& packing, StreamHandle stream);
-  // All bytes of the device's memory zero, in the order of the stream.
+  // Fills device memory with zeros, in the order of the stream.
   void clear(void* memory, size_t bytes, StreamHandle stream);
-  // Whether the device has kernels that scale, and cast where the dtypes differ.
+  // Whether the device has kernels that scale, and that cast if the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const;
-  // Why the library cannot reduce such elements so; empty: it can.
+  // Why the library cannot reduce elements of this type by this operation; empty: it can.
   std::string refuses(Dtype dtype, Op op) const;
   // How many calls have not ended.
   size_t pending() const;
 
   void shut_down() override;
-  void withdraw(const Call&) override {}  // the device alone has the arrays
+  void withdraw(const Call&) override {}  // no peer can reach a device's arrays
   void last_look() override {}
   void close() override;
   void close_descriptors() override;
 
  private:
   class State;
-  std::shared_ptr<State> state_;  // the watching thread's too, which the library may keep for longer than anybody waits
+  std::shared_ptr<State> state_;  // shared with the watching thread, which may hang in the library
 };
 
 }  // namespace mscomm
