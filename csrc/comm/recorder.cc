@@ -19,11 +19,12 @@ void Recorder::end(uint64_t number, Record::State state) {
   entry.ended = Clock::now();
 }
 
-// Reckoned when somebody asks: calls are many, and who asks is rare.
+// Converts the times of records to the time of day. This is done when somebody asks, because calls are frequent and questions are
+// rare.
 class Recorder::TimeOfDay {
  public:
   TimeOfDay() {
-    // The thread may lose its CPU between two clocks; three times in a row for long it will not.
+    // The thread may lose its CPU between reading two clocks, but hardly three times in a row.
     for (int i = 0; i < 3; i++) {
       const auto before = Clock::now();
       const Seconds day = std::chrono::system_clock::now().time_since_epoch();

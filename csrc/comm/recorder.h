@@ -1,5 +1,5 @@
-// The last calls of a group: what was called, when, and how it ended. Read by error messages, by the hub's "where are you", and
-// by Python.
+// The last calls of a group: what was called, when, and how it ended. Used for error messages, by the hub's question where a rank
+// is, and by Python.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ class Recorder {
   void end(uint64_t number, Record::State state);
   std::optional<Record> find(uint64_t number) const;
   std::optional<Record> last() const;
-  // Those after that number, oldest first.
+  // The calls after that number, oldest first.
   std::vector<Record> all(uint64_t after = 0) const;
 
  private:

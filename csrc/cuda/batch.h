@@ -1,14 +1,14 @@
-// What one launch moves between a bucket and its parts, as the kernels get it: by value, in the 4 KiB that all drivers take.
+// What one launch moves between a bucket and its parts, as the kernels get it: by value, in the 4 KiB that all drivers accept.
 //
-// The bucket is a row of elements, in which the parts have their places. It is cut into cells of equal size and, besides, where a
-// part begins; each block has one of the pieces:
+// The bucket is an array of elements, in which the parts have their places. It is cut into cells of equal size, and also where a
+// part begins. Each block moves one of the resulting pieces:
 //
 //     parts    |     0     | 1 |2 |                  3                |
 //     cells    |           |           |           |           |           |
 //     pieces   |     0     1 2 | 3|  4 |     5     |     6     |  7   |
 //
-// So a large part has many blocks, a small one has one, and which piece a block has follows from its number alone. Where a part
-// ends with a cell, a piece without elements comes next (1 above): that keeps counting simple, and costs a block.
+// So a large part has many blocks, a small part has one, and a block finds its piece by its number alone. If a part ends where a
+// cell ends, an empty piece follows (1 above): that keeps counting simple, and costs a block.
 #pragma once
 
 #include <cstddef>
@@ -16,29 +16,29 @@
 
 namespace mscomm::cuda {
 
-constexpr unsigned threads = 256;  // of a block
+constexpr unsigned threads = 256;  // per block
 
 struct Entry {
   uint64_t part;        // its address
   uint64_t begin : 56;  // its place in the bucket, in elements
-  uint64_t gap : 8;     // from its end to the next part's place
+  uint64_t gap : 8;     // elements from its end to the next part's place
 };
 
 struct Batch {
   static constexpr size_t most = 251;
 
   uint64_t bucket;    // its address
-  uint64_t residual;  // error feedback: what the parts are owed, at their places in the bucket; else 0
+  uint64_t residual;  // error feedback: its address, in the order of the bucket; 0: none
   double scale;
   float largest;            // error feedback: nothing larger goes into the bucket
   uint32_t count;           // of parts
-  uint32_t packs;           // into the bucket, or out of it
+  uint32_t packs;           // 1: into the bucket; 0: out of it
   uint32_t cell_log2;       // elements of a cell, as a power of two
-  Entry entries[most + 1];  // and where the last one ends
+  Entry entries[most + 1];  // one for each part, and one where the last part ends
 
   constexpr uint64_t cell_of(uint32_t entry) const { return entries[entry].begin >> cell_log2; }
   constexpr uint64_t end_of(uint32_t entry) const { return entries[entry + 1].begin - entries[entry].gap; }
-  // The first piece of a part; of the entry behind the last: how many there are.
+  // The first piece of a part. For the entry after the last part: the number of pieces.
   constexpr uint64_t first_piece(uint32_t entry) const { return cell_of(entry) - cell_of(0) + entry; }
 };
 static_assert(sizeof(Batch) <= 4096);

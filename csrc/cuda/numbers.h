@@ -1,6 +1,6 @@
-// float16 and bfloat16 as bits, to and from float: the same code on the device and on the host, which tests compare with
-// base/reduce.cc's. Rounds to nearest, ties to even; keeps subnormal numbers. constexpr makes it the device's too (nvcc's
-// --expt-relaxed-constexpr), so that nothing here knows of CUDA.
+// float16 and bfloat16 as bits, to and from float. The code is the same on the device and on the host; tests compare it with that
+// of base/reduce.cc. Rounds to nearest, ties to even; keeps subnormal numbers. Functions that are constexpr can also be called on
+// the device (nvcc's --expt-relaxed-constexpr), so that nothing here needs CUDA.
 #pragma once
 
 #include <bit>
@@ -47,10 +47,10 @@ constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
 template <>
 constexpr Float16 narrow<Float16, float>(float x) {
   const uint32_t all = std::bit_cast<uint32_t>(x), magnitude = all & 0x7fffffff, sign = all >> 16 & 0x8000;
-  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: from there on it is infinite
+  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: from here on the result is infinite
   const uint32_t biased = bounded & (255u << 23);
   const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: below are the subnormal numbers
-  // 2^13 times that weighs what makes the addition round to the last bit of a float16.
+  // Adding 2^13 times that power of two makes the addition round to the last bit of a float16.
   const uint32_t weight = exponent + (13u << 23);
   const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
   const uint32_t fraction = std::bit_cast<uint32_t>(sum) - weight;  // with the leading 1 of normal numbers
@@ -58,7 +58,8 @@ constexpr Float16 narrow<Float16, float>(float x) {
   return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
 }
 
-// The number of the narrow type next to a positive one, and not above it: so many ranks' worth of it cannot overflow.
+// The largest number of the narrow type that is not above x, which is positive. If x is a rank's share of what the type can hold,
+// the sum over the ranks cannot overflow.
 template <class To>
 constexpr float floor_to(float x) {
   To made = narrow<To>(x);

@@ -1,6 +1,6 @@
-// The kernels that gather many arrays into a bucket and spread it again, in one launch: as they are, or scaled, cast and with
-// error feedback on the way. Each is memory-bound: what counts is that all loads and stores are wide and that many are on their
-// way at once, whatever the sizes of the parts; see batch.h for who moves what.
+// The kernels that gather many arrays into a bucket, or spread them from it again, in one launch: unchanged, or scaled, cast and
+// with error feedback on the way. They are memory-bound: what counts is that all loads and stores are wide and that many are on
+// their way at once, whatever the sizes of the parts. batch.h tells which block moves what.
 //
 // Compiled by nvcc for devices, and by the host's compiler for tests (tests/core/cuda_on_cpu.h); both give the same bits:
 // every operation rounds once (--fmad=false), subnormal numbers stay, and a computed NaN is always the same one.
@@ -15,7 +15,8 @@ namespace mscomm::cuda {
 
 namespace {
 
-// What one instruction loads or stores. In words, so that the compiler does not take bytes apart that are only copied.
+// What one instruction loads or stores. It consists of words, so that the compiler does not split data into bytes that are only
+// copied.
 template <unsigned bytes>
 struct alignas(bytes) Raw {
   using Word = std::conditional_t<bytes % 4 == 0, uint32_t, std::conditional_t<bytes == 2, uint16_t, uint8_t>>;
@@ -27,11 +28,11 @@ struct Vector {
   T at[width];
 };
 
-// Which NaN comes out of a computation is up to the machine; as in base/reduce.cc, results carry always this.
+// Which NaN comes out of a computation depends on the machine. As in base/reduce.cc, results always hold this one.
 __device__ inline float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
 __device__ inline double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
 
-// The ways of an element, from where it is to where it goes; `owed` is what error feedback keeps for it.
+// What happens to an element on its way; `owed` is the error feedback kept for it.
 
 template <class T>
 struct Copied {
@@ -52,8 +53,8 @@ struct Scaled {
   __device__ To operator()(From x, float&) const { return narrow<To>(one_nan(widen(x) * scale)); }
 };
 
-// What rounding takes away, and what is beyond `largest`, is added the next time. Infinities and NaN go as they are, for who
-// looks for them, and nothing is owed for them. See python/mscomm/train/buckets.py, which does the same on the CPU.
+// What rounding takes away, and what is beyond `largest`, is added the next time. Infinities and NaN are passed on unchanged, for
+// code that looks for them, and nothing is kept for them. python/mscomm/train/buckets.py does the same on the CPU.
 template <class To_>
 struct Owing {
   using From = float;
@@ -70,12 +71,12 @@ struct Owing {
   }
 };
 
-// Where a piece comes from and goes to; as addresses, because the host has the same struct for either direction.
+// Where a piece comes from and goes to. These are addresses, because Batch is the same for both directions.
 struct Sides {
   uint64_t from, to, owed;
 };
 
-// `units` of `width` elements each, from the first element on; those from `hole` on come `skip` units later.
+// Moves `units` units of `width` elements each, from element `first` on. Units from `hole` on lie `skip` units further.
 template <unsigned width, class Way>
 __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, uint32_t units, uint32_t hole, uint32_t skip) {
   using From = typename Way::From;
@@ -83,7 +84,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   using In = Raw<sizeof(From) * width>;
   using Out = Raw<sizeof(To) * width>;
   using Owed = Raw<sizeof(float) * width>;
-  constexpr unsigned depth = 4;  // loads of a thread that are on their way at once
+  constexpr unsigned depth = 4;  // loads of a thread that are in flight at once
   const auto* const in = reinterpret_cast<const In*>(sides.from + first * sizeof(From));
   auto* const out = reinterpret_cast<Out*>(sides.to + first * sizeof(To));
   auto* const owed = reinterpret_cast<Owed*>(sides.owed + first * sizeof(float));
@@ -117,7 +118,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   }
 }
 
-// How many elements come before the first that begins a whole vector.
+// How many elements come before the first one that is aligned to a vector.
 template <class T, unsigned width>
 __device__ inline uint32_t before_vectors(uint64_t address) {
   return static_cast<uint32_t>((width - address / sizeof(T) % width) % width);
@@ -134,7 +135,8 @@ __device__ inline void run(const Batch& batch) {
   const Sides sides{batch.packs ? part : bucket, batch.packs ? bucket : part, batch.residual + piece.begin * sizeof(float)};
   const auto count = static_cast<uint32_t>(piece.end - piece.begin);
 
-  // Vectors of 16 bytes on the wider side, if all sides come to a vector's begin at one element; else one element at a time.
+  // Uses vectors of 16 bytes on the wider side, if all sides are aligned to a vector at the same element; otherwise moves one
+  // element at a time.
   constexpr unsigned width = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   uint32_t head = before_vectors<To, width>(sides.to);
   const bool together =
@@ -143,13 +145,13 @@ __device__ inline void run(const Batch& batch) {
   const uint32_t units = (count - head) / width, whole = units * width;
 
   const Way way(batch);
-  move<1>(way, sides, 0, count - whole, head, whole);  // before the vectors, and behind them
+  move<1>(way, sides, 0, count - whole, head, whole);  // before the vectors, and after them
   move<width>(way, sides, head, units, units, 0);
 }
 
 }  // namespace
 
-// By these names device/kernels.h finds them. The batch stays where the driver puts parameters: no thread has a copy.
+// device/kernels.h finds the kernels by these names. The batch stays where the driver puts parameters: no thread has a copy.
 #define KERNEL(name, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Batch batch) { run<__VA_ARGS__>(batch); }
 

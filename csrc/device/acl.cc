@@ -10,13 +10,13 @@ namespace mscomm {
 
 namespace {
 
-// Of acl/acl_rt.h.
+// From acl/acl_rt.h.
 using Result = int;
 using Context = void*;
 constexpr Result success = 0, repeated_initialize = 100002;
 constexpr uint32_t event_sync = 1;
 constexpr int device_to_device = 3;
-constexpr int event_recorded = 1;  // of aclrtQueryEventStatus; the older aclrtQueryEvent has it the other way round
+constexpr int event_recorded = 1;  // of aclrtQueryEventStatus; the older aclrtQueryEvent has the opposite value
 
 struct Functions {
   explicit Functions(const Dynlib& library) {
@@ -64,14 +64,14 @@ struct Functions {
   const char* (*recent_error)();
 };
 
-// The contexts to which the guards of this thread go back; nullptr: it had none.
+// The contexts that the guards of this thread restore; nullptr: the thread had none.
 thread_local std::vector<Context> before;
 
 class Acl final : public Runtime {
  public:
   Acl(Dynlib library, std::vector<std::string> visible)
       : library_(std::move(library)), functions_(library_), visible_(std::move(visible)) {
-    // Another library of the process may have done it; then the end is its, too.
+    // Another library of the process may have initialised AscendCL; then it finalises it, too.
     if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
       throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
     uint32_t count = 0;
@@ -95,7 +95,7 @@ class Acl final : public Runtime {
     return name ? name : "Ascend";
   }
 
-  // AscendCL has none: the number that the device has on its host, as far as is known here.
+  // AscendCL has no uuids, so this is the device's number on its host, as far as it is known here.
   std::string uuid(int device) const override {
     return "NPU-" +
            (static_cast<size_t>(device) < visible_.size() ? visible_[static_cast<size_t>(device)] : std::to_string(device));
@@ -117,7 +117,7 @@ class Acl final : public Runtime {
     return event;
   }
   void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
-  // The older kind must be reset before, which it cannot be while something waits for it.
+  // An event of the older kind must be reset first, which is not possible while something waits for it.
   bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
   void leave_captures_alone() override {}
   int device_of(const void*) override { return -1; }
@@ -165,7 +165,7 @@ class Acl final : public Runtime {
     if (old) (void)functions_.set_context(old);
   }
 
-  // The device's own context, which all libraries share that ask for none. Kept until the process ends.
+  // The device's default context, which all libraries share that do not make their own. Kept until the process ends.
   Context context_of(int device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no NPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));

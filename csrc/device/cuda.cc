@@ -11,7 +11,7 @@ namespace mscomm {
 
 namespace {
 
-// Of cuda.h; the names of functions are those that its macros stand for. tests/core/cuda_abi.cc compares them.
+// From cuda.h; the functions have the names that its macros stand for. tests/core/cuda_abi.cc compares them.
 using Result = int;
 using Device = int;
 using Context = void*;
@@ -33,7 +33,7 @@ struct Driver {
     library.need(driver_version, "cuDriverGetVersion");
     library.need(device_count, "cuDeviceGetCount");
     library.need(device_name, "cuDeviceGetName");
-    library.find(device_uuid, "cuDeviceGetUuid_v2");  // of a part of a GPU its own
+    library.find(device_uuid, "cuDeviceGetUuid_v2");  // a part of a GPU has its own uuid there
     if (!device_uuid) library.need(device_uuid, "cuDeviceGetUuid");
     library.need(device_attribute, "cuDeviceGetAttribute");
     library.need(retain, "cuDevicePrimaryCtxRetain");
@@ -156,7 +156,7 @@ class Cuda final : public Runtime {
     check(driver_.stream_create(&stream, stream_non_blocking, greatest), "cuStreamCreateWithPriority");
     return stream;
   }
-  // What cannot be destroyed is the device's, which has failed: there is nobody to tell.
+  // This fails only if the device has failed, and then there is nobody to tell.
   void destroy_stream(StreamHandle stream) noexcept override { (void)driver_.stream_destroy(stream); }
 
   EventHandle make_event() override {
@@ -246,7 +246,7 @@ class Cuda final : public Runtime {
     std::string without;  // why it has no kernels
   };
 
-  // Made by the first use, and kept until the process ends: after that nobody writes to it.
+  // Made at the device's first use, and kept unchanged until the process ends.
   const Used& used(Device device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
@@ -263,7 +263,7 @@ class Cuda final : public Runtime {
     return *place;
   }
 
-  // All at once, for the device that is current. Returns what keeps it from that, which is no error: copies do the same.
+  // Loads all kernels, for the current device. If it cannot, it returns why. That is no error: copies do the same.
   std::string load_kernels(Device device, Used& to) {
     if (image_.bytes.empty()) return "this mscomm was built without nvcc";
     try {

@@ -10,7 +10,7 @@
 
 namespace mscomm {
 
-// Throws BackendUnavailable if there is no driver, or no GPU. The image, of the kernels, must live as long as the process.
+// Throws BackendUnavailable if there is no driver, or no GPU. The image of the kernels must live as long as the process.
 std::unique_ptr<Runtime> open_cuda(const std::vector<Candidate>& candidates, Image image = embedded_image());
 
 }  // namespace mscomm

@@ -10,8 +10,9 @@ namespace mscomm {
 
 namespace {
 
-// A block moves so much: little enough that a small bucket has work for all multiprocessors, enough that what a block does before
-// its first load does not count. In between, so many blocks for each multiprocessor, which has room for about as many at a time.
+// How many bytes a block moves: few enough that a small bucket has work for all multiprocessors, and enough that what a block
+// does before its first load does not count. In between, each multiprocessor gets blocks_each blocks: it has room for about that
+// many at a time.
 constexpr uint64_t least_cell_bytes = 4096, most_cell_bytes = 32768, blocks_each = 8;
 
 int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
@@ -20,7 +21,7 @@ int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
   return -1;
 }
 
-// What divides all addresses and sizes of a copy, up to 8: with elements of so many bytes it is copied.
+// The largest power of two, up to 8, that divides all addresses and sizes of a copy: it is copied in units of that many bytes.
 uint64_t common_unit(const Packing& packing) {
   const uint64_t element = size_of(packing.dtype);
   uint64_t all = 8 | reinterpret_cast<uintptr_t>(packing.bucket);
@@ -31,7 +32,7 @@ uint64_t common_unit(const Packing& packing) {
 
 bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
-// Whether each side begins at a whole element, as in all arrays that are no views of bytes.
+// Whether all arrays are aligned to their elements. Only views of bytes can be otherwise.
 bool aligned(const Packing& packing) {
   return aligned(packing.bucket, size_of(packing.bucket_dtype)) && aligned(packing.residual, sizeof(float)) &&
          std::all_of(packing.parts.begin(), packing.parts.end(),
@@ -40,7 +41,7 @@ bool aligned(const Packing& packing) {
 
 int kernel_for(const Packing& packing, uint64_t unit) {
   using enum Kernel::Way;
-  if (packing.plain()) return std::countr_zero(unit);  // the copies come first
+  if (packing.plain()) return std::countr_zero(unit);  // the copies come first in kernels
   if (!aligned(packing)) return -1;
   const Kernel::Way way = packing.residual ? owe : packing.dtype == packing.bucket_dtype ? scale : packing.packs ? pack : unpack;
   return place_of(way, packing.dtype, packing.bucket_dtype);
@@ -56,7 +57,7 @@ cuda::Entry entry(const void* part, uint64_t begin) {
   return {reinterpret_cast<uintptr_t>(part), begin & bits, 0};
 }
 
-// What the kernel may put into the bucket without that being infinite, or more than is allowed.
+// The largest value that the kernel may put into the bucket: it must be finite there, and not above packing.largest.
 float bound(const Packing& packing) {
   constexpr double of_float16 = 65504, of_bfloat16 = 0x1.fep127;
   if (packing.bucket_dtype == Dtype::float16)
@@ -75,7 +76,7 @@ std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocess
   const int kernel = kernel_for(packing, unit);
   if (kernel < 0) return std::nullopt;
   const Kernel& row = kernels[static_cast<size_t>(kernel)];
-  // A copy counts in its own units.
+  // A copy counts in its own units instead of elements.
   const uint64_t times = packing.plain() ? size_of(packing.dtype) : 1, by = packing.plain() ? unit : 1;
   const auto units = [&](uint64_t elements) { return elements * times / by; };
 

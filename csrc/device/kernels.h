@@ -1,5 +1,5 @@
-// How a packing becomes launches of the kernels of csrc/cuda, and those kernels as nvcc has compiled them. Here and not in
-// csrc/cuda: what is there is compiled for devices too, and knows neither dtypes nor vectors.
+// How a packing becomes launches of the kernels of csrc/cuda, and those kernels as nvcc has compiled them. This is not in
+// csrc/cuda, because the code there is compiled for devices too, and knows neither dtypes nor vectors.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ struct Kernel {
   const char* name;
   Way way;
   size_t part_bytes, bucket_bytes;  // of an element
-  Dtype part, bucket;               // of a copy without meaning
+  Dtype part, bucket;               // not used by copies
 };
 
 inline constexpr std::array<Kernel, 14> kernels{{
@@ -38,17 +38,17 @@ inline constexpr std::array<Kernel, 14> kernels{{
     {"owe_f32_bf16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::bfloat16},
 }};
 
-// Whether there are kernels that scale, and cast where the dtypes differ.
+// Whether there are kernels that scale, and that cast if the dtypes differ.
 bool kernels_convert(Dtype part, Dtype bucket);
 
 struct Launch {
-  size_t kernel;  // its place in kernels
+  size_t kernel;  // its index in kernels
   unsigned blocks;
   cuda::Batch batch;
 };
 
-// The launches that do it, on a device with so many multiprocessors; nothing if no kernel does. None at all: there is nothing to
-// do.
+// The launches that do the packing on a device with that many multiprocessors; nullopt if no kernel can. The vector is empty if
+// there is nothing to do.
 std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocessors);
 
 // The kernels for all devices, as a fatbin, and what is in it ("sm_75 sm_80 ... compute_75"); empty if there was no nvcc when

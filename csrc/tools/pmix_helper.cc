@@ -1,15 +1,15 @@
-// Puts or gets one string in the launcher's PMIx store, as the rank that the environment names, and ends.
+// Puts or gets one string in the launcher's PMIx store, as the rank that the environment names, and exits.
 //
-//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key: argv is for all to read)
+//     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key, and all users can read argv)
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
-// The answer is one message to stdout, a unix socket: the value that was got, and the connection to the server.
+// The answer is one message to stdout, which is a unix socket: the value, for get, and the connection to the server.
 //
-// A process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init there. No
-// fence: a get waits in the server until rank 0 has committed, so nobody waits for a rank that nobody needs. The ABI below is
-// that of PMIx 3 to 6.
+// This is a process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init
+// there. There is no fence: a get waits in the server until rank 0 has committed, so a rank waits for rank 0 only. The ABI below
+// is that of PMIx 3 to 6.
 //
-// The connection outlives PMIx_Finalize, in the user's process. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
+// The user's process keeps the connection open after PMIx_Finalize. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
 // thread, and only then note in another that this client has finalized. A client that closes its connection before the note
 // counts as dead, and every later fence, as in MPI_Init, waits for one rank too few: the job hangs or crashes. The note is
 // there when the server has answered the rank's next PMIx_Init or PMIx_Finalize, be it MPI's or the next helper's.
@@ -34,7 +34,7 @@ int connection = -1;  // to the server, after PMIx_Finalize
 
 }  // namespace
 
-// libpmix's way to end its connection is shutdown() and close(), and it finds this shutdown() before that of libc.
+// libpmix ends its connection by shutdown() and close(). It finds this shutdown() before libc's, so the connection stays open.
 extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) noexcept {
   if (connection >= 0) close(connection);
   connection = dup(socket);
@@ -132,7 +132,7 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
 }
 
 void answer(int answers, char* text) {
-  iovec line{text, strlen(text) + 1};  // with its zero: a message of no bytes would look like none
+  iovec line{text, strlen(text) + 1};  // with the final zero: an empty message would look like none
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
   message.msg_iov = &line;
@@ -153,8 +153,8 @@ void answer(int answers, char* text) {
 
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
-  prctl(PR_SET_PDEATHSIG, SIGKILL);        // not to outlive the rank
-  const int answers = dup(STDOUT_FILENO);  // what libraries print is no answer
+  prctl(PR_SET_PDEATHSIG, SIGKILL);        // do not outlive the rank
+  const int answers = dup(STDOUT_FILENO);  // keeps what libraries print out of the answer
   dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
   const Pmix pmix = open_first(argv + 4);

@@ -7,22 +7,24 @@
 
 namespace mscomm {
 
-// Memory of that size, sparse: pages come with their first touch. Close-on-exec. A memfd, sealed against shrinking and growing,
-// unless the kernel denies memfds huge pages and lets us have a tmpfs of our own, and that is wanted.
+// Makes memory of that size and returns its descriptor, which is close-on-exec. The memory is sparse: a page is allocated when it
+// is first touched. It is a memfd, sealed against shrinking and growing. If own_tmpfs, and the kernel denies memfds huge pages
+// but allows a tmpfs of our own, it is a file there instead.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
-// In which of these, and whether it has huge pages: "memfd, huge pages (shmem_enabled: advise)".
+// Tells which of the two it would be, and whether it has huge pages: "memfd, huge pages (shmem_enabled: advise)".
 std::string describe_memory(bool own_tmpfs);
 
-// The size of memory that a peer sent, after checking that it is a memfd, sealed against changing its size, so that reading it
+// The size of memory that a peer sent, after checking what it is: a memfd that is sealed against shrinking, so that reading it
 // cannot raise SIGBUS; or a nameless file of this user in a tmpfs, which cannot be sealed.
 size_t check_memory(int fd);
 
-// Makes sure that the pages of [begin, begin + bytes) exist; throws MemoryError's cause (Error) instead of a later SIGBUS.
+// Makes sure that the pages of [begin, begin + bytes) exist. If memory is short this throws MemoryError, instead of a later
+// SIGBUS.
 void populate(void* begin, size_t bytes);
 
-// Whether pages of [begin, begin + bytes) that do not exist yet become huge where that can be. At first they do not: a huge page
-// for every few bytes would cost more memory than it is worth.
+// Sets whether pages of [begin, begin + bytes) that do not exist yet become huge, if the kernel can do that. Without this they do
+// not: a huge page for every few bytes would cost more memory than it is worth.
 void want_huge_pages(void* begin, size_t bytes, bool wanted);
 
 class Mapping {
@@ -35,7 +37,7 @@ class Mapping {
     std::swap(begin_, other.begin_), std::swap(bytes_, other.bytes_), std::swap(owned_, other.owned_);
     return *this;
   }
-  // The same memory at the same address, still owned by this one: for tests in which the ranks are threads.
+  // The same memory at the same address, still owned by this object: for tests in which the ranks are threads.
   Mapping borrow() const { return Mapping(begin_, bytes_); }
 
   char* begin() const { return begin_; }

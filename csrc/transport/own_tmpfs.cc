@@ -23,19 +23,19 @@ constexpr int fsopen_cloexec = 1, fsmount_cloexec = 1;
 constexpr int set_string = 1, create = 6;
 constexpr int nosuid_nodev_noexec = 2 | 4 | 8;
 
-// ThreadSanitizer takes a child that shares our memory for one that has a copy.
+// ThreadSanitizer treats a child that shares our memory like one that has a copy.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool may_share_memory_with_a_child = false;
 #else
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// What the child is told and what it found: it shares our memory and our descriptors, not our right to allocate or throw.
+// The child's task and its result. The child shares our memory and our descriptors, but must not allocate or throw.
 struct Task {
   const char* label;
   std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is this user outside of it
   int fd = -1;
-  const char* failed = nullptr;  // what was tried
+  const char* failed = nullptr;  // the step that failed
   int error = 0;
 
   // Notes the first failure.
@@ -84,8 +84,8 @@ int in_namespace(void* argument) {
   return 0;
 }
 
-// A user namespace is for a process with one thread. So a child, for a moment and instead of us, that has our memory and our
-// table of descriptors; no fork handler runs, no page table is copied, no SIGCHLD is sent.
+// Only a process with one thread can enter a user namespace. So a short-lived child does it for us, which shares our memory and
+// our table of descriptors. No fork handler runs, no page table is copied, and no SIGCHLD is sent.
 void make_file_in_namespace(Task& task) {
   std::snprintf(task.users.data(), task.users.size(), "0 %u 1", geteuid());
   std::snprintf(task.groups.data(), task.groups.size(), "0 %u 1", getegid());
@@ -93,7 +93,7 @@ void make_file_in_namespace(Task& task) {
   const auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) / 16 * 16;
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // a handler would run in the child
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // else a signal handler could run in the child
   const pid_t child = clone(in_namespace, reinterpret_cast<void*>(top),
                             CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER | CLONE_NEWNS, &task);
   const int error = errno;
