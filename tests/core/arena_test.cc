@@ -22,7 +22,7 @@ void every_collective_in_every_memory() {
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
-      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads it where it is
+      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads it from the peer's process
       const ThreadJob job(size);
       const ThreadGroup world(job, job.all(), "arena", spin);
       const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
@@ -101,7 +101,7 @@ void mismatch_is_seen_by_all(const ThreadRank& me) {
   }
 }
 
-// Each collective against the next one, large, so that staging and heaps are in play.
+// Each collective against the next one, with messages large enough to use staging and heaps.
 void every_mismatch_is_seen() {
   const std::vector<Collective> all = collectives_by("arena");
   const std::vector<Amounts> some = amounts(3, 3 * tiny_bytes);
@@ -170,11 +170,11 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
   CHECK(work->wait(60) && work->error());
 }
 
-// A failed call takes its own arrays out of the heap, and no other group's.
+// A failed call withdraws its own arrays from the heap, and not those of other groups.
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // half of them are whole pages, too
+  constexpr size_t count = 32 << 10;  // half of them are a whole number of pages, too
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -229,7 +229,7 @@ void late_writer_is_harmless() {
   CHECK(!heap.find(out, bytes) && !heap.find(x, bytes) && !heap.find(out + page, page));
   CHECK(heap.find(after, bytes));
 
-  // A part of an array can be withdrawn: the rest of it goes on, and its memory is used again.
+  // A part of an array can be withdrawn: the rest of it stays shared, and its memory is used again.
   heap.withdraw(after + page, page, true);
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(after, bytes) && heap.find(after, page) && heap.find(after + 2 * page, bytes - 2 * page));
@@ -260,7 +260,7 @@ void late_writer_is_harmless() {
   CHECK(heap.in_use() == 0);
 }
 
-// Peers get whole pages that are one array's alone: else what is written beside a withdrawn range would be lost.
+// Peers are offered whole pages that belong to one array only: otherwise data beside a withdrawn range would be lost.
 void views_that_share_a_page_are_not_offered() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -278,7 +278,7 @@ void views_that_share_a_page_are_not_offered() {
   CHECK(!heap.find(array, bytes - 4));
   CHECK(!heap.find(array, bytes + 4));
   std::fill(array, array + bytes, 'a');
-  heap.withdraw(array, 10 * page + 64, false);  // was not offered, so stays
+  heap.withdraw(array, 10 * page + 64, false);  // was not offered, so it stays
   CHECK(std::count(array, array + bytes, 'a') == static_cast<long>(bytes));
   CHECK(heap.find(array, bytes));
   heap.release(array);
@@ -313,7 +313,7 @@ void heap_gives_each_byte_once() {
   CHECK(heap.allocate(1) == nullptr);
 }
 
-// Whoever makes and leaves groups for ever needs no more room for it.
+// Making and leaving groups again and again needs no more memory.
 void thousand_groups() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -325,7 +325,7 @@ void thousand_groups() {
     second.join();
     CHECK(out == 2 && other == 2);
   }
-  // Taking the next one gives those back that all have left.
+  // The next reservation frees control memory that all ranks have left.
   const uint64_t next = heap.reserve(1);
   CHECK(next == 0);
   const char* memory = heap.mapping().begin();
@@ -335,7 +335,7 @@ void thousand_groups() {
   heap.release(rest);
 }
 
-// Whatever small arrays were there before.
+// Even if an array was in that memory before.
 void control_memory_is_zero() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -347,7 +347,7 @@ void control_memory_is_zero() {
   CHECK(std::count(heap.mapping().begin(), heap.mapping().begin() + 4096, 0) == 4096);
 }
 
-// A rank that has not left yet may still look at the control memory.
+// Control memory is not reused while a rank that has not left yet may still look at it.
 void control_memory_waits_for_the_last() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);

@@ -27,7 +27,7 @@ bool refused(const Call& call, int rank, const std::string& with = "") {
   return !text.empty() && text.find(with) != std::string::npos;
 }
 
-// Every collective, as each rank calls it, even and with every kind of counts.
+// Runs body for every collective, as each rank calls it, without counts and with every kind of counts.
 void on_every_call(const std::function<void(const Call&, int rank)>& body) {
   static uint32_t memory[4096];
   const Inputs inputs(Layout{0, ranks, std::vector<int>(ranks, 0)}, Dtype::float32, 4096);
@@ -62,7 +62,7 @@ void wrong_sizes_are_refused() {
     if (call.x_bytes) call.x = nullptr, CHECK(refused(call, rank, "no memory"));
     call = right;
     if (call.out_bytes) call.out = nullptr, CHECK(refused(call, rank, "no memory"));
-    // A message of another size than the arrays.
+    // A message whose size differs from that of the arrays.
     for (const int more : {-1, 1, ranks}) {
       call = right;
       call.signature.count += static_cast<uint64_t>(more);
@@ -93,12 +93,12 @@ void wrong_counts_are_refused() {
       call = right;
       call.counts[i]++;
       const bool of_others = square && i / n != static_cast<size_t>(rank) && i % n != static_cast<size_t>(rank);
-      CHECK(of_others || refused(call, rank));  // what two others send each other is theirs to know
+      CHECK(of_others || refused(call, rank));  // only those two check what they send each other
       call.counts[i] = ~uint64_t{0};
-      CHECK(refused(call, rank, "more bytes than"));  // no sum of theirs wraps around
-      call.counts[i] = ~uint64_t{0} / 4 + 1;          // nor the bytes of it
+      CHECK(refused(call, rank, "more bytes than"));  // the sum of counts must not wrap around
+      call.counts[i] = ~uint64_t{0} / 4 + 1;          // nor the bytes
       CHECK(refused(call, rank, "more bytes than"));
-      // The same sum in another order: the own part may be another one.
+      // The same counts in another order: this rank's own part may be a different one.
       call = right;
       std::swap(call.counts[i], call.counts[(i + 1) % call.counts.size()]);
       const auto own = static_cast<size_t>(rank);
@@ -116,7 +116,7 @@ void roots_that_are_none_are_refused() {
     }
     call.signature.root = has_root(right.signature.what) ? -1 : 0;
     CHECK(refused(call, rank, "root "));
-    // The counts of gather_v go ahead by all_gather.
+    // An all_gather sends the counts of gather_v ahead, with the root of gather_v.
     call = right;
     call.signature.head = 1;
     if (!has_root(call.signature.what)) call.signature.root = root;
@@ -159,7 +159,7 @@ void shapes_that_wrap_around_are_refused() {
   CHECK(refused(unknown, 0, "does not know"));
 }
 
-// Whatever one of a signature's fields says, its fingerprint tells; and where several differ.
+// Signatures that differ in one field or in several have different fingerprints.
 void fingerprints_tell_signatures_apart() {
   Signature plain;
   plain.number = 7;
@@ -194,7 +194,7 @@ void fingerprints_tell_signatures_apart() {
     }
 }
 
-// They send nothing, use no number and break nothing, whether run or started.
+// A refused call sends nothing, uses no number and breaks nothing, whether it is run or started.
 void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
   float x[8] = {1, 1}, out[8] = {};
   for (int repeat = 0; repeat < 2; repeat++) {

@@ -1,5 +1,5 @@
-// Every collective as a case: who gives what, what each rank must get, and where the arrays lie. Inputs are the same bytes in all
-// cases, so that what is expected is cut out of them and compared bit by bit.
+// Every collective as a case: what each rank gives, what it must get, and where the arrays lie. All cases have the same inputs,
+// so that the expected results are cut out of them and compared bit by bit.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@
 
 namespace mscomm {
 
-// Elements of each rank, their sum in the canonical order, and the sums of the first so many ranks, in rank order.
+// The elements of each rank, their sum in the canonical order, and for each k the sum over the first k ranks, in rank order.
 class Inputs {
  public:
   Inputs(const Layout& layout, Dtype dtype, size_t count)
@@ -22,7 +22,7 @@ class Inputs {
       std::minstd_rand random(static_cast<unsigned>(rank + 1));
       x_[rank].resize(count);
       for (uint32_t& element : x_[rank]) {
-        // As a float of very different sizes, so that another order gives another sum; as an integer whatever.
+        // Floats of very different sizes, so that another order gives another sum. As integers, their values do not matter.
         const float value = static_cast<float>(random() % 2000) * (random() % 2 ? 1e-4f : 1e3f) - 500;
         std::memcpy(&element, &value, 4);
       }
@@ -32,7 +32,7 @@ class Inputs {
     signature.dtype = dtype;
     signature.op = Op::sum;
     reduce_in_order(signature, layout, in.data(), sum_.data(), 4 * count);
-    sums_[0].resize(count);  // of none: 0
+    sums_[0].resize(count);  // over no rank: 0
     sums_.push_back(x_[0]);
     for (size_t rank = 1; rank < x_.size(); rank++) {
       const void* both[] = {sums_.back().data(), in[rank]};
@@ -54,7 +54,7 @@ class Inputs {
   std::vector<std::vector<uint32_t>> sums_;
 };
 
-// How much each rank gives to each: row a sender. even: all alike, and the call carries no counts.
+// How much each rank gives to each, with a row for each sender. even: all amounts are equal, and the call carries no counts.
 struct Amounts {
   std::string name;
   bool even;
@@ -67,7 +67,7 @@ inline size_t sum_of(const std::vector<size_t>& row, size_t end) {
   return total;
 }
 
-// Of about `size` elements a sender.
+// Amounts of about `size` elements per sender.
 inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const auto matrix = [n](auto&& of) {
     std::vector<std::vector<size_t>> rows(n, std::vector<size_t>(n));
@@ -78,12 +78,12 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const size_t each = (size + n - 1) / n;
   return {
       {"even", true, matrix([&](size_t, size_t) { return each; })},
-      // Nothing for every third; what s sends d is not what d sends s, and yet each gets as much as it sends.
+      // Nothing for every third rank. What s sends to d differs from what d sends to s, yet each rank gets as much as it sends.
       {"circulant", false, matrix([&](size_t s, size_t d) {
          const size_t k = (d + n - s) % n;
          return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;
        })},
-      // As much as d sends s: in place it needs no second copy.
+      // s sends d as much as d sends s, so that in place no second copy is needed.
       {"symmetric", false, matrix([&](size_t s, size_t d) { return (s + d) % 3 == 2 ? 0 : each / 2 + (s + d) % 5 * each / 5; })},
       {"one has all", false, matrix([&](size_t, size_t d) { return d + 1 == n ? size : 0; })},
   };
@@ -98,7 +98,7 @@ inline bool has_parts(Collective what) {
 
 enum class Memory { ours, heap, mixed };
 
-// One call of a collective with these amounts, and a look at what came of it, on one rank.
+// One call of a collective with these amounts on one rank, and a check of its result.
 class Case {
  public:
   Case(Collective what, const Inputs& inputs, const Amounts& amounts, int root, int rank)
@@ -165,7 +165,7 @@ class Case {
     if (x_count_) std::memcpy(x, x_, 4 * x_count_);
     me.group->run(call(x, out), 60);
     const bool right = expected_.empty() || std::memcmp(out, expected_.data(), 4 * expected_.size()) == 0;
-    // What was only read is unchanged.
+    // An x that is only read is unchanged.
     const bool kept = in_place || x_count_ == 0 || std::memcmp(x, x_, 4 * x_count_) == 0;
     if (!CHECK(right) || !CHECK(kept))
       std::fprintf(stderr, "  %s, %zu ranks, %s, %zu of rank %zu, root %d%s%s%s\n", std::string(name(what_)).c_str(), n_,
@@ -214,11 +214,11 @@ class Case {
   const uint32_t* x_ = nullptr;
   size_t x_count_ = 0;
   std::vector<uint32_t> expected_;
-  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // in the one array of a call in place
+  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // in the array that x and out share in place
 };
 
-// ThreadSanitizer makes each step ten times as slow. What it looks for needs neither many ranks nor every memory by itself; the
-// run under AddressSanitizer has all of them.
+// ThreadSanitizer makes each step ten times slower. To find races it needs neither many ranks nor each memory on its own; the run
+// under AddressSanitizer covers all of them.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool only_races = true;
 #else
@@ -227,7 +227,7 @@ inline constexpr bool only_races = false;
 
 inline std::vector<int> sizes_of_groups() { return only_races ? std::vector{1, 2, 3, 5} : std::vector{1, 2, 3, 5, 8}; }
 
-// Those of the registry's collectives that have data and that algorithm.
+// The collectives that have data and, in the registry, an algorithm of that name.
 inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   std::vector<Collective> all;
   for (const Algorithm& row : algorithms())
@@ -240,12 +240,12 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
-  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // each rank's memory varies by itself where it is mixed
+  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed each rank chooses on its own
   int root = 0;
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))
       for (Collective what : collectives_by(algorithm)) {
-        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // the conformance tests run scans on more
+        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // scans on more ranks: conformance tests
         root = (root + 1) % n;
         for (Memory memory : memories) {
           if (only_races && memory != memories.back()) continue;

@@ -1,4 +1,5 @@
-// Compares how csrc/device/cuda.cc calls the driver with the driver's own header; compiled by tests/test_pack.py where that is.
+// Compares how csrc/device/cuda.cc calls the driver with the driver's own header. tests/test_pack.py compiles it if that header
+// is installed.
 #include <cuda.h>
 
 #include <cstddef>

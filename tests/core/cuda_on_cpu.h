@@ -1,5 +1,5 @@
-// What csrc/cuda/pack.cu needs of CUDA, for the host's compiler: its kernels become functions that C finds by their names, and
-// are run thread by thread. They have no shared memory and never wait for each other, so that the order of the threads is free.
+// What csrc/cuda/pack.cu needs of CUDA, for the host's compiler: its kernels become functions that can be looked up by name, and
+// run thread by thread. The threads have no shared memory and never wait for each other, so their order does not matter.
 #pragma once
 
 #define __global__ __attribute__((visibility("default")))

@@ -144,7 +144,8 @@ void tags_are_received_in_any_order() {
   }
 }
 
-// More than the window of small messages before the one that is received first: a legal program, as all are sent asynchronously.
+// The message that is received first comes after more small messages than the window holds. That is a legal program, because all
+// are sent asynchronously.
 void a_recv_sees_past_more_than_the_window() {
   Group group(2);
   constexpr int64_t many = 20'000;
@@ -203,7 +204,7 @@ void a_rank_sends_to_itself() {
   }
 }
 
-// Without a recv it is a copy: the send ends, its memory is the caller's, and the messages keep their order.
+// If no recv is waiting, the message is copied: the send ends, its memory is the caller's again, and messages keep their order.
 void a_send_to_itself_waits_for_nobody() {
   Group group(1);
   Mailbox& box = group[0];
@@ -217,7 +218,7 @@ void a_send_to_itself_waits_for_nobody() {
   }
 }
 
-// Where no recv waits, the messages of one source keep their order, and each is what it says; also of this rank itself.
+// The messages of one source keep their order, and each recv tells the source and the tag of the message that it got.
 void any_takes_what_comes() {
   Group group(4);
   for (size_t count : {size_t{3}, large}) {
@@ -241,7 +242,7 @@ void any_takes_what_comes() {
   }
 }
 
-// Among recvs from one source, from any, with one tag and with any.
+// Among recvs from one source or any, with one tag or any.
 void the_recv_that_was_called_first_gets_the_message() {
   for (size_t count : {size_t{3}, large}) {
     Group group(3);
@@ -267,7 +268,7 @@ void the_recv_that_was_called_first_gets_the_message() {
   }
 }
 
-// Whether it waits for them or comes later.
+// Whether the recv with any tag is called before they come or afterwards.
 void any_tag_leaves_the_bodies_of_objects_alone() {
   Group group(2);
   Ints early(3), late(3), body(3);
@@ -301,7 +302,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   send(group[2], 0, ints(3, 2));
   receiver.join();
   CHECK(late == ints(3, 2));
-  // An announced message that is given up in the middle was of that link.
+  // An announced message that its sender gives up ends a recv from any, too, because that link cannot go on.
   Ints out(large);
   const Ints x = ints(large, 0);
   CHECK(has(error_of(group[2], start_send(group[2], 0, x), 0.1), "CollectiveTimeout"));
@@ -336,7 +337,7 @@ void threads_share_a_mailbox() {
         for (size_t i = 0; i < 100; i++) {
           const size_t count = i % 10 ? i : 20'000;
           const Ints x = ints(count, tag * 1000 + static_cast<int64_t>(i));
-          // Half of the threads one way, half the other.
+          // Half of the threads send one way, half the other way.
           if ((tag % 2 == 0) == (rank == 0)) send(box, 1 - rank, x, tag);
           else CHECK(recv(box, 1 - rank, count, tag) == x);
         }
@@ -361,7 +362,7 @@ void detached_transfers_end_by_themselves() {
       box.detach(start_send(box, 1 - rank, x[i], static_cast<int64_t>(i)), within(), end);
       box.detach(start_recv(box, 1 - rank, out[n - 1 - i], static_cast<int64_t>(n - 1 - i)), within(), end);
     }
-    // One that is waited for, beside them.
+    // Beside them, one message that is waited for.
     if (rank == 0) CHECK(recv(box, 1, 2, 99) == ints(2, 1));
     if (rank == 1) send(box, 0, ints(2, 1), 99);
     for (size_t seen = 0; (seen = ended) < 2 * n;) ended.wait(seen);
@@ -375,7 +376,7 @@ void a_detached_transfer_keeps_its_deadline() {
   std::atomic<bool> ended{false};
   std::string kind;
   Ints out(3);
-  Group group(2);  // last: its end joins the thread that uses the others
+  Group group(2);  // last: its destructor joins the thread that uses the others
   group[0].detach(start_recv(group[0], 1, out), within(0.1), [&](const std::optional<Error>& error) {
     kind = error ? error->kind : "none";
     ended = true;
@@ -385,7 +386,7 @@ void a_detached_transfer_keeps_its_deadline() {
   CHECK(kind == "CollectiveTimeout");
 }
 
-// What nothing foresees ends the transfers of the own thread, and not the process.
+// An exception of an unexpected type ends the transfers of the mailbox's thread, but not the process.
 void a_detached_watch_may_throw_anything() {
   struct Wrong final : Watch {
     void look(const Deadline&, const Missing&) override { throw 7; }
@@ -394,7 +395,7 @@ void a_detached_watch_may_throw_anything() {
   std::atomic<bool> ended{false};
   std::string kind;
   Ints out(3);
-  Group group(2);  // last: its end joins the thread that uses the others
+  Group group(2);  // last: its destructor joins the thread that uses the others
   group[0].detach(start_recv(group[0], 1, out), {wrong, Deadline(120)}, [&](const std::optional<Error>& error) {
     kind = error ? error->kind : "none";
     ended = true;
@@ -489,7 +490,7 @@ void shut_down_ends_all_waits() {
     });
   poll(nullptr, 0, 60);
   group[0].shut_down();
-  // Nobody touches them from here on: the sanitizers would see it.
+  // From here on the mailbox must not touch this memory; the sanitizers would see it.
   for (Ints& mine : memory) mine.assign(large, 1);
   for (std::thread& thread : threads) thread.join();
   for (int seen = 0; (seen = detached) < 2;) detached.wait(seen);
@@ -509,7 +510,7 @@ void close_ends_what_was_left_to_the_thread() {
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted: the group was released"));
 }
 
-// In the middle of data that flows: after shut_down() x and out belong to the caller.
+// Even while data flows: after shut_down() x and out belong to the caller.
 void shut_down_lets_go_of_memory() {
   for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
     Group group(2);
@@ -527,7 +528,7 @@ void shut_down_lets_go_of_memory() {
   }
 }
 
-// Whatever bytes come instead of a header: an error, never a crash, never data.
+// Any bytes in place of a header give an error. They never crash the rank, and are never taken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   constexpr int tries = 400;
@@ -551,14 +552,14 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // Another kind, type, count or tag can be a message too, though none for this recv.
+    // With another kind, type, count or tag it can still be a message, but not one for this recv.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
     CHECK(out == Ints(2, 42));
   }
   CHECK(refused == tries);
-  // To a sender: leave for what was not announced, credit for what was not sent, and what only a sender sends.
+  // A sender refuses the clear for what it did not announce, credit for what it did not send, and what only a sender may send.
   for (Envelope::Kind kind : {Envelope::Kind::clear, Envelope::Kind::credit, Envelope::Kind::whole}) {
     Envelope back;
     back.kind = kind;
@@ -576,7 +577,7 @@ void garbage_is_refused() {
   CHECK(returns_refused == 3);
 }
 
-// A sender that takes no notice of the window is refused before it fills the memory.
+// A sender that ignores the window is refused before it fills the memory.
 void the_window_bounds_what_is_kept() {
   const auto [wire, end] = unix_pair();
   Mailbox box({0, 1}, 0, 7);
@@ -627,7 +628,7 @@ void matched_messages_give_credit() {
   close(wire);
 }
 
-// The peers see the parent's end though a child that was forked from it lives on.
+// The peers see the parent's end even if a child that was forked from it lives on.
 void a_forked_child_lets_go() {
   std::array<int, 2> hold{};
   CHECK(pipe(hold.data()) == 0);

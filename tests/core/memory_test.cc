@@ -1,4 +1,4 @@
-// Shared memory: what is taken from a peer, and where pages are huge.
+// Shared memory: what is accepted from a peer, and which pages are huge.
 #include "transport/memory.h"
 
 #include <fcntl.h>
@@ -58,7 +58,7 @@ size_t huge_kb(const char* begin, size_t bytes) {
 }
 
 void long_arrays_have_huge_pages_and_short_ones_do_not() {
-  // Elsewhere it is the kernel's choice, or pages of another size.
+  // On other systems the kernel chooses by itself, or pages have another size.
   const std::string kind = describe_memory(true);
   size_t huge_page = 0;
   std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> huge_page;
@@ -70,7 +70,7 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   auto* small = static_cast<char*>(heap.allocate(100'000));
   CHECK(huge_kb(small, 100'000) == 0);
   auto* array = static_cast<char*>(heap.allocate(bytes));
-  CHECK(huge_kb(array, bytes) > 0);  // fewer than all where memory is in pieces
+  CHECK(huge_kb(array, bytes) > 0);  // not all of it if memory is fragmented
   heap.release(array);
   const char* reserved = heap.mapping().begin() + heap.reserve(control);
   CHECK(reserved == array || reserved < array);  // where the array was

@@ -23,18 +23,17 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // On both sides of the windows.
-    // In all_reduce each part has several windows, more than the sockets hold.
+    // Sizes on both sides of a window. With 3 ranks each part of an all_reduce has several windows, more than the sockets hold.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);
-    // A ring has an order of its own; integers have none.
+    // A ring reduces in an order of its own, which makes no difference to integers.
     const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
 }
 
-// Two hosts in turn, and a third: within a host in rank order, then over hosts by lowest rank.
+// Also when the ranks of two hosts alternate: within a host in rank order, then over hosts by lowest rank.
 void hosts_are_added_in_order(const std::string& algorithm) {
   for (const std::vector<int>& hosts : {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}}) {
     const ThreadJob job(static_cast<int>(hosts.size()), hosts);
@@ -46,7 +45,7 @@ void hosts_are_added_in_order(const std::string& algorithm) {
   }
 }
 
-// Sums over a ring differ by their order alone.
+// Sums over a ring differ from others only by their order.
 void ring_is_close(const ThreadRank& me) {
   constexpr size_t count = 400'001;
   const auto n = static_cast<size_t>(me.group->size());
@@ -69,7 +68,7 @@ void started_calls_keep_their_order(const ThreadRank& me) {
   }
 }
 
-// Two ranks that each take the other for the root wait for each other: the greeting that a waiter sends ends it.
+// Two ranks that each take the other for the root wait for each other; the header that a waiter sends ends that.
 void crossed_roots(const ThreadRank& me) {
   float x[3] = {}, out[3];
   std::string kind;
@@ -82,7 +81,7 @@ void crossed_roots(const ThreadRank& me) {
   CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second one sees only that the link ended
 }
 
-// What was said by peers is looked at only while no call may be at the links.
+// last_look() reads what peers said only while no call may be using the links.
 void last_look_leaves_running_calls_alone(const ThreadRank& me) {
   constexpr size_t count = 3000;
   std::vector<float> x(count, 1.0f), out(count);
@@ -103,7 +102,7 @@ struct NeverBroken final : Watch {
   bool broken() const override { return false; }
 };
 
-// Whatever bytes come instead of a header: an Error or Differs, never a crash, never data.
+// Any bytes in place of a header give an Error or Differs. They never crash the rank, and are never taken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   int refused = 0;
@@ -145,7 +144,7 @@ void garbage_is_refused() {
   CHECK(refused == tries);
 }
 
-// A call in many short steps, for each of which something comes at once, sees its deadline all the same.
+// A call in many short steps notices its deadline, even if the data of each step is there at once.
 void deadline_ends_a_call_while_bytes_flow() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
@@ -179,7 +178,7 @@ void deadline_ends_a_call_while_bytes_flow() {
   close(ends[1]);
 }
 
-// Peers are sent to in turn, but who takes nothing keeps nobody from what is for him.
+// Peers are sent to in turn, but a peer that takes nothing does not keep the others from getting their data.
 void nobody_waits_behind_a_peer_that_takes_nothing() {
   int first[2], second[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, first) == 0);
@@ -267,7 +266,7 @@ void nobody_waits_behind_a_slow_reader() {
   for (const int end : {slow[1], fast[1]}) close(end);
 }
 
-// What was sent to a rank that has not read it yet is safe on a unix socket: who goes does not wait for it to read.
+// On a unix socket, data that was sent is safe even if the receiver has not read it yet, so a rank that leaves does not wait.
 void leaving_waits_for_no_reader() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);

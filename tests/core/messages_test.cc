@@ -1,4 +1,5 @@
-// Messages through the communicator, with ranks as threads over socket pairs: first causes, waits beside each other, and the end.
+// Messages through the communicator, with ranks as threads over socket pairs: first causes, concurrent waits, and the group's
+// end.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -112,7 +113,7 @@ void a_deadline_breaks_the_group_for_all_waits() {
   me.group->close();
 }
 
-// What nothing foresees fails the group too, on threads where nobody could catch it.
+// An exception of an unexpected type fails the group, too, on a thread where nobody could catch it.
 void a_started_call_may_throw_anything() {
   struct Wrong final : NoBackend {
     void run(const Call&, const Wait&) override { throw 7; }
@@ -184,7 +185,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   const std::string text = "rank 0 (here): recv from any rank, tag 3 (12 B) did not end within 0.2 s: waiting for any of ";
   CHECK(is(me.move(false, any_source, out, 0.2), "CollectiveTimeout: " + text + "rank 1 (here), rank 2 (here), rank 3 (here)"));
   CHECK((me.group->failure()->error.waiting_for == std::vector{1, 2, 3}));
-  // The link of one of them ends as it leaves.
+  // The link of one of them ends when it leaves.
   Rank again(0, 3);
   again.group->left(1);
   int ends[2];
@@ -203,7 +204,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   leaver.join();
 }
 
-// A send and a recv that begin together; the second fails, and the first lets go of its memory.
+// A send and a recv that begin together. When they fail, both let go of their memory.
 void messages_begin_together() {
   Pair pair;
   std::vector<std::thread> threads;

@@ -1,4 +1,5 @@
-// Compares our declarations with the header of NCCL's own package; compiled by tests/test_accelerators.py where that is.
+// Compares our declarations with the header of NCCL's own package. tests/test_accelerators.py compiles it if that header is
+// installed.
 #include <cstddef>
 
 #include "backend/nccl.h"

@@ -103,7 +103,7 @@ void store(Dtype dtype, double x, void* at) {
 
 // -- arrays
 
-// Memory that begins so many bytes behind a multiple of 16, and whose surroundings nobody may touch.
+// Memory that begins `offset` bytes after a multiple of 16, between margins that nobody may touch.
 class Array {
  public:
   Array(size_t bytes, size_t offset) : memory_(bytes + 3 * margin, 0xa5), bytes_(bytes) {
@@ -159,7 +159,7 @@ struct Variant {
   double largest = std::numeric_limits<double>::infinity();
 };
 
-// What is in `to` when the element in `from` has come there, and what is owed then.
+// Computes what `to` must hold when the element in `from` has come there, and what is owed then.
 void move_one(const Variant& variant, const void* from, void* to, float* owed) {
   const Dtype in = variant.packs ? variant.dtype : variant.bucket, out = variant.packs ? variant.bucket : variant.dtype;
   if (in == out && variant.scale == 1) {
@@ -167,7 +167,7 @@ void move_one(const Variant& variant, const void* from, void* to, float* owed) {
     return;
   }
   if (in == Dtype::float64) return store(out, value_of(in, from) * variant.scale, to);
-  // A product or a sum of two floats, rounded to double first, is then rounded to the same float.
+  // A product or a sum of two floats that is rounded to double first gives the same float as one that is rounded once.
   const float scaled = static_cast<float>(value_of(in, from) * static_cast<double>(static_cast<float>(variant.scale)));
   if (!variant.owes) return store(out, scaled, to);
   const float whole = static_cast<float>(static_cast<double>(scaled) + static_cast<double>(*owed));
@@ -261,7 +261,7 @@ void test_every_variant_at_every_alignment() {
       }
     }
     test_variant(variant, {{1, 0, 5, 40, 16}, 16, [] { return size_t{0}; }});
-    test_variant(variant, {{3, 5}, 1024, [] { return size_t{0}; }});  // a gap that takes another launch
+    test_variant(variant, {{3, 5}, 1024, [] { return size_t{0}; }});  // a gap that needs another launch
     test_variant(variant, {{}, 1, [] { return size_t{0}; }});
   }
 }
@@ -289,7 +289,7 @@ void test_error_feedback_adds_up() {
     for (int step = 0; step < steps; step++) {
       for (size_t i = 0; i < count; i++) {
         gradient[i] = static_cast<float>(static_cast<double>(random_below(2001)) - 1000) * 1e-4f;
-        if (i == 0 && step == 0) gradient[i] = static_cast<float>(3 * largest);  // more than goes at once
+        if (i == 0 && step == 0) gradient[i] = static_cast<float>(3 * largest);  // more than one step can pass on
         given[i] += gradient[i];
       }
       Packing packing{true, Dtype::float32, dtype, bucket.data(), {{gradient.data(), 0, count}}, 1, residual.data(), largest};
@@ -301,7 +301,7 @@ void test_error_feedback_adds_up() {
       }
     }
     for (size_t i = 1; i < count; i++) {
-      // Each step adds two floats below 1: half a last place is lost.
+      // Each step adds two floats below 1, and may lose half a unit in the last place.
       CHECK(std::fabs(sent[i] + residual[i] - given[i]) <= steps * 0x1p-24);
       CHECK(std::fabs(residual[i]) <= 0x1p-8);
     }
@@ -346,7 +346,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
   std::vector<float> numbers;
   for (int i = 0; i < 1 << 18; i++) numbers.push_back(std::bit_cast<float>(static_cast<uint32_t>(random_bits())));
-  for (size_t i = 0; i + 1 < all.size(); i++) {  // what lies in the middle of two neighbours, and next to that
+  for (size_t i = 0; i + 1 < all.size(); i++) {  // the middle of two neighbours, and the floats next to it
     if (!std::isfinite(wide[i]) || !std::isfinite(wide[i + 1])) continue;
     const auto middle = static_cast<float>((static_cast<double>(wide[i]) + static_cast<double>(wide[i + 1])) / 2);
     for (const float to : {-infinity, middle, infinity}) numbers.push_back(std::nextafterf(middle, to));
@@ -369,7 +369,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
 // -- the plan
 
-// What the blocks do, in their order, is what the parts are, in theirs.
+// The pieces of all blocks, one after the other, make up all parts, one after the other.
 void test_plan(const Packing& packing, int processors) {
   const auto launches = plan(packing, processors);
   if (!CHECK(launches.has_value())) return;
@@ -451,7 +451,7 @@ void test_blocks_fit_the_bytes_and_the_device() {
   CHECK(blocks_and_most(one(1 << 18), 132) == Pair(257, 4096));    // 1 MiB: two blocks for each multiprocessor
   CHECK(blocks_and_most(one(1 << 26), 132) == Pair(8193, 32768));  // 256 MiB
   CHECK(blocks_and_most(one((1 << 26) + 1), 132) == Pair(8193, 32768));
-  Packing mixed = one(1 << 22);  // beside a large one, small ones have a block each
+  Packing mixed = one(1 << 22);  // beside a large part, each small one has a block
   for (uint64_t i = 0; i < 250; i++) mixed.parts.push_back({address(0x10000), (1 << 22) + i, 1});
   CHECK(blocks_and_most(mixed, 132).first <= 16 * 132 + 2 * 251 && plan(mixed, 132)->size() == 1);
   mixed.parts.push_back({address(0x10000), (1 << 22) + 250, 1});

@@ -290,7 +290,7 @@ Parts<M> reference(Op op, const std::vector<Parts<M>>& in, int divisor) {
   return out;
 }
 
-// The same bits, except that any NaN is as good as any other.
+// Whether all bits are the same, except that any NaN equals any other.
 template <class M>
 bool same(const Parts<M>& actual, const Parts<M>& expected) {
   for (size_t i = 0; i < expected.size(); ++i) {
@@ -362,7 +362,7 @@ void test_reduction(Dtype dtype, Op op, int n, size_t count, size_t offset) {
     row.finish(merged.data(), divisor, finished.data(), count);
     ok &= CHECK(finished == out);
 
-    // What the identity is combined with stays as it is; of a sum and a product -0 does not, nor does infinity times a complex 1.
+    // Combining with the identity changes nothing, except -0 in a sum or a product, and infinity times a complex 1.
     Buffer identity(count * row.element_bytes, offset);
     row.identity(identity.data(), count);
     const void* const with_identity[] = {identity.data(), out.data()};
@@ -483,7 +483,7 @@ void test_what_is_not_there_throws() {
   CHECK(&reduction(Dtype::float32, Op::sum) == &reduction_at(Dtype::float32, Op::sum, levels() - 1));
 }
 
-// Twice 1e-39, a subnormal float32, as the current mode of this thread has it.
+// Twice 1e-39, a subnormal float32, computed in the current mode of this thread.
 float twice_a_subnormal() {
   const float x = 1e-39f;
   const void* in[] = {&x, &x};

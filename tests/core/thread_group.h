@@ -23,7 +23,7 @@ class ThreadJob {
  public:
   static constexpr size_t heap_bytes = 128u << 20;  // sparse
 
-  // hosts: of each rank; empty: one for all.
+  // hosts: the host of each rank; empty: all are on one host.
   explicit ThreadJob(int size, std::vector<int> hosts = {}) {
     const auto n = static_cast<size_t>(size);
     if (hosts.empty()) hosts.assign(n, 0);
@@ -60,12 +60,12 @@ class ThreadJob {
   std::vector<std::shared_ptr<Peers>> peers_;
 };
 
-// A call without counts, where x and out are of the sizes that the collective gives them.
+// A call without counts.
 inline Call make_call(Collective what, Dtype dtype, int root, const void* x, size_t x_count, void* out, size_t out_count,
                       size_t count) {
   Call call;
   call.signature.what = what;
-  // In the order of the collectives, as far as they go.
+  // The first functions are the collectives, in the same order.
   call.signature.function = static_cast<Function>(what);
   call.signature.dtype = dtype;
   call.signature.root = root;
@@ -164,7 +164,7 @@ class ThreadGroup {
     const auto i = static_cast<size_t>(rank);
     return {rank, groups_[i].get(), &job_.heap(in_job(rank)), arenas_[i]};
   }
-  // The place of a rank of the job; -1: not a member.
+  // The rank in this group of a rank of the job; -1: not a member.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
     return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
@@ -179,7 +179,7 @@ class ThreadGroup {
  private:
   int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   int host_of(int rank) const { return job_.peers(rank)->hosts[static_cast<size_t>(rank)]; }
-  // Numbered by their lowest rank in the group.
+  // The host of each rank; hosts are numbered in the order of their lowest ranks in the group.
   std::vector<int> hosts() const {
     std::vector<int> seen, hosts;
     for (int rank : ranks_) {
@@ -198,7 +198,7 @@ class ThreadGroup {
     int size;
     uint64_t offset = 0;
   };
-  std::map<int, Control> controls_;  // of arenas, by host
+  std::map<int, Control> controls_;  // control memory of the arenas, by host
   std::vector<std::unique_ptr<Recorder>> recorders_;
   std::vector<std::unique_ptr<Communicator>> groups_;
   std::vector<const Arena*> arenas_;

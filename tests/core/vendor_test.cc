@@ -1,4 +1,4 @@
-// The vendor backend with a device that is made of threads: what is composed, watched, aborted and freed, and by which thread.
+// The vendor backend on a device that is made of threads: what is composed, watched, aborted and freed, and by which thread.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -19,7 +19,7 @@ namespace {
 
 using Task = std::function<void()>;
 
-// What is enqueued on it is done by its thread, in order.
+// Its thread runs what is enqueued, in order.
 class Queue {
  public:
   Queue() : thread_([this] { work(); }) {}
@@ -131,7 +131,7 @@ class Device final : public Runtime {
   void pop() noexcept override {}
 };
 
-// Where the ranks of one group meet: the n-th operation of each is one operation of all.
+// Where the ranks of one group meet: the n-th operations of all ranks are one operation.
 class Hall {
  public:
   explicit Hall(int size) : size_(static_cast<size_t>(size)) {}
@@ -141,7 +141,7 @@ class Hall {
     void* out = nullptr;
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
   };
-  // By a stream's thread: when all have come `act` is called once, with everybody's part by rank. False: aborted.
+  // Called by a stream's thread. When all ranks have come, `act` is called once, with the part of each rank. False: aborted.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
     auto& here = meetings_[number];
@@ -169,12 +169,12 @@ class Hall {
   std::set<int> aborted_;
 };
 
-// Of all groups: how a test makes them behave, and what they have seen.
+// For all groups: how a test makes them behave, and what they have seen.
 struct Conditions {
   std::atomic<bool> busy{false};  // after each call
   std::atomic<int> error{0};      // what busy() throws
   std::atomic<int> groups{0};     // alive
-  std::atomic<int> inside{0};     // threads in calls of one device at a time, but abort
+  std::atomic<int> inside{0};     // threads inside calls other than abort
   std::atomic<int> crowded{0};    // how often there was more than one
   std::atomic<int> aborts{0}, finishes{0};
 };
@@ -281,7 +281,7 @@ class ThreadVendor final : public Vendor {
   int ids_ = 0;
 };
 
-// Calls of the CPU are not tested here.
+// Calls on arrays in the CPU's memory are not tested here.
 struct NoBackend : Backend {
   void run(const Call&, const Wait&) override {}
   void shut_down() override {}
@@ -291,7 +291,7 @@ struct NoBackend : Backend {
   void close_descriptors() override {}
 };
 
-// One rank of a job, with a stream of its user's.
+// One rank of a job, with a stream of the user.
 struct Rank {
   Rank(std::shared_ptr<ThreadVendor> vendor, std::shared_ptr<Device> device, const std::string& id, int size, int rank)
       : device(device) {
@@ -330,7 +330,7 @@ struct Rank {
   std::unique_ptr<Communicator> group;
 };
 
-// A job of so many ranks in this process.
+// A job of `size` ranks in this process.
 struct Job {
   explicit Job(int size) : vendor(std::make_shared<ThreadVendor>()), device(std::make_shared<Device>()) {
     const std::string id = vendor->make_id();
@@ -379,7 +379,7 @@ void test_calls_beside_and_their_order() {
   Job job(2);
   job.each([](Rank& rank, int me) {
     Numbers x(8), out(8);
-    rank.stream.push([&] {  // late: what is beside waits for it
+    rank.stream.push([&] {  // late: the call beside the stream waits for it
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       x.assign(8, me + 1);
     });
@@ -400,7 +400,7 @@ void test_a_call_after_a_pause_is_seen() {
   Job job(1);
   Rank& rank = *job.ranks[0];
   Numbers x(8, 1), out(8);
-  // In the second one the watching thread still looks; before the third it has gone to sleep.
+  // The watching thread still looks when the second call comes; before the third it has gone to sleep.
   for (const int pause_ms : {0, 5, 300}) {
     std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
     const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
