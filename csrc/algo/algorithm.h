@@ -140,7 +140,7 @@ const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent,
 // Runs the first round of a call that was posted. Throws Differs unless all ranks posted the same signature.
 void meet(Arena& arena, const Wait& wait);
 // Posts the call together with a tiny message, and runs the first round. The message is x, of x_bytes; nullptr: this rank gives
-// nothing. largest_bytes: what the largest x of all ranks has.
+// nothing. largest_bytes: the bytes of the largest x of all ranks.
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
 
 // Moves x through staging if x is foreign memory: step k holds piece k of each block of x, side by side.
@@ -192,8 +192,8 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
 
 // How much is received from each peer before it is used, so that it is still in the cache. Also bounds the scratch memory.
 inline constexpr size_t window_bytes = 128 << 10;
-// The messages of all ranks, or hosts, that exchange, together: up to this many bytes take less time on a wire than a second
-// latency.
+// The size of a message times the number of ranks, or of hosts, that exchange it: up to this many bytes take less time on a wire
+// than a second latency.
 inline constexpr size_t one_latency_bytes = 8 << 10;
 inline constexpr size_t tree_window_bytes = 64 << 10;  // an inner node holds a window for each rank below it
 // The number of windows: at least one, because the first piece carries the header even when it is empty.

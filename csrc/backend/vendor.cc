@@ -151,7 +151,7 @@ class VendorBackend::State : public std::enable_shared_from_this<State> {
   bool ended_ = false;       // the thread has ended, and has freed the rest
   std::unique_ptr<std::thread> thread_;
 
-  std::mutex telling_;  // protects observer_, and is held while it is told; mutex_ is not, which it may need
+  std::mutex telling_;  // protects observer_, and is held while it is called; the observer may take mutex_ then
   Observer* observer_ = nullptr;
 
  private:
