@@ -1,8 +1,8 @@
-"""PyTorch's part of GradientReducer: hooks that tell when a gradient is there, and gradients that are views.
+"""PyTorch's part of GradientReducer: hooks that tell when a gradient is ready, and gradients that are views.
 
-The end of a backward pass is known by a callback that its first gradient gives to autograd's engine. For
-GradientReducer it looks at the gradients, so that wait() can tell whether somebody has changed them too early; for
-DistributedDataParallel it finishes the step.
+The first gradient of a backward pass queues a callback in autograd's engine, which runs it at the end of the pass. For
+GradientReducer the callback notes the gradients' versions, so that wait() can tell whether the program changed a
+gradient too early; for DistributedDataParallel it finishes the step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 
 
 class Autograd:
-    """Keeps the gradients of the parameters in the step's buffers. others: parameters that it only zeroes.
+    """Keeps the gradients of the parameters in the step's buffers. others: parameters whose gradients it only zeroes.
 
-    A backward pass counts while `syncing`.
+    Backward passes are reduced while `syncing` is set.
 
-    A gradient that autograd has made elsewhere is copied into its buffer at once on the CPU; on a device it stays where
-    it is until its bucket is started, which gathers all such ones.
+    If autograd made a gradient outside its buffer, the gradient is copied into the buffer at once on the CPU. On a
+    device it stays where it is until its bucket is started, which gathers all such gradients.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -40,24 +40,24 @@ class Autograd:
         self._others = list(others)
         self._hooks: list[Any] = []
         self._elsewhere: set[int] = set()  # gradients of this step, on a device, that do not lie in their buffers
-        self._stream: Any = None  # of the gradient before
+        self._stream: Any = None  # the stream of the previous gradient
         self.syncing = True  # False inside no_sync()
         self._seen: dict[int, tuple[Any, int]] = {}  # between backward() and wait(): gradients and their versions
-        self._end_of_pass: Any = lambda: None  # a weak reference to the callback that the running pass has
+        self._end_of_pass: Any = lambda: None  # weak reference to the callback that the running pass has queued
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._within = False  # whether the step is finished inside the backward pass
         self._as_views = True  # whether gradients lie in the buffers
-        self._opaque = False  # whether the last forward pass gave nothing that could be watched
-        self.accumulating = False  # whether the last forward pass was one inside no_sync()
+        self._opaque = False  # whether the last forward pass returned no tensor that a hook could watch
+        self.accumulating = False  # whether the last forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # the first parameter that a later one reduces; this one has ended then
+        self._taken_over = ""  # the first parameter that a later reducer took over, which ended this one
         mine = {id(parameter) for parameter in parameters}
-        for earlier in list(_alive):  # two would write to one gradient
+        for earlier in list(_alive):  # two reducers would write to one gradient
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
             if common:
                 earlier._taken_over = common[0]
                 earlier.end()
-        # The hooks know the object weakly, so that they end with the reducer and not with the parameters.
+        # The hooks hold this object weakly: they must end with the reducer, and not only with the parameters.
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, this, index))
@@ -76,12 +76,12 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
         self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
-        # A gradient is told by its address: users may exchange the memory of a tensor that they were given.
+        # Compare addresses, not tensor objects: users may exchange the memory of a tensor that they were given.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
     def accumulated(self, index: int) -> None:
-        """The backward pass has put this gradient where it belongs."""
+        """Hook: the backward pass has accumulated this gradient."""
         if self.syncing or self._opaque:
             self._watch_pass()
             self._put(index)
@@ -93,10 +93,10 @@ class Autograd:
             )
 
     def _watch_pass(self) -> None:
-        """Be called at the end of the running backward pass.
+        """Have ended() called at the end of the running backward pass.
 
-        Autograd's engine drops the callback with the pass, also where that ends by an exception: by the weak reference
-        a later pass can tell.
+        Autograd's engine drops the callback together with the pass, even if the pass raises. The weak reference is dead
+        then, so a later pass knows that it has to queue a new callback.
         """
         if self._end_of_pass() is None:
             callback = functools.partial(_ended, weakref.ref(self))
@@ -104,21 +104,21 @@ class Autograd:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def ended(self) -> None:
-        """The backward pass has ended well."""
+        """The backward pass has ended without an exception."""
         if not self._within:
             self._remember()
         elif self._step.begun:
             self.finish()
 
     def _remember(self) -> None:
-        """What the gradients are at the end of a backward pass, and their versions: an operation in place raises it."""
+        """Note the gradients after a backward pass, and their versions: an in-place operation raises the version."""
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is not None:
                 self._seen[index] = weakref.ref(gradient), gradient._version
 
     def _check_unchanged(self) -> None:
-        """RuntimeError if the program has changed a gradient that is, or was, on its way."""
+        """RuntimeError if the program changed a gradient before it was reduced."""
         for index, (before, version) in self._seen.items():
             gradient = self._parameters[index].grad
             if gradient is not None and (gradient is not before() or gradient._version != version):
@@ -129,7 +129,7 @@ class Autograd:
         self._seen.clear()
 
     def finish(self) -> None:
-        """The end of the step: reduce what is left, and wait for all of it."""
+        """End the step: reduce the remaining gradients, and wait for all of them."""
         self._check_unchanged()
         with self._step.owed():
             missing = self._gather()
@@ -140,15 +140,15 @@ class Autograd:
         if self._within:
             self.syncing = False
 
-    # -- of DistributedDataParallel
+    # -- for DistributedDataParallel
 
     def finish_within(self, as_views: bool) -> None:
-        """From now on each step is finished inside its backward pass, which expect() announces."""
+        """From now on finish each step inside its backward pass, which expect() announces."""
         self._within, self._as_views, self.syncing = True, as_views, False
 
     def check_before_forward(self) -> None:
-        """RuntimeError if the last backward pass has left a step in its middle."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpointed part is computed again
+        """RuntimeError if the last backward pass ended in the middle of a step."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed part is being recomputed
             return
         self._end_of_pass = lambda: None
         if self._step.begun:
@@ -159,7 +159,7 @@ class Autograd:
             )
 
     def check_not_taken_over(self) -> None:
-        """RuntimeError if a later one reduces a parameter of this one: the gradients would stay on this rank."""
+        """RuntimeError if a later wrapper or reducer took over one of our parameters: we would no longer reduce it."""
         if self._taken_over:
             raise RuntimeError(
                 f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
@@ -168,10 +168,10 @@ class Autograd:
             )
 
     def expect(self, output: Any) -> None:
-        """A backward pass from this output of the module is to be reduced.
+        """Reduce the backward pass that will begin at this output of the module.
 
-        The output tells of the pass before any gradient does. That is the outermost one: parts under
-        torch.utils.checkpoint(use_reentrant=True) have passes of their own inside it.
+        A hook on the output announces the pass before any gradient is ready. It announces the outermost pass: parts
+        under torch.utils.checkpoint(use_reentrant=True) run passes of their own inside it.
         """
         self.syncing, self.accumulating = True, False
         reached = functools.partial(_reached, weakref.ref(self))
@@ -181,18 +181,18 @@ class Autograd:
         self._opaque = not watched
 
     def expect_nothing(self) -> None:
-        """A forward pass inside no_sync(): the gradients of backward passes from its output stay on this rank."""
+        """After a forward pass inside no_sync(): gradients of backward passes from its output stay on this rank."""
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self) -> None:
-        """A backward pass has come to the output of a forward pass."""
+        """Hook: a backward pass has reached the output of a forward pass."""
         self.syncing = True
         self._watch_pass()
 
     # -- optimizers
 
     def steps_by(self, optimizer: Any) -> bool:
-        """Whether the optimizer changes parameters of ours."""
+        """Whether the optimizer changes any of our parameters."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._optimizers.get(optimizer)
         if known is None or known[0] != size:
@@ -209,7 +209,7 @@ class Autograd:
             )
 
     def warn_of_optimizers(self, given: list[Any]) -> None:
-        """At the end of an uneven join(): an optimizer whose state only the ranks have that left last."""
+        """After an uneven join(): warn of optimizers whose state is up to date only on the ranks that left last."""
         for optimizer, (_, ours) in self._optimizers.items():
             if not ours or any(one is optimizer for one in given) or self._told_of_state:
                 continue
@@ -224,10 +224,10 @@ class Autograd:
     # -- gradients
 
     def _put(self, index: int) -> None:
-        """The gradient is there, if there is one: for its buffer, if autograd made a new tensor for it."""
+        """Take this gradient, if there is one; bring it into its buffer if autograd made a new tensor for it."""
         parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is None:  # a hook before ours took it away
+        if gradient is None:  # an earlier hook removed it
             return
         if gradient.layout is not torch.strided:
             raise TypeError(
@@ -254,7 +254,10 @@ class Autograd:
         self._take_over(self._step.ready(index, source))
 
     def _follow(self, on_it: torch.Tensor) -> None:
-        """A bucket is started on the then current stream, which comes after those of all its gradients."""
+        """Make the current stream wait for the previous gradient's stream.
+
+        A bucket starts on the stream that is current then, which must come after the streams of all its gradients.
+        """
         if not on_it.is_cuda:
             return
         stream = torch.cuda.current_stream(on_it.device)
@@ -263,7 +266,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """These lie in their buffers now: what autograd made is no longer needed."""
+        """These gradients lie in their buffers now: release the tensors that autograd made."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -273,15 +276,14 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """At the end of the backward pass: what took no part in it, but has a gradient of passes before. What this rank
-        does not have."""
+        """After the backward pass, put the gradients that only earlier passes made; return what this rank lacks."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
         return self._step.missing()
 
     def _hand_out(self, missing: list[int]) -> None:
-        """After the step: the gradients that only other ranks had, and those of the last buckets."""
+        """After the step: set the gradients that only other ranks had, and those of the last buckets."""
         here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
@@ -293,17 +295,20 @@ class Autograd:
             self._parameters[index].grad = self._views[index].detach()
 
     def _copy_out(self, here: list[int], new: list[int]) -> None:
-        """From the buckets into memory of the gradients' own. here: what has such already; new: what has not."""
+        """Copy gradients from the buckets into memory of their own.
+
+        here: the parameters that have a gradient already; new: those that have none yet.
+        """
         for index in [*here, *new]:
             parameter = self._parameters[index]
-            if parameter.grad is None or parameter.grad.requires_grad:  # of a pass with create_graph, which may need it
+            if parameter.grad is None or parameter.grad.requires_grad:  # create_graph: the graph may need it
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         if here or new:
             into = [self._parameters[index].grad for index in [*here, *new]]
             torch._foreach_copy_(into, [self._views[index] for index in [*here, *new]])
 
     def move(self) -> None:
-        """The gradients are in new buffers."""
+        """The buffers are new: point the gradients at them."""
         self._look_at_buffers()
         for view, parameter in zip(self._views, self._parameters, strict=True):
             if parameter.grad is not None and self._as_views:
@@ -331,7 +336,7 @@ def tensors_in(x: Any) -> list[torch.Tensor]:
 
 
 def loader(optimizer: Any) -> Callable[[Any], None]:
-    """Its load_state_dict, for a state of NumPy arrays or tensors of the CPU."""
+    """The optimizer's load_state_dict, for a state of NumPy arrays or CPU tensors."""
 
     def load(state: Any) -> None:
         loaded = with_arrays(state, arrays.over)

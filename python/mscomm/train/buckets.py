@@ -1,9 +1,10 @@
-"""Fusion buckets: gradients of one dtype side by side, reduced by one call. Here their layout and those of the CPU,
-in memory that the ranks share; in device_buckets.py those of a device.
+"""Fusion buckets: gradients of one dtype side by side, reduced by one call. This file has their layout and the buckets
+of the CPU, in memory that the ranks share; device_buckets.py has the buckets of devices.
 
-A bucket has a mark for each of its gradients: 1 where this rank has it. The marks are added up with the gradients, so
-that every rank learns which ones nobody has. On the CPU they lie behind the gradients, in the same dtype, and behind
-them a number that is carried; of a device they cannot be read without waiting for it, so Step sends them beside.
+A bucket has one mark per gradient: 1 if this rank has the gradient. The marks are summed together with the gradients,
+so every rank learns which gradients no rank has. On the CPU the marks lie behind the gradients, in the same dtype, and
+a carried number (see Step.carry) lies behind the marks. On a device they could not be read without waiting for the
+device, so Step sends them in a call of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
 
 def largest(dtype: np.dtype[Any], ranks: int) -> float:
-    """What each of so many ranks may give at most, so that their sum is in the range of dtype, however that rounds."""
+    """The largest value that each rank may give: the sum over the ranks then fits into dtype, however it rounds."""
     limit = LARGEST[dtype.name] / ranks
     given = np.array(limit, dtype)
     return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
@@ -35,7 +36,7 @@ def largest(dtype: np.dtype[Any], ranks: int) -> float:
 class Place(NamedTuple):
     """Where a gradient lies in its bucket, in elements."""
 
-    number: int  # of the parameter
+    number: int  # the parameter's index
     begin: int
     size: int
 
@@ -45,23 +46,24 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is in a bucket: the gradients, then the marks, one each, then the number that is carried."""
+    """What is in a bucket: the gradients, then one mark for each, then the number that is carried."""
 
     dtype: np.dtype[Any]
     places: tuple[Place, ...]
-    marks: int  # where they begin
+    marks: int  # where the marks begin, in elements
     size: int
 
 
 def layouts(
     kinds: Sequence[tuple[np.dtype[Any], int]], order: Sequence[int], bucket_bytes: int, first_bytes: int = FIRST_BYTES
 ) -> list[Layout]:
-    """How gradients, given by dtype and number of elements, are put into buckets if they become ready in that order.
+    """Distribute gradients, each a dtype and a number of elements, over buckets; order: how they become ready.
 
-    A pure function of values that are equal on all ranks. A bucket is full with bucket_bytes, the first of each dtype
-    with first_bytes; a larger gradient has one of its own. The buckets come in the order in which they become full.
+    A pure function of values that are equal on all ranks. A bucket is full at bucket_bytes, the first of each dtype at
+    first_bytes; a larger gradient gets a bucket of its own. The buckets are returned in the order in which they become
+    full.
     """
-    made: list[tuple[int, list[int]]] = []  # when its last gradient is ready; its gradients
+    made: list[tuple[int, list[int]]] = []  # (turn at which the last gradient is ready, gradients)
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):
@@ -90,14 +92,14 @@ def _layout(content: list[int], kinds: Sequence[tuple[np.dtype[Any], int]]) -> L
 
 
 def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
-    """The dtype in which gradients of that one go over the wire."""
+    """The dtype that gradients of this dtype have on the wire."""
     if compression is None or dtype.itemsize <= 2 or dtype.kind != "f":
         return dtype
     return dtype_of(DTYPES.index(COMPRESSIONS[compression]))
 
 
 class Bucket(ABC):
-    """A bucket's memory, and where it stands in the current step."""
+    """A bucket's memory, and its state in the current step."""
 
     marks_go_along = False
     """Else Step sends them beside."""
@@ -107,48 +109,48 @@ class Bucket(ABC):
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.there = bytearray(len(layout.places))  # 1 where this step's gradient has come
+        self.there = bytearray(len(layout.places))  # 1 for each gradient of this step that is ready
         self.missing = len(layout.places)
         self._work: Work | None = None
 
     @property
     @abstractmethod
     def marks(self) -> np.ndarray[Any, Any]:
-        """After the step: not 0 where some rank had that gradient."""
+        """After the step: nonzero for each gradient that some rank had."""
 
     @property
     @abstractmethod
     def memory(self) -> np.ndarray[Any, Any]:
-        """Where the gradients lie."""
+        """The memory of the gradients."""
 
     @abstractmethod
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        """That gradient's part of it, in one dimension."""
+        """That gradient's part of the memory, one-dimensional."""
 
     @property
     @abstractmethod
     def narrows(self) -> bool:
-        """Whether it is compressed."""
+        """Whether the bucket is compressed."""
 
     @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
-        """An array over it: NumPy's, of a device its library's."""
+        """That gradient as an array: NumPy's on the CPU, the array library's on a device."""
 
     @abstractmethod
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
-        """This step's gradient lies there, in C order. A device reads it when the bucket is started."""
+        """Take this step's gradient from source, in C order. A device reads source only when the bucket is started."""
 
     @abstractmethod
     def take(self, turn: int, other: Any, its_turn: int) -> None:
-        """A gradient with its mark from another bucket of the kind, and what compression owes it."""
+        """Copy a gradient, its mark and its compression residual from another bucket of the same class."""
 
     @abstractmethod
     def clear(self) -> None:
-        """All gradients zero."""
+        """Set all gradients to zero."""
 
     @abstractmethod
     def start(self, async_op: bool) -> None:
-        """Begin to reduce it, in place, with zeros for what is missing; without async_op it is done on return."""
+        """Begin to reduce the bucket in place, with zeros for missing gradients; done on return without async_op."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -160,20 +162,20 @@ class Bucket(ABC):
 
     @abstractmethod
     def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
-        """A copy of what compression owes that gradient; None without compression."""
+        """A copy of that gradient's compression residual; None without compression."""
 
     @abstractmethod
     def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
-        """From now on it owes that."""
+        """Set that gradient's compression residual."""
 
     def forget(self) -> None:
-        """The step is over."""
+        """The step is over: no gradient is ready any more."""
         self.there[:] = bytes(len(self.there))
         self.missing = len(self.there)
 
 
 class HostBucket(Bucket):
-    """In memory that the ranks of the host share."""
+    """A bucket in memory that the ranks of a host share."""
 
     marks_go_along = True
 
@@ -251,11 +253,14 @@ class HostBucket(Bucket):
             self._residual[self.layout.places[turn].span] = residual.reshape(-1)
 
     def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
-        """Round to what goes over the wire. What that takes away is added in the next step (error feedback, Seide et
-        al., "1-bit stochastic gradient descent", 2014), also what is beyond the narrow type's range. Infinities and NaN
-        go as they are, for who looks for them, and with one in the bucket nothing is owed to any of its gradients (on a
-        device, to that element). What is owed to a gradient that this rank does not have waits until it has: where no
-        rank has it, nobody takes the result."""
+        """Round the gradients to the dtype on the wire, and carry the error into the next step.
+
+        This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). The error includes what lies
+        beyond the narrow dtype's range. Infinities and NaN are sent as they are, for programs that look for them; then
+        the bucket's gradients (on a device: that element) carry no error. The residual of a gradient that this rank
+        does not have is kept until it has one: if no rank has it, the result is not used and a residual that was sent
+        would be lost.
+        """
         end = self.layout.marks
         gradients, wire = self._memory[:end], self._wire[:end]
         absent = [place for place, mark in zip(self.layout.places, self.marks, strict=True) if mark == 0]

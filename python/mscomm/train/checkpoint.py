@@ -1,9 +1,9 @@
-"""ModelCheckpoint: a training's state in files, from which Model.resume goes on with the same bits.
+"""ModelCheckpoint: a training's state in files, from which Model.resume continues with the same bits.
 
-On each rank a file holds what that rank alone knows, too: its random numbers, its place in its data, what compression
-owes. So each rank writes into a directory of its own. In data parallel training a rank that has reduced the gradients
-of step k + 1 knows that all have ended step k with what they save: only then it deletes what step k has replaced, and
-the newest checkpoint that every rank has is always there.
+A rank's file also holds what only that rank knows: its random states, its position in its data, its compression
+residual. So each rank writes into a directory of its own. In data parallel training a rank that has reduced the
+gradients of step k + 1 knows that all ranks have ended step k and written its checkpoint. Only then does it delete the
+files that this checkpoint replaces, so the newest checkpoint that every rank has is always there.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from mscomm.train.hooks import Callback, RunContext
 
 
 class CheckpointConfig:
-    """When ModelCheckpoint writes, and what it keeps; MindSpore's names and defaults.
+    """When ModelCheckpoint writes, and which files it keeps; MindSpore's names and defaults.
 
-    save_checkpoint_steps: each so many steps; 0 or None: save_checkpoint_seconds decides, on the first rank's clock.
-    keep_checkpoint_max: so many files; the oldest are deleted; 0 or None: keep_checkpoint_per_n_minutes decides: one in
-    so many minutes, and the newest. integrated_save, async_save: files hold whole weights, and are whole when the step
-    ends, in any case; a warning tells who asks for something else. crc_check: files have a checksum in any case.
+    save_checkpoint_steps: write every so many steps; 0 or None: save_checkpoint_seconds decides, by the first rank's
+    clock. keep_checkpoint_max: keep so many files and delete the oldest; 0 or None: keep_checkpoint_per_n_minutes
+    decides: keep one file per so many minutes, and the newest. integrated_save, async_save: no effect, and a warning if
+    they ask for something else: a file always holds whole weights, and is complete when the step ends. crc_check: no
+    effect; files always have a checksum.
 
-    TypeError for what is no number, ValueError below 0 and if all four are 0 or None, NotImplementedError for
-    MindSpore's other options.
+    TypeError for a value that is not a number, ValueError for one below 0 and if all four are 0 or None,
+    NotImplementedError for MindSpore's other options.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_max=5)
     """
@@ -74,21 +75,21 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Writes `<prefix>-<epoch>_<step>.safetensors` into a directory of this rank's own, and after the last step.
+    """Writes `<prefix>-<epoch>_<step>.safetensors` into this rank's own directory, as config says and at the end.
 
-    prefix: of the files' names; where files of that prefix are there already, it becomes `<prefix>_1` and so on, but
-    after Model.resume(directory) the series goes on. directory: None for the working directory; made if it is not
-    there. Two ranks of one host with one directory are an error on all ranks before training begins. config: a
-    CheckpointConfig.
+    prefix: the beginning of the files' names. If the directory has files with that prefix already, it becomes
+    `<prefix>_1` and so on, but after Model.resume(directory) the series continues. directory: None for the working
+    directory; it is made if it does not exist. If two ranks of one host name the same directory, all ranks raise an
+    error before training begins. config: a CheckpointConfig.
 
-    A file gets its name when all of it is on the disk. It has the weights under their own names, which any reader of
-    safetensors files can read, and epoch, step, the optimizer's state, random states, the dataset's position and what
-    compression owes, as text and arrays; nothing in it can be executed. By a checksum of all that, CRC-32, a damaged
-    file is known when it is read. There is one file more than keep_checkpoint_max until every rank is known to have the
+    A file gets its name when all of it is on the disk. It holds the weights under their own names, which any reader of
+    safetensors files can read; and epoch, step, the optimizer's state, random states, the dataset's position and the
+    compression residual, as text and arrays. Nothing in it can be executed. A CRC-32 checksum of all of it reveals
+    damage when the file is read. There is one file more than keep_checkpoint_max until every rank is known to have the
     newest.
 
-    TypeError for a prefix or config of another type, ValueError for a prefix with a slash; OSError where a file cannot
-    be written: those before it are untouched.
+    TypeError for a prefix or config of another type, ValueError for a prefix with a slash; OSError if a file cannot be
+    written: earlier files are untouched.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100)
     >>> directory = f"checkpoints/{mscomm.get_rank()}"
@@ -110,13 +111,13 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        # Files of this series and when they were written, in the order in which they are deleted, the oldest first.
+        # The files of this series and when they were written, in the order in which they are deleted.
         self._kept: list[tuple[Path, float]] = []
         self._has_saved = False  # in this training
         self._is_due_at_epoch_end = False
         self._saved_step = 0
         self._saved_at = 0.0  # on the monotonic clock
-        self._minute_mark = 0.0  # when the last file was written that is kept for its minutes
+        self._minute_mark = 0.0  # when the newest file that was kept for its minutes was written
 
     @property
     def latest_ckpt_file_name(self) -> str:
@@ -130,14 +131,14 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f".*{serialization.SUFFIX}.*{tensorfile.PARTIAL}"):
-            left.unlink()  # of a process that was killed
+            left.unlink()  # left by a process that was killed
         there = serialization.named_like_one(self._directory)
         self._kept = []
         resumed = now.resumed_from
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # Later ones are damaged, or not on every rank: the steps up to there come again. They are the first to go.
+            # Later files are damaged, or not on every rank, and training repeats their steps: delete them first.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
@@ -151,7 +152,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # Who goes on behind the last step of an epoch begins with the next one: the end of the epoch belongs to it.
+        # Resuming from the last step of an epoch begins with the next epoch. So save such a step only after epoch_end
+        # of the other callbacks.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)
@@ -172,7 +174,7 @@ class ModelCheckpoint(Callback):
         if not self._config.save_checkpoint_seconds:
             return False
         due = np.array([time.monotonic() - self._saved_at >= self._config.save_checkpoint_seconds])
-        if now.all_ranks_save:  # the ranks' clocks differ, and what one has alone nobody can resume from
+        if now.all_ranks_save:  # the ranks' clocks differ, and nobody can resume from a file of one rank
             collectives.broadcast_(due, group=now.group)
         return bool(due[0])
 
@@ -188,7 +190,10 @@ class ModelCheckpoint(Callback):
         self._saved_step, self._saved_at = now.cur_step_num, time.monotonic()
 
     def _delete_surplus(self) -> None:
-        """Every rank has the newest: keep what the config says. Before this training has saved nothing is deleted."""
+        """Delete the files that config does not keep. Every rank must have the newest file.
+
+        Nothing is deleted before this training has saved a file.
+        """
         if not self._has_saved:
             return
         if self._config.keep_checkpoint_max:
@@ -197,7 +202,7 @@ class ModelCheckpoint(Callback):
             surplus = []
             for path, written in self._kept[:-1]:
                 if written <= self._minute_mark:
-                    continue  # judged before
+                    continue  # decided in an earlier call
                 if written - self._minute_mark >= 60 * self._config.keep_checkpoint_per_n_minutes:
                     self._minute_mark = written
                 else:

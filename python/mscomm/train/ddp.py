@@ -22,9 +22,9 @@ PREFIX = "module."
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     """A module that all ranks train as one: when backward() returns, gradients are the mean over the ranks.
 
-    Names and rules are those of torch.nn.parallel.DistributedDataParallel, so that a script changes in two lines: the
-    one that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() follow backward()
-    as they do there, and an error of the reduction comes out of backward().
+    Names and rules are those of torch.nn.parallel.DistributedDataParallel, so a script changes in two lines: the one
+    that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after backward(),
+    as they do there. If the reduction fails, backward() raises the error.
 
     >>> mscomm.init()
     >>> model = mscomm.DistributedDataParallel(module)
@@ -34,24 +34,27 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     ...     optimizer.step()
 
-    device_ids: None, or a list of the one GPU on which the module is: then the forward pass moves its arguments there.
-    output_device: None, or that GPU. broadcast_buffers: rank 0's buffers (BatchNorm's running means) go to all ranks
-    now and before the first forward pass of each step; forward_sync_buffers: whether before forward passes, and now in
-    any case. init_sync: all ranks take rank 0's parameters and buffers now; False: the ranks compare their parameters,
-    ValueError on all if they differ. process_group: None for all ranks, or a Group of mscomm or its name.
-    bucket_cap_mb: MiB in a bucket (4). gradient_as_bucket_view: gradients lie in the buckets, which saves two copies;
-    a gradient that the program keeps is then overwritten in the next step. find_unused_parameters: parameters that take
-    no part in a step are no error in any case; one that took part on some ranks gets the mean, in which the others
-    count as zeros. static_graph has no effect, and is warned of. compression: as GradientReducer's.
+    device_ids: None, or a list with the one GPU that the module is on: then the forward pass moves its arguments there.
+    output_device: None, or that GPU. broadcast_buffers: all ranks take rank 0's buffers (BatchNorm's running means) now
+    and before the first forward pass of each step. forward_sync_buffers: overrides it for forward passes; buffers are
+    still sent now. init_sync: all ranks take rank 0's parameters and buffers now; False: the ranks only compare their
+    parameters, and all raise ValueError if they differ. process_group: None for all ranks, or a Group of mscomm or its
+    name. bucket_cap_mb: MiB in a bucket (default 4). gradient_as_bucket_view: gradients lie in the buckets, which saves
+    two copies; then the next step overwrites a gradient tensor that the program has kept. find_unused_parameters: no
+    effect; a parameter that takes no part in a step is never an error, and one that took part on some ranks gets the
+    mean, with the other ranks counted as zeros. static_graph: no effect, and a warning. compression: as
+    GradientReducer's.
 
-    A backward pass is reduced if it begins at an output of a forward pass that was not inside no_sync(). Several in one
-    step are reduced each. A forward pass under torch.no_grad() changes nothing; evaluation on one rank alone goes by
-    `.module`. Layers under torch.utils.checkpoint work; if two of them share parameters, with use_reentrant=False.
+    A backward pass is reduced if it begins at an output of a forward pass that ran outside no_sync(). If a step has
+    several such passes, each is reduced. A forward pass under torch.no_grad() changes nothing; to evaluate on one rank
+    alone, call `.module`. Layers under torch.utils.checkpoint work; if two of them share parameters, they need
+    use_reentrant=False.
 
-    The parameters are those of now: RuntimeError in the forward pass if one that is frozen now needs a gradient later,
-    if one was replaced, or if a wrapper that was made later reduces one of them. Names in
-    module._ddp_params_and_buffers_to_ignore are each rank's own. ValueError for a module with SyncBatchNorm, which
-    needs torch.distributed. Other errors as GradientReducer's.
+    The wrapper reduces the parameters that the module has when it is made. The forward pass raises RuntimeError if a
+    parameter that was frozen then needs a gradient now, if one was added or replaced, or if a wrapper or reducer that
+    was made later reduces one of them. Each rank keeps parameters and buffers named in
+    module._ddp_params_and_buffers_to_ignore for itself. ValueError for a module with SyncBatchNorm if
+    torch.distributed, which it needs, is not initialized. Other errors as GradientReducer's.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes in here are not to be reduced: their gradients add to this rank's, for a later pass.
+        """Forward passes inside are not reduced: their gradients add up on this rank, until a later pass reduces them.
 
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
@@ -147,16 +150,16 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         *,
         sync: Iterable[Any] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """For loops that have fewer steps on some ranks: a rank that leaves goes on with zeros until all have left.
+        """For loops that have fewer steps on some ranks: a rank that has left sends zeros until all have left.
 
-        At the end all have the parameters and, with broadcast_buffers, the buffers of the highest of the ranks that
-        left last. sync: what they take from it besides: [optimizer, scheduler], whose state on ranks that left early is
-        else that of then. divide_by_initial_world_size: the mean is over all ranks; False: over those that still have
-        batches. enable=False: nothing of all this. throw_on_early_termination: RuntimeError on all ranks instead, as
-        soon as one has no batches left.
+        At the end all ranks take the parameters and, with broadcast_buffers, the buffers of the highest of the ranks
+        that left last. sync: what else they take from it: [optimizer, scheduler]. Otherwise a rank that left early
+        keeps its older state. divide_by_initial_world_size: the mean is over all ranks; False: over the ranks that
+        still have batches. enable=False: join() does nothing. throw_on_early_termination: instead, all ranks raise
+        RuntimeError as soon as one rank has no batches left.
 
-        The loop makes no other calls on the group. Inside, before a forward pass the buffers are those of the highest
-        rank that still has batches. An exception in it is raised on the others as Aborted.
+        The loop must make no other calls on the group. Inside, the buffers before a forward pass are those of the
+        highest rank that still has batches. If a loop raises an exception, the other ranks raise Aborted.
 
         >>> with model.join(sync=[optimizer]):
         ...     for images, labels in batches:
@@ -190,10 +193,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                 yield
         finally:
             self._refuses_uneven = False
-            self._buffers_due = True  # on ranks that left early, too: all make the same calls from here on
+            self._buffers_due = True  # also on ranks that left early: all make the same calls from here on
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch.nn.Module's, for a state with and without the prefix "module." before its names.
+        """As torch.nn.Module's; the names in the state may begin with the prefix "module." or not.
 
         ValueError for assign=True, which would replace the parameters.
         """
@@ -211,7 +214,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             "DistributedDataParallel holds this job's memory; copy or save its .module, or its state_dict()"
         )
 
-    # -- what ranks share
+    # -- what the ranks share
 
     def _shared_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
@@ -234,7 +237,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                     f"DistributedDataParallel: {name} was added or replaced after the module was wrapped; change the"
                     " module first, and then wrap it on every rank"
                 )
-        self._places = _places(self.module)  # a layer under another name, say
+        self._places = _places(self.module)  # for example, a layer has another name
 
     def _before_forward(self) -> None:
         """What the ranks do together before a forward pass."""
@@ -256,7 +259,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._exchange_buffers(root)
 
     def _exchange_buffers(self, root: int) -> None:
-        """All have the root's buffers: those of one dtype and device in one call."""
+        """Give all ranks the root's buffers, in one call for each dtype and device."""
         kinds: dict[Any, list[torch.Tensor]] = {}
         for _, buffer in self._shared_buffers():
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
@@ -265,12 +268,13 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             collectives.broadcast(together, root, out=together, group=self._group)
             if root != self._group.rank:
                 for buffer, part in zip(buffers, together.split([one.numel() for one in buffers]), strict=True):
-                    # By .data, so that a forward pass between another one and its backward pass does not disturb that.
+                    # Through .data, which autograd does not track: a second forward pass must not break the backward
+                    # pass of the first.
                     buffer.data.copy_(part.view(buffer.shape))
 
 
 def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
-    """Where the forward pass moves its arguments; ValueError for devices on which the module is not."""
+    """The device to which the forward pass moves its arguments; ValueError for a device that the module is not on."""
     devices = sorted({str(p.device) for p in module.parameters()})
     given = [] if device_ids is None else list(device_ids)
     for argument, ones in (("device_ids", given), ("output_device", [] if output_device is None else [output_device])):
@@ -285,7 +289,7 @@ def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> tor
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """Tensors in x, also in lists, tuples and dicts, on that device."""
+    """x with its tensors, also in lists, tuples and dicts, moved to that device."""
     if isinstance(x, torch.Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, dict):
@@ -296,7 +300,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _check_layers(module: torch.nn.Module) -> None:
-    """What cannot be trained here: an error before anything is sent."""
+    """ValueError for layers that cannot be trained here, before anything is sent."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
@@ -314,7 +318,7 @@ def _check_layers(module: torch.nn.Module) -> None:
 
 
 def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where parameters, and the layers that have some, stand in the module: the dict, the key, and what is there."""
+    """Where the module holds its parameters, and the layers that have some: the dict, the key, and the value."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for layer in module.modules():
         places += [(layer._parameters, last, p) for last, p in layer._parameters.items() if p is not None]

@@ -1,8 +1,8 @@
-"""Fusion buckets in a device's memory, which is the array library's own.
+"""Fusion buckets in a device's memory, as arrays of the array library.
 
-Where the gradients of a step lie elsewhere they come into the bucket in one launch, on the way with scale, cast and
-error feedback, by the kernels of csrc/cuda. Without kernels copies gather them, and what is to be computed the array
-library computes. All is enqueued on the library's current stream; nothing waits for the device.
+Gradients that lie outside their bucket are brought in by one launch of the kernels of csrc/cuda, which scale, cast and
+apply error feedback on the way. Without kernels, copies gather the gradients, and the array library does the
+computations. Everything is enqueued on the library's current stream; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mscomm.train.buckets import Bucket, Layout, largest, wired
 
 
 def has_kernel(group: Group, dtype: np.dtype[Any], on_wire: np.dtype[Any]) -> bool:
-    """Whether gradients of dtype become those of the wire by a kernel, and back."""
+    """Whether a kernel converts gradients of dtype to the dtype on the wire, and back."""
     return group.core.packs(dtype_code(dtype), dtype_code(on_wire))
 
 
 def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: Any) -> str:
-    """Why gradients of that dtype, as model is an array of, cannot be reduced here; "": they can."""
+    """Why gradients of that dtype, in arrays like model, cannot be reduced here; "" if they can."""
     arrays = library(model, "parameters", "GradientReducer")
     if not hasattr(arrays, "namespace"):
         return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
@@ -42,18 +42,18 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
 
 
 class DeviceBucket(Bucket):
-    """Of the library of model, an array of the bucket's dtype on the device; why_not() has said that it can be."""
+    """A bucket that is an array of model's library on the device. Made only if why_not() returns ""."""
 
     def __init__(self, layout: Layout, op: str, compression: str | None, group: Group, model: Any) -> None:
         super().__init__(layout)
         self._group = group
         self._arrays = library(model, "parameters", "GradientReducer")
         self._marks = np.zeros(len(layout.places))
-        self._streams: set[int] = set()  # where the memory has been used
+        self._streams: set[int] = set()  # on which the memory has been used
         self._made: list[Any] = []
         self._array, self._memory = self._new(model, layout.marks)
         self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
-        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: in its place
+        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: in its place in the bucket
         self._wire_array, self._wire, self._limit = self._array, self._memory, np.inf
         self._residual_array: Any = None
         self._residual: OnDevice | None = None
@@ -67,8 +67,9 @@ class DeviceBucket(Bucket):
             if not self._has_kernel:
                 self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
             self._limit = largest(on_wire, group.size)
-        # Of what is narrow, and where the library has no mean, that is made of the sum: NCCL's mean multiplies by 1 / n
-        # in the dtype on the wire (hostToDevRedOp in its enqueue.cc), of which bfloat16 is off by up to a 512th.
+        # Make the mean from the sum if the dtype on the wire is narrow, or the library has no mean. NCCL's mean
+        # multiplies by 1 / n in the dtype on the wire (hostToDevRedOp in its enqueue.cc), and in bfloat16 1 / n is off
+        # by up to a 512th.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), OPS["avg"]))
         self._op = OPS["sum" if sums else "avg"]
@@ -83,7 +84,8 @@ class DeviceBucket(Bucket):
         return self._made[-1], memory
 
     def _stream(self) -> int:
-        """The current one. It may be another one than that on which the memory was made, which the library is told."""
+        """The current stream. If it is new to the memory, the array library is told, which may have made the memory on
+        another stream."""
         stream = self._memory.current()
         if stream not in self._streams:
             self._streams.add(stream)
@@ -187,7 +189,7 @@ class DeviceBucket(Bucket):
             there = self._residual_array[self.layout.places[turn].span]
             self._arrays.assign(there, self._arrays.from_host(there, residual.reshape(-1)))
 
-    # -- by the array library
+    # -- computed by the array library
 
     def scale(self, factor: float) -> None:
         self._array *= factor
@@ -196,7 +198,7 @@ class DeviceBucket(Bucket):
         self._array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """See HostBucket._narrow for its meaning. Numbers have the bits that the kernels give them."""
+        """See HostBucket._narrow. The results have the same bits as those of the kernels."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

@@ -1,9 +1,9 @@
-"""Tells the number of the epoch, from 0, to whatever draws its order from it: set_epoch() of a dataset, or of the
-samplers of a PyTorch DataLoader, as torch.utils.data.DistributedSampler has it.
+"""Tells the epoch's number, from 0, to everything that draws its order from it. It calls set_epoch() of the dataset or
+of the samplers of a PyTorch DataLoader, the method that torch.utils.data.DistributedSampler has.
 
-Without it such a sampler gives every epoch the same order. A script may call set_epoch() itself, before train() or in a
-callback: its number counts, and the epochs after that go on from there. So does a second train(). Datasets that know
-their place (state_dict, load_state_dict), as mscomm's, count their passes themselves.
+Without these calls such a sampler gives every epoch the same order. A script may call set_epoch() itself, before
+train() or in a callback: that number takes effect, and later epochs count on from it. A second train() counts on, too.
+Datasets that know their place (state_dict, load_state_dict), such as mscomm's, count their passes themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 _PLACES = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
-_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # what each was told last, by any training
+_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the number told last, by any training
 
 
 def knows_its_place(dataset: Any) -> bool:
@@ -21,13 +21,13 @@ def knows_its_place(dataset: Any) -> bool:
 
 
 class Epochs:
-    """What draws its order by the epoch in one training."""
+    """The objects that draw their order from the epoch, in one training."""
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
-        """initial_epoch: of train(), 0 for none. resumed: what numbers() gave, if a checkpoint is gone on from in the
-        epoch `first`; one of an earlier version has no numbers."""
+        """initial_epoch: train()'s, or 0. resumed: what numbers() gave, if training resumes from a checkpoint in the
+        epoch `first`; checkpoints of earlier versions have no numbers."""
         self._found: dict[str, Any] = {}
-        self._next: dict[str, int] = {}  # where it does not follow from the epoch before
+        self._next: dict[str, int] = {}  # numbers that do not follow from the previous epoch
         self._told: dict[str, int] = {}
         for place in _PLACES:
             one = dataset
@@ -46,16 +46,16 @@ class Epochs:
                 dataset.set_epoch(initial_epoch)
 
     def begin(self) -> None:
-        """Before each epoch, and before the callbacks hear of it."""
+        """Call it before each epoch, and before the callbacks hear of the epoch."""
         for place, one in self._found.items():
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
             self._told[place] = number
-            with contextlib.suppress(TypeError):  # it can be no key
+            with contextlib.suppress(TypeError):  # the object cannot be a key
                 _last[one] = number
 
     def numbers(self, ended: bool) -> dict[str, int]:
-        """For a checkpoint: the number of the epoch that goes on, or of the next one if this has ended."""
+        """For a checkpoint: the number of the current epoch, or of the next one if the current one has ended."""
         return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
 
     def _after(self, place: str) -> int:
@@ -65,9 +65,9 @@ class Epochs:
             with contextlib.suppress(TypeError):
                 last = _last.get(self._found[place], -1)
         there = self._there(place, last)
-        return last + 1 if there == last else there  # another number is the script's
+        return last + 1 if there == last else there  # the script has set another number
 
     def _there(self, place: str, otherwise: int) -> int:
-        """The number that it has, where that can be read."""
+        """The number that the object has now, if it can be read."""
         number = getattr(self._found[place], "epoch", None)
         return number if isinstance(number, int) else self._told.get(place, otherwise)

@@ -32,17 +32,18 @@ class RunContext:
     def request_stop(self) -> None:
         """End the training after this step.
 
-        In data parallel training every rank asks for it at the same step, as a decision by net_outputs does.
+        In data parallel training every rank must call it at the same step. Decide by net_outputs, which all ranks
+        share.
         """
         self._stop = True
 
     def get_stop_requested(self) -> bool:
-        """Whether somebody has asked for it."""
+        """Whether request_stop() was called."""
         return self._stop
 
 
 class Callback:
-    """Derive from it, and override what you need; each is called with a RunContext.
+    """Derive from it and override the methods that you need; each is called with a RunContext.
 
     on_train_begin, on_train_epoch_begin, on_train_step_begin, on_train_step_end, on_train_epoch_end, on_train_end call
     begin, epoch_begin, step_begin, step_end, epoch_end and end: override either. A callback is a context manager,
@@ -61,18 +62,18 @@ class Callback:
         pass
 
     def writes_to(self) -> list[str]:
-        """The folders that this callback alone writes to. Where two ranks name the same one, training is refused."""
+        """The folders that only this callback writes to. Two ranks of a host that name the same folder cannot train."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of this callback: numbers, text and arrays, as a scheduler's state. None: nothing.
+        """What a checkpoint keeps of this callback, such as a scheduler's state: numbers, text, arrays. None: nothing.
 
-        Change it in step_end or epoch_end: the checkpoint of a step is written after these.
+        Change it in step_end or epoch_end: the checkpoint of a step is written after them.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before begin, where training goes on from a checkpoint: what state_dict() gave. Arrays come as NumPy's."""
+        """Called before begin when training resumes, with what state_dict() returned. Arrays are NumPy's."""
 
     def begin(self, run_context: RunContext) -> None:
         """Before the first step."""
@@ -90,7 +91,7 @@ class Callback:
         """After each epoch."""
 
     def end(self, run_context: RunContext) -> None:
-        """After the last step; every rank has done its own by then."""
+        """After the last step, when every rank has ended its own."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.begin(run_context)
@@ -112,7 +113,7 @@ class Callback:
 
 
 def checked(callbacks: Any) -> list[Callback]:
-    """One callback, several or None as a list; TypeError for what is none."""
+    """One callback, several or None as a list; TypeError for anything else."""
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):

@@ -1,7 +1,8 @@
 """join(): loops that have fewer steps on some ranks, and one model on all of them at the end.
 
-Before each step all ranks meet: an all_gather of what each does next. A rank that has left does with zeros what the
-others do, until all have left. The highest of those that left last then gives the others its model and its states.
+Before each step all ranks meet in an all_gather of what each does next. A rank that has left makes the calls of the
+others with zeros, until all have left. The highest of the ranks that left last then sends its model and its states to
+the others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _open: set[str] = set()  # the names of the groups on which this rank is inside 
 
 
 class OutOfBatches(RuntimeError):
-    """Some rank has no batches left, which was to be an error. All ranks raise it, and the group goes on."""
+    """A rank has no batches left, and the program wants an error then. All ranks raise it; the group stays usable."""
 
 
 @contextlib.contextmanager
@@ -41,14 +42,15 @@ def join(
     throw: bool = False,
     own: Iterable[Any] = (),
 ) -> Iterator[None]:
-    """The loop of a rank is the body of it.
+    """A context for the training loop of this rank.
 
-    by_all: the mean divides by the number of all ranks. on_forward(root): takes part in what the others send before a
-    forward pass, from that rank. at_end(root, uneven): makes the models equal; uneven: some left before the others.
-    throw: OutOfBatches on all ranks instead, as soon as one has left. own: parameters that each rank keeps for itself.
+    by_all: the mean divides by the number of all ranks. on_forward(root): on a rank that has left, takes part in what
+    rank root sends to the others before a forward pass. at_end(root, uneven): makes the models equal; uneven: some
+    ranks left before the others. throw: raise OutOfBatches on all ranks instead, as soon as one has left. own:
+    parameters that each rank keeps for itself.
     """
     step.check_between("join")
-    if group.name in _open:  # the meetings of two loops would be taken for each other's
+    if group.name in _open:  # the ranks would confuse the meetings of the two loops
         raise RuntimeError(
             f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
             " wrapper or reducer"
@@ -97,7 +99,7 @@ def _until_all_have_left(step: Step, group: Group, on_forward: Callable[[int], N
 
 
 def checked(sync: Iterable[Any] | None) -> list[Any]:
-    """sync as a list; TypeError for what has no state that could be taken over."""
+    """sync as a list; TypeError for an item that has no state to take over."""
     holders = [] if sync is None else [sync] if hasattr(sync, "state_dict") else list(sync)
     for one in holders:
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
@@ -145,7 +147,7 @@ def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
 
 
 def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) -> list[Any]:
-    """The root's, in place where they can be written."""
+    """Broadcast the root's arrays, in place where they can be written."""
     works = []
     for name, x in arrays:
         writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
@@ -154,7 +156,8 @@ def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) ->
 
 
 def _broadcast_state(state: Any, root: int, group: Group) -> Any:
-    """The root's state, as JSON and arrays of the CPU. Arrays of PyTorch come back as such, all others as NumPy's."""
+    """The root's state, sent as JSON and CPU arrays. If it has PyTorch tensors, all arrays come back as tensors,
+    otherwise as NumPy's."""
     head: Any = None
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if root == group.rank:
