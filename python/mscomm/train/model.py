@@ -24,7 +24,7 @@ from mscomm.train.hooks import RunContext
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
 
 BATCHES = "batches in an epoch"
-# What to write where warnings advise it.
+# The line that warnings recommend.
 ONE_MODEL = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
 
 
@@ -40,9 +40,9 @@ class Model:
     * NumPy, CuPy: an object with `parameters`, float arrays in a dict, and `loss_and_gradients(*batch)`, which gives
       the loss and the gradients in a dict; Momentum or SGD over the same parameters, which are changed in place.
 
-    PyTorch's modules and CuPy's arrays are trained on the device where they are. Without a loss_fn the network gives
-    the loss. compression: "bf16" or "fp16", as GradientReducer's. group: the ranks that train together, None for all.
-    TypeError for a network of another kind.
+    PyTorch's modules and CuPy's arrays are trained on the device that they are on. Without a loss_fn the network
+    returns the loss. compression: "bf16" or "fp16", as GradientReducer's. group: the ranks that train together, None
+    for all. TypeError for a network of another kind.
 
     >>> mscomm.init()
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
@@ -64,7 +64,7 @@ class Model:
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"Model: loss_fn is a {type(loss_fn).__name__}; expected a callable(output, label)")
         if group is not None and is_initialized():
-            resolve(group)  # raises if this rank is no member
+            resolve(group)  # raises if this rank is not a member
         self._given = {"network": network, "loss_fn": loss_fn, "optimizer": optimizer}
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
@@ -82,24 +82,25 @@ class Model:
     ) -> None:
         """Train until the end of that epoch.
 
-        epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len(),
-        which gives an epoch's batches each time: tuples, lists or dicts of arrays, NumPy's or the network's own; with a
-        loss_fn (data, ..., label). For PyTorch a label of integers becomes int64, and what is on the CPU goes to the
-        device of the module's first parameter. Before each epoch it is told its number, from 0, by set_epoch(), and so
-        are the samplers of a DataLoader. callbacks: a Callback or several, which are called in their order,
-        ModelCheckpoint after the others. dataset_sink_mode, sink_size: no effect, and a warning: as on MindSpore's CPU
-        each step is one of its own. initial_epoch: begin after that epoch; 0 after resume(), which knows it.
+        epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
+        Each pass over it gives an epoch's batches: tuples, lists or dicts of arrays, NumPy's or the network's own; with
+        a loss_fn (data, ..., label). With PyTorch, integer labels become int64, and CPU arrays are moved to the device
+        of the module's first parameter. Before each epoch set_epoch() of the dataset, and of a DataLoader's samplers,
+        is called with the epoch's number, from 0, unless the dataset has a state_dict() and counts by itself.
+        callbacks: a Callback or several, called in their order, but ModelCheckpoint last. dataset_sink_mode, sink_size:
+        no effect, and a warning: as on MindSpore's CPU, each step runs by itself. initial_epoch: begin after that
+        epoch; 0 after resume(), which knows where to begin.
 
         In data parallel mode (set_auto_parallel_context) the ranks of the group train one model, each on the batches of
-        its own dataset, and take the same steps; the loss that callbacks see is their mean. In stand-alone mode, the
-        default, each trains by itself.
+        its own dataset, and take the same steps; callbacks see the mean of the ranks' losses. In stand-alone mode, the
+        default, each rank trains by itself.
 
         TypeError, ValueError for wrong arguments. ValueError on all ranks if they differ in the number of batches or
-        epochs, begin with different weights or states of the optimizer, or if two of one host write checkpoints into
-        one directory. RuntimeError for a dataset with fewer batches than it said. Else errors as in all_reduce.
+        epochs, if they begin with different weights or optimizer states, or if two ranks of one host write checkpoints
+        into one directory. RuntimeError for a dataset with fewer batches than it said. Other errors as in all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it writes how a step has left the others
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it saves what a step has left in the others
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -115,7 +116,7 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            new = {name: x for name, x in sent.items() if x is not shared[name]}  # where they cannot be written
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # not writable in place
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(
             group,
@@ -168,22 +169,24 @@ class Model:
                 reducer.close()
 
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
-        """Take over a checkpoint, so that the next train() goes on behind it with the bits of a run without a break.
+        """Load a checkpoint, so that the next train() continues with the same bits as a run without a break.
 
-        path: a directory that ModelCheckpoint has written to, on each rank its own; or a file. Of the training that
-        wrote last it takes the newest checkpoint that every rank has, whole and undamaged, and says which it leaves
-        out. In data parallel mode all ranks call it together, after set_auto_parallel_context.
+        path: a directory that ModelCheckpoint has written to, on each rank its own; or a file. In a directory resume()
+        takes the training that wrote last, and of its checkpoints the newest that every rank has, whole and undamaged;
+        a warning names those that it leaves out. In data parallel mode all ranks call it together, after
+        set_auto_parallel_context.
 
-        Gives its (epoch, step), or None: training then begins at the beginning, so a script can always call it. That
-        is so if no rank has a checkpoint, or if the training's first one is not on all ranks, which is told. Nothing is
-        deleted.
+        Returns the checkpoint's (epoch, step), or None if training begins at the start, so a script can always call it.
+        It returns None if no rank has a checkpoint, or, with a warning, if not every rank has the training's first one.
+        Nothing is deleted.
 
-        The dataset goes on by its load_state_dict(); of one that has none, the batches that were done are read again
-        and left out. Training with other numbers of ranks or batches is refused; load_checkpoint has the weights for
+        The dataset continues by its load_state_dict(). If it has none, the batches that were done are read again and
+        skipped. Training with another number of ranks or batches is refused; load_checkpoint gives the weights for
         that.
 
-        ValueError on all ranks if some have no checkpoint of a training that has come further, or there is none that
-        all have; and for a file that is truncated, damaged, or no checkpoint, or of another network.
+        ValueError on all ranks if only some of them have a checkpoint of a training that got further, or if no
+        checkpoint is on all of them; and for a file that is truncated, damaged, not a checkpoint, or of another
+        network.
 
         >>> model.resume(f"checkpoints/{mscomm.get_rank()}")
         (3, 100)
@@ -197,16 +200,16 @@ class Model:
         return chosen.epoch, chosen.step
 
     def _optimizer_entries(self) -> dict[str, Any]:
-        """What the optimizer knows, by where it is in its state; without what each rank keeps for itself."""
+        """The entries of the optimizer's state, by their path in it, without those that each rank keeps for itself."""
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
-            return {}  # one of the user's own, which no checkpoint can hold
+            return {}  # the user's own optimizer, which a checkpoint cannot hold
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
 
     def _steps_done(self, batches: int, initial_epoch: int) -> int:
-        """How many steps lie before the first one of a training."""
+        """How many steps come before the first step of this training."""
         if self._resumed is None:
             return initial_epoch * batches
         resumed, state = self._resumed
@@ -251,7 +254,7 @@ class Model:
         self._resumed = (chosen, state)
 
     def _training_group(self, function: str) -> Group | None:
-        """The ranks that train together; None: this one is alone."""
+        """The ranks that train together; None if this rank trains alone."""
         if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
             if not context.auto_parallel_was_set("parallel_mode"):
                 _tell_if_one_of_several(self._group)
@@ -324,7 +327,7 @@ class Model:
             now.communication_s = reducer.waited_s
 
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
-        """The batches of the current epoch that are still to come. state: of a checkpoint to go on from."""
+        """The batches of the current epoch that are still to come. state: that of a checkpoint to resume from."""
         dataset, first = now.train_dataset, now.cur_step_num % now.batch_num
         taken = first
         if state is not None:
@@ -332,7 +335,8 @@ class Model:
                 dataset.load_state_dict(state["dataset"])
             else:
                 taken = 0
-            # The order of an epoch may be drawn where it begins.
+            # If batches are read again, start from the random states of the epoch's beginning, where its order may be
+            # drawn.
             randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
         now.epoch_random = None if knows_its_place(dataset) else randomness.states()
         batches = iter(dataset)
@@ -351,7 +355,7 @@ class Model:
                 yield batch
 
     def _state(self, now: SimpleNamespace, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
-        """What a checkpoint holds beside the weights."""
+        """What a checkpoint holds besides the weights."""
         dataset = now.train_dataset
         return {
             "epochs": epochs.numbers(ended=now.cur_step_num % now.batch_num == 0),
@@ -396,7 +400,7 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """What a checkpoint has of callbacks, each to the next one of its class; others begin anew."""
+    """Give each callback state of a checkpoint to the next callback of its class; the other callbacks start afresh."""
     left = list(callbacks)
     for name, state in states:
         one = next((one for one in left if type(one).__name__ == name), None)
@@ -410,19 +414,19 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
 
 
 def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
-    """What a checkpoint keeps of callbacks, by the names of their classes."""
+    """The callbacks' states for a checkpoint, with the names of their classes."""
     states = ((type(one).__name__, one.state_dict()) for one in callbacks)
     return [(name, state) for name, state in states if state is not None]
 
 
 def _place(group: Group | None) -> list[int]:
-    """This rank among those that train together, and how many there are."""
+    """This rank's number among the ranks that train together, and how many there are."""
     return [0, 1] if group is None else [group.rank, group.size]
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
-    """Whether all ranks write files, and a name for this training that nobody else has. ValueError on all ranks if they
-    are not about to do the same."""
+    """Whether all ranks write files, and a unique name for this training. ValueError on all ranks if the facts differ,
+    or if two ranks of a host write into one folder."""
     part = secrets.token_hex(8)
     if group is None:
         return False, part
@@ -458,7 +462,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
     first = everybodys[0]
     for rank, theirs in enumerate(everybodys):
         if what == "weights" and theirs.keys() != first.keys():
-            continue  # GradientReducer says more of other parameters
+            continue  # GradientReducer's error says more about differing parameters
         name = next((name for name in {**first, **theirs} if theirs.get(name) != first.get(name)), None)
         if name is not None:
             raise ValueError(
@@ -467,7 +471,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Stand-alone by default, as in MindSpore: whoever starts several processes hardly means that."""
+    """Warn if this is one of several processes: stand-alone is only the default, as in MindSpore, and hardly meant."""
     if is_initialized():
         size = resolve(group).size
         if size > 1:
@@ -479,7 +483,7 @@ def _tell_if_one_of_several(group: Group | str | None) -> None:
     place = bootstrap.announced(os.environ)
     if place is not None and place.size != 1:
         if place.rank is None:
-            notices.know_rank(0)  # only init() could tell it, so each such process says it
+            notices.know_rank(0)  # only init() could find out the rank, so every process warns
         notices.warn_once(
             f"Model: {place.launcher} has started {place.size or 'several'} processes, but mscomm.init() was not"
             f" called: each trains a model of its own. For one model: mscomm.init(), then {ONE_MODEL}"

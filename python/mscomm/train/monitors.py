@@ -11,11 +11,11 @@ import numpy as np
 from mscomm import notices
 from mscomm.train.hooks import Callback, RunContext
 
-_EVERY_S = 5.0  # a ProgressBar's lines where there is no terminal
+_EVERY_S = 5.0  # between a ProgressBar's lines if there is no terminal
 
 
 def _say(line: str) -> None:
-    """In one write: several ranks may write to one pipe, and print() writes the end of the line by itself."""
+    """Print it in one write: several ranks may share a pipe, and print() writes the newline separately."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -23,10 +23,10 @@ def _say(line: str) -> None:
 class LossMonitor(Callback):
     """Prints `epoch: 1 step: 1, loss is 2.3025854` on every rank: the mean over the ranks, the same bits on all.
 
-    per_print_times: each so many steps; 0: never. local: the loss of this rank's own batch instead. A loss that is NaN
-    or infinite ends the training with a ValueError on every rank, whatever is printed.
+    per_print_times: print every so many steps; 0: never. local: print the loss of this rank's own batch instead. A loss
+    that is NaN or infinite ends the training with a ValueError on every rank, whatever is printed.
 
-    TypeError for a per_print_times that is no int, ValueError below 0.
+    TypeError for a per_print_times that is not an int, ValueError below 0.
 
     >>> model.train(10, dataset, callbacks=[mscomm.LossMonitor()])
     """
@@ -49,13 +49,13 @@ class LossMonitor(Callback):
             )
         if self._per_print_times and now.cur_step_num % self._per_print_times == 0:
             loss = now.local_loss if self._local else now.net_outputs
-            _say(f"{where}, loss is {loss!s}")  # as str shortens a float32; format would widen it
+            _say(f"{where}, loss is {loss!s}")  # str() keeps a float32 short; format() would widen it
 
 
 class TimeMonitor(Callback):
     """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
-    data_size: steps in an epoch, where it is not the dataset's. data_time has no effect, and True is told.
+    data_size: steps in an epoch, if they differ from the dataset's. data_time has no effect; True gets a warning.
     """
 
     def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
@@ -73,11 +73,12 @@ class TimeMonitor(Callback):
 
 
 class ProgressBar(Callback):
-    """A bar on rank 0's terminal: epoch, steps, loss, rows of data a second over all ranks, and the share of the time
-    in which the ranks wait for communication that no computing hid.
+    """A bar on rank 0's terminal: epoch, steps, loss, data rows per second over all ranks, and share of communication.
 
-    console: a rich.console.Console, stderr's by default. Where that is no terminal, as under `mscomm run`, it prints a
-    line every 5 seconds and one at the end.
+    That share is the part of the time in which rank 0 waits for communication that no computation hides.
+
+    console: a rich.console.Console, by default on stderr. If it is no terminal, as under `mscomm run`, ProgressBar
+    prints a line every 5 seconds and one at the end.
 
     >>> model.train(10, dataset, callbacks=[mscomm.train.ProgressBar()])
     """
@@ -85,7 +86,7 @@ class ProgressBar(Callback):
     def __init__(self, console: Any = None) -> None:
         self._console = console
         self._active = False  # on rank 0
-        self._state = ""  # of the last step, where there is no terminal; "": it was printed
+        self._state = ""  # the last step's line if there is no terminal; "" once it is printed
         self._printed = 0.0
         self._bar: Any = None
         self._task: Any = None
@@ -136,7 +137,7 @@ class ProgressBar(Callback):
             self._print()
 
     def _print(self) -> None:
-        """The state as a line, if it is new."""
+        """Print the state as a line, if it is new."""
         if self._state:
             self._console.print(self._state, highlight=False, soft_wrap=True)
         self._state, self._printed = "", time.monotonic()

@@ -14,7 +14,7 @@ from mscomm.train import trees
 
 
 class _Optimizer:
-    """What both have: parameters, and a velocity for each."""
+    """What both optimizers have: parameters, and a velocity for each."""
 
     def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
         name = type(self).__name__
@@ -63,7 +63,7 @@ class _Optimizer:
         return {"learning_rate": self.learning_rate, "velocities": list(self._velocities)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as state_dict() says; ValueError if it is of other parameters."""
+        """Continue from a state_dict(); ValueError if it is of other parameters."""
         parameters = list(trees.leaves(self.parameters).values())
         velocities = list(state["velocities"])
         if velocities and [_shape(one) for one in velocities] != [_shape(one) for one in parameters]:
@@ -78,8 +78,9 @@ class _Optimizer:
 class Momentum(_Optimizer):
     """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
 
-    params: arrays in a list, a tuple or a dict, nested perhaps. use_nesterov: p = p - learning_rate (g + momentum v).
-    weight_decay: that much of p is added to g. TypeError, ValueError for numbers that are none, or negative.
+    params: arrays in a list, a tuple or a dict, possibly nested. use_nesterov: p = p - learning_rate (g + momentum v).
+    weight_decay: weight_decay p is added to g. TypeError for an argument that is not a number, ValueError for a
+    negative one.
 
     >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
     >>> optimizer.step({"w": np.ones((10, 3))})

@@ -1,6 +1,6 @@
 """The states of the random number generators that programs share: Python's, NumPy's and PyTorch's.
 
-CuPy's are not among them: its library does not give them.
+CuPy's is missing: CuPy has no way to read it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 
 def states() -> dict[str, Any]:
-    """What restore() takes: numbers, tuples and arrays. PyTorch's if the program has imported it, those of its GPUs if
-    it has used them."""
+    """The states for restore(): numbers, tuples and arrays. PyTorch's is among them if the program has imported it,
+    those of its GPUs if the program has used them."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -26,7 +26,7 @@ def states() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Go on where these states were taken."""
+    """Set the generators to these states."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     if "torch" in states:
@@ -38,7 +38,7 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def _restore_cuda(current: int, generators: list[np.ndarray[Any, Any]]) -> None:
-    """There may be other GPUs now: this rank's goes on as this rank's did, whatever its number."""
+    """The number of GPUs may have changed: this rank's GPU continues with the state of its former one."""
     import torch
 
     chosen = dict(enumerate(generators[: torch.cuda.device_count()]))

@@ -24,31 +24,31 @@ from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
 BUCKET_MB = 4.0  # where ranks share a host, larger ones gain nothing: see docs/performance.md
-# Libraries that compute gradients by themselves and say when each is there; of the others reduce() is given them.
+# Libraries whose autograd says when each gradient is ready. For the others the program calls reduce().
 _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
 
 class GradientReducer:
-    """Combines the gradients of all ranks, so that each takes the step that the whole batch asks for.
+    """Combines the gradients of all ranks, so that each takes the step of the whole batch.
 
-    parameters: PyTorch: `model.parameters()` or `model.named_parameters()`. NumPy, JAX, MindSpore, CuPy: arrays of the
-    shapes and dtypes of the gradients, best the weights themselves, as a list or a dict. PyTorch's on a GPU and CuPy's
-    lie on the device with which this rank has joined. All ranks give the same, in the same order; ValueError on all
-    ranks, naming the first that differs. mean: divide by the number of ranks; else the sum. bucket_mb: MiB in a bucket
-    (4; the first of each dtype has at most 1). compression: "bf16" or "fp16": what goes from rank to rank has 16 bits;
-    what the rounding takes away is added in the next step. exclude: parameters or their names that each rank keeps for
-    itself. parameter_broadcast: all ranks begin with rank 0's parameters, which are written in place. group: None for
-    all ranks, or a Group or its name.
+    parameters: PyTorch: `model.parameters()` or `model.named_parameters()`. NumPy, JAX, MindSpore, CuPy: a list or a
+    dict of arrays with the shapes and dtypes of the gradients, best the weights themselves. PyTorch parameters on a GPU
+    and CuPy arrays must be on the device with which this rank has joined. All ranks give the same parameters in the
+    same order; otherwise all raise a ValueError that names the first that differs. mean: divide by the number of ranks;
+    False: sum. bucket_mb: MiB in a bucket (default 4; the first of each dtype has at most 1). compression: "bf16" or
+    "fp16": ranks send 16 bits per element; the rounding error is carried into the next step. exclude: parameters, or
+    their names, that each rank keeps for itself. parameter_broadcast: all ranks begin with rank 0's parameters, which
+    are written in place. group: None for all ranks, or a Group or its name.
 
-    Without parameter_broadcast the ranks compare the bits of their parameters, frozen ones too. PyTorch's and
-    MindSpore's are the weights: ValueError on all ranks if they differ, naming the rank and the parameter. Other arrays
-    need not be the weights, so that rank 0 prints a warning. Buffers, as BatchNorm's running means, are not the
-    reducer's: each rank has its own, until broadcast_parameters(dict(model.named_buffers())) gives all of them rank
-    0's, before evaluation say. DistributedDataParallel does that by itself.
+    Without parameter_broadcast the ranks compare the bits of their parameters, including frozen ones. PyTorch's and
+    MindSpore's parameters are the weights: if they differ, all ranks raise a ValueError that names the rank and the
+    parameter. Other arrays need not be the weights, so rank 0 only prints a warning. The reducer leaves buffers, such
+    as BatchNorm's running means, alone: each rank has its own until broadcast_parameters(dict(model.named_buffers()))
+    gives all ranks rank 0's, for example before evaluation. DistributedDataParallel does that by itself.
 
-    PyTorch: a gradient's memory is a view of its bucket, and a bucket is reduced as soon as the backward pass has
-    filled it and those before it; the last one in wait(). After the first step the buckets are laid out anew, in the
-    order in which rank 0's gradients became ready.
+    PyTorch: a gradient's memory is a view of its bucket. A bucket is reduced as soon as the backward pass has filled it
+    and those before it; wait() reduces the last one. After the first step the buckets are laid out anew, in the order
+    in which rank 0's gradients became ready.
 
     >>> reducer = GradientReducer(model.parameters())
     >>> for images, labels in batches:
@@ -57,23 +57,24 @@ class GradientReducer:
     ...     reducer.wait()
     ...     optimizer.step()
 
-    A parameter that took part on no rank keeps its gradient, None perhaps; one that took part on some has on all
-    the mean, in which the others count as zeros. Clip and unscale gradients after wait(): a gradient that was changed
-    between backward() and wait() is a RuntimeError there, and so is optimizer.step() before it.
+    A parameter that took part on no rank keeps its gradient, which may be None. A parameter that took part on some
+    ranks gets the mean on all of them, with the other ranks counted as zeros. Clip and unscale gradients after wait():
+    wait() raises RuntimeError for a gradient that was changed since backward(). optimizer.step() before wait() raises
+    it too.
 
-    Others: `reduce(gradients)` gives the combined ones.
+    Other libraries: `reduce(gradients)` returns the combined gradients.
 
     >>> gradients = reducer.reduce(gradients)
 
-    On a device everything is enqueued on the library's current stream, buckets that are full while the backward pass
-    still runs beside it; wait() and reduce() return when the ranks have all enqueued theirs, and do not wait for the
-    device. Gradients that lie elsewhere come into a bucket in one launch, with the compression on the way, where this
-    mscomm has kernels (see `mscomm doctor`); else by copies, and the array library computes the compression.
+    On a device everything is enqueued on the library's current stream, and buckets that are full during the backward
+    pass are reduced beside it. wait() and reduce() return when all ranks have enqueued their calls, and do not wait for
+    the device. If this mscomm has kernels (see `mscomm doctor`), one launch brings the gradients that lie elsewhere
+    into a bucket and compresses them on the way. Otherwise they are copied, and the array library compresses them.
 
-    Parameters that need no gradient (`requires_grad`) are not reduced. The reducer works as long as somebody refers to
-    it. On the CPU the bits are those of all_reduce of each gradient, whatever the buckets; on a device the vendor's
-    library may round in another order where more arrays go at once. Errors as in all_reduce; then the group is broken
-    and the gradients are undefined. After rejoin() each rank makes a new one.
+    Parameters that need no gradient (`requires_grad`) are not reduced. The reducer works as long as the program holds a
+    reference to it. On the CPU the bits are those of an all_reduce of each gradient, whatever the buckets; on a device
+    the vendor's library may round in another order when more arrays go at once. Errors as in all_reduce; after one the
+    group is broken and the gradients are undefined. After rejoin() each rank makes a new reducer.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class GradientReducer:
             "compression": compression,
             "parameter_broadcast": bool(parameter_broadcast),
         }
-        # What a rank's device can do is its own; all ranks have to refuse, or none.
+        # Ranks may have different devices, but all of them must refuse, or none.
         reasons = (
             f"{name}: {why}"
             for name, p, (dtype, _) in zip(self._names, self._parameters, self._kinds, strict=True)
@@ -156,57 +157,55 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Any]:
-        """Arrays, one a parameter and of its shape: where its gradient lies when it is reduced.
+        """One array per parameter, of its shape: the memory in which its gradient is reduced.
 
-        NumPy's, on a device the library's own.
+        NumPy arrays on the CPU, the library's own on a device.
         """
         return list(self._step.buffers)
 
     def carry(self, value: float) -> None:
-        """Take a number along with this step's gradients, as the loss: `carried` is its mean over the ranks then.
+        """Send a number, such as the loss, with this step's gradients; `carried` is its mean over the ranks afterwards.
 
-        Before the backward pass, or reduce(): RuntimeError when the bucket that carries it is on its way.
+        Call it before the backward pass, or reduce(): RuntimeError if the bucket that carries it has been started.
         """
         self._step.carry(float(value))
 
     @property
     def carried(self) -> float:
-        """The mean over the ranks of what they gave to carry() in the last step. A rank that gave nothing counts
-        as 0.
-        """
+        """The mean over the ranks of what they gave to carry() in the last step; a rank that gave none counts as 0."""
         return self._step.carried
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent in wait() and reduce(): on the CPU, communication that no computing hid.
+        """Seconds that this rank has spent at the ends of steps: on the CPU, communication that no computation hid.
 
-        On a device, the program's wait for those of other ranks alone; what the device does is not in it.
+        On a device it is only the program's wait for the other ranks, without the device's work.
         """
         return self._step.waited_s
 
     def close(self) -> None:
-        """The end: backward passes leave their gradients alone from now on."""
+        """Stop reducing: later backward passes leave their gradients alone."""
         if self._autograd is not None:
             self._autograd.end()
 
     def join(self, sync: Iterable[Any] | None = None) -> contextlib.AbstractContextManager[None]:
-        """For loops that have fewer steps on some ranks: a rank that leaves goes on with zeros until all have left.
+        """For loops that have fewer steps on some ranks: a rank that has left sends zeros until all have left.
 
-        The mean is that of the ranks that still have batches. Every rank's loop stands in a join(), each of its steps
-        reduces once, and it makes no other calls on the group. An exception in it is raised on the others as Aborted.
+        The mean is over the ranks that still have batches. Every rank runs its loop in a join(), reduces once in each
+        step, and makes no other calls on the group. If a loop raises an exception, the other ranks raise Aborted.
 
         At the end the others take the parameters of `last_rank`, the highest of the ranks that left last. sync: what
-        they take from it besides: optimizers, schedulers, and PyTorch's modules with their buffers, in the same order
-        on all ranks; what has state_dict() and load_state_dict(), TypeError otherwise. Without it a rank that has left
-        early keeps the momentum that it had then.
+        else they take from it: optimizers, schedulers, and PyTorch's modules with their buffers, in the same order on
+        all ranks. TypeError for an item without state_dict() and load_state_dict(). Without sync a rank that left early
+        keeps its older momentum.
 
         >>> with reducer.join(sync=[model, optimizer]):
         ...     for images, labels in batches:
         ...         ...
 
-        Arrays of NumPy, CuPy and MindSpore that the reducer was made with are written in place; mscomm's Momentum and
-        SGD in sync take their parameters along. Where the loop makes new arrays in each step, as with JAX, take them
-        after the join():
+        Arrays of NumPy, CuPy and MindSpore that the reducer was made with are written in place. If mscomm's Momentum
+        and SGD are in sync, they take over their parameters, too. If the loop makes new arrays in each step, as with
+        JAX, get them after the join():
 
         >>> weights = broadcast_parameters(weights, root=reducer.last_rank)
         """
@@ -236,7 +235,7 @@ class GradientReducer:
         return [checksum(p, name, "GradientReducer") for name, p in self._named()]
 
     def _same_start(self, broadcast: bool) -> None:
-        """Rank 0's parameters on all ranks, or ValueError on all where they differ."""
+        """Give all ranks rank 0's parameters, or compare them: a difference is a ValueError on all, or a warning."""
         if self._group.size == 1:
             return
         weights = [*self._named(), *self._frozen.items()]
@@ -265,13 +264,13 @@ class GradientReducer:
                 log.warn(f"GradientReducer: if these arrays are the weights, {differ}; {remedy}")
             return
 
-    # -- going on later
+    # -- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later reducer of the same parameters needs to go on with the same bits, between two steps.
+        """What a later reducer of the same parameters needs to continue with the same bits. Call it between two steps.
 
-        {"order": the parameters' numbers as the buckets have them, or None; "residual": {name: array}}, where the
-        arrays are what compression still owes, NumPy's, of the parameters' shapes; {} without compression.
+        {"order": the parameters' indices in the order of the buckets, or None; "residual": {name: array}}. The arrays
+        are the compression residuals, NumPy's, of the parameters' shapes; {} without compression.
         """
         self._step.check_between("state_dict")
         owed = {name: self._step.residual(index) for index, name in enumerate(self._names)}
@@ -279,9 +278,9 @@ class GradientReducer:
         return {"order": self._step.order_of_rank_0, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as state_dict() says. All ranks call it at the same point, each with its own state, between two steps.
+        """Continue from a state_dict(). All ranks call it at the same point between two steps, each with its own state.
 
-        A residual counts where this reducer compresses. ValueError if the state is of other parameters; on all ranks
+        The residuals are used if this reducer compresses. ValueError if the state is of other parameters; on all ranks
         if their orders differ.
         """
         self._step.check_between("load_state_dict")
@@ -306,7 +305,7 @@ class GradientReducer:
     # -- PyTorch
 
     def wait(self) -> None:
-        """The end of the backward pass: reduce what is left, and wait for all of it.
+        """End the backward pass: reduce the remaining gradients, and wait for all of them.
 
         Gradients that this rank does not have count as zeros. RuntimeError inside no_sync().
         """
@@ -322,9 +321,9 @@ class GradientReducer:
         autograd.finish()
 
     def zero_grad(self) -> None:
-        """Every gradient zero where it lies, also of what is excluded: as `optimizer.zero_grad(set_to_none=False)`.
+        """Set all gradients to zero in place, also excluded ones, like `optimizer.zero_grad(set_to_none=False)`.
 
-        RuntimeError between backward() and wait(). To give a step up, call wait() and then this.
+        RuntimeError between backward() and wait(). To discard a step, call wait() and then this.
         """
         autograd = self._by_autograd("zero_grad", "reduce(gradients) overwrites them")
         self._step.check_between("zero_grad")
@@ -332,7 +331,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add to this rank's gradients alone: for the accumulation of several batches.
+        """Backward passes inside only add to this rank's gradients, to accumulate several batches.
 
         They come before the pass that reduces: RuntimeError between backward() and wait().
         """
@@ -354,10 +353,10 @@ class GradientReducer:
     def reduce(self, gradients: Any) -> Any:
         """The combined gradients, in the form in which they were given: a list, a tuple or a dict.
 
-        A list has the order of the parameters, without those that are excluded; a dict has their names, and entries
-        that are excluded come back as they are. Shapes and dtypes are those of the parameters; ValueError otherwise.
-        The results lie in the buckets, where the next call overwrites them; who computes gradients into `buffers` at
-        once saves a copy. JAX's are arrays of their own.
+        A list has the order of the parameters, without excluded ones. A dict has their names; its excluded entries come
+        back as they are. Shapes and dtypes must be those of the parameters; ValueError otherwise. The results lie in
+        the buckets, and the next call overwrites them; JAX's are new arrays. Computing gradients directly into
+        `buffers` avoids a copy.
         """
         if self._autograd is not None:
             raise RuntimeError("GradientReducer.reduce: PyTorch's gradients are reduced by backward() and wait()")
@@ -373,7 +372,7 @@ class GradientReducer:
             at = self._step.where_is(source)
             if at is None:
                 elsewhere.append(source)
-            else:  # in another one's place it would be overwritten before its turn
+            else:  # in another gradient's place it would be overwritten before its turn
                 elsewhere.append(None if at == index else self._copy(source, given[index]))
         with self._step.owed():
             for index in self._step.order:
@@ -429,8 +428,8 @@ class GradientReducer:
 def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str | None = None) -> Any:
     """Give every rank the root's parameters, so that all begin with the same model.
 
-    parameters: as GradientReducer takes them, and buffers of a model, too. They are written in place, and returned;
-    JAX's cannot be written, so new ones are returned in their form, a list, a tuple or a dict. Errors as in broadcast.
+    parameters: as GradientReducer takes them; a model's buffers, too. They are written in place and returned. JAX's
+    cannot be written, so new arrays are returned, in a list, a tuple or a dict as given. Errors as in broadcast.
 
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
@@ -448,7 +447,7 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
 
 
 def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
-    """Names and parameters; behind them as dicts those that are excluded, and those that need no gradient."""
+    """Names and parameters that are reduced; then, as dicts, the excluded ones, and those that need no gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
@@ -473,7 +472,7 @@ def _check_alike(
     why_not: str,
     group: Group,
 ) -> None:
-    """ValueError on all ranks where one has other parameters or options than rank 0, TypeError where one cannot."""
+    """ValueError on all ranks if a rank's parameters or options are not rank 0's; TypeError if a rank has a why_not."""
     mine = [[name, dtype.name, list(shape)] for name, (dtype, _), shape in zip(names, kinds, shapes, strict=True)]
     everybodys = objects.all_gather_object([options, mine, why_not], group=group)
     (options_of_0, parameters_of_0, _), *_ = everybodys

@@ -1,4 +1,4 @@
-"""Which checkpoint the ranks of a training go on from: the newest that all of them have, whole and undamaged."""
+"""Which checkpoint the ranks of a training resume from: the newest that all of them have, whole and undamaged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str, Any]] | None:
-    """The checkpoint, its weights and its state. None: training begins at the beginning.
+    """The checkpoint to resume from, its weights and its state; None if training begins at the start.
 
-    All ranks of the group call it, each with its directory or its file; of a file on its own the prefix is "", as a new
-    series begins. A file's arrays are read when it is chosen: if it then proves to be damaged on one rank, all choose
-    the next one. ValueError on all ranks if they cannot agree.
+    All ranks of the group call it, each with its directory or its file. A single file gets the prefix "", so that a new
+    series begins. A file's arrays are read once the ranks have chosen it: if it is damaged on one rank, all choose the
+    next one. ValueError on all ranks if they cannot agree.
     """
     is_file = path.is_file() or path.suffix == serialization.SUFFIX
     found: list[Saved] = []
@@ -31,7 +31,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # of earlier versions the prefix names a training
+    found = [one for one in found if one.run or one.prefix == newest]  # older files have no run
     while True:
         files = [(*one.place, one.time, one.first) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)
@@ -58,12 +58,12 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
 
 
 def _gathered(mine: Any, group: Group | None) -> list[Any]:
-    """What the ranks of the group give, or this one alone."""
+    """The value of each rank of the group, or only this one's without a group."""
     return [mine] if group is None else objects.all_gather_object(mine, group=group)
 
 
 class _File(NamedTuple):
-    """What the ranks tell each other of a checkpoint: see Saved."""
+    """What the ranks tell each other about a checkpoint: see Saved."""
 
     run: str
     epoch: int
@@ -78,7 +78,7 @@ class _File(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank could go on from."""
+    """The checkpoints that a rank could resume from."""
 
     files: list[_File]
     problem: str
@@ -86,7 +86,7 @@ class _Offer(NamedTuple):
 
 
 def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
-    """The newest place that all ranks have, of the training that wrote last, or None; and what is to be told.
+    """The newest place that all ranks have in the training that wrote last, or None; and a warning, or "".
 
     ValueError if only some of the ranks have a checkpoint to go on from.
     """
