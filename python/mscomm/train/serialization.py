@@ -15,7 +15,7 @@ from mscomm.arrays import memory_anywhere, on_host
 from mscomm.train import networks, states, tensorfile, trees
 
 SUFFIX = ".safetensors"
-# Metadata of our files: see Saved; and the training's state, or what append_dict had.
+# Keys of our files' metadata: the fields of Saved, the training's state, and save_checkpoint's append_dict.
 EPOCH, STEP, SAVED, RUN, PART, FIRST, STATE, APPENDED = (
     f"mscomm.{word}" for word in ("epoch", "step", "saved", "run", "part", "first", "state", "appended")
 )
@@ -23,22 +23,22 @@ _NAME = re.compile(rf"(?P<prefix>.+)-(?P<epoch>\d+)_(?P<step>\d+){re.escape(SUFF
 
 
 class Saved(NamedTuple):
-    """A checkpoint of a training."""
+    """A checkpoint file of a training."""
 
     path: Path
     prefix: str
     epoch: int
     step: int
     time: float  # when it was written, seconds since 1970
-    # Names drawn at random that all ranks share, "" in files of earlier versions: the training, from its first step to
-    # its last, and the call of train() that wrote the file, as a resumed training may write a step once more.
+    # Random names that all ranks share, "" in files of earlier versions. run: the training, from its first step to its
+    # last. part: the call of train() that wrote the file, because a resumed training may write the same step again.
     run: str
     part: str
-    first: bool  # nothing was saved in that training before
+    first: bool  # the training had saved nothing before
 
     @property
     def place(self) -> tuple[str, int, int, str]:
-        """What is the same on all ranks, and on no two checkpoints of one rank."""
+        """Identifies a checkpoint: the same on all ranks, and different for any two checkpoints of one rank."""
         return self.run, self.epoch, self.step, self.part
 
 
@@ -51,12 +51,13 @@ def save_checkpoint(
 ) -> None:
     """Write a network's weights into a safetensors file, as a whole or not at all.
 
-    save_obj: a network as Model takes it, or a dict of arrays, nested perhaps. ckpt_file_name: a name without suffix
-    gets `.safetensors`; the format is that in any case. append_dict: numbers and texts that load_checkpoint gives back.
-    integrated_save, async_save: a file holds whole weights, and is there when the call returns, in any case; a warning
-    tells who asks for something else.
+    save_obj: a network as Model takes it, or a dict of arrays, possibly nested. ckpt_file_name: a name without a suffix
+    gets `.safetensors`; the format is safetensors in any case. append_dict: numbers and texts that load_checkpoint
+    gives back. integrated_save, async_save: no effect, and a warning if they ask for something else: a file always
+    holds whole weights, and is there when the call returns.
 
-    TypeError for what a file cannot hold, OSError if it cannot be written; what was there then still is.
+    TypeError for a value that a file cannot hold, OSError if the file cannot be written; an older file of that name is
+    then still there.
 
     >>> mscomm.save_checkpoint(net, "resnet", append_dict={"accuracy": 0.93})
     """
@@ -79,10 +80,11 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """The weights of a file, or of a directory's newest complete checkpoint: {name: NumPy array}.
 
-    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to; a file in it that is
-    truncated, damaged or something else is told on stderr, and the newest complete one is taken. net: put them into it,
-    too, as load_param_into_net does. filter_prefix: leave out the names that begin so. The result has the entries of
-    save_checkpoint's append_dict besides; training states are for Model.resume.
+    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to. In a directory the newest
+    complete checkpoint is taken; a line on stderr names each file that is truncated, damaged or something else. net:
+    load the weights into this network, too, as load_param_into_net does. filter_prefix: leave out names that begin with
+    it. The result also has the entries of save_checkpoint's append_dict, but no training state: Model.resume reads
+    that.
 
     FileNotFoundError if there is nothing, ValueError that says what is wrong with a file.
 
@@ -112,11 +114,11 @@ def load_checkpoint(
 def load_param_into_net(
     net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Put weights into a network, by name: (names of the network that were not in the dict, the dict's others).
+    """Load weights into a network by name: returns (names that only the network has, names that only the dict has).
 
-    net: a network as Model takes it, but for a JAX function, which has no weights of its own. parameter_dict: what
-    load_checkpoint gives, or arrays of any known library. strict_load: dtypes are the network's; else float weights of
-    another precision are converted. ValueError for another shape or dtype; the network then is as it was.
+    net: a network as Model takes it, except a JAX function, which has no weights of its own. parameter_dict: what
+    load_checkpoint returned, or arrays of any known library. strict_load: dtypes must be the network's; otherwise float
+    weights of another precision are converted. ValueError for another shape or dtype; the network is then unchanged.
     """
     network = networks.adapt(net)
     there = network.weights()
@@ -145,7 +147,7 @@ def _newest_undamaged(directory: Path, found: list[Saved]) -> tuple[dict[str, np
 
 
 def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float, first: bool) -> None:
-    """What load_training gives. state has at least epoch, step, run and part. first: see Saved."""
+    """Write what load_training reads. state has at least epoch, step, run and part. first: see Saved."""
     text, arrays = states.to_text(state)
     arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
@@ -154,7 +156,7 @@ def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], ti
 
 
 def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
-    """Weights and state; ValueError for a file that has weights alone."""
+    """The weights and the state in a file; ValueError for a file that has only weights."""
     arrays, metadata = tensorfile.read(path)
     if STATE not in metadata:
         raise ValueError(f"{path}: has weights, but no state of a training; use load_checkpoint for the weights")
@@ -163,7 +165,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
 
 
 def saved(path: Path) -> Saved:
-    """What a file is; ValueError if it is no complete checkpoint of a training."""
+    """What a file is; ValueError if it is not a complete checkpoint of a training."""
     metadata = tensorfile.read_metadata(path)
     name = _NAME.fullmatch(path.name)
     try:
@@ -175,15 +177,15 @@ def saved(path: Path) -> Saved:
 
 
 def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
-    """The files with names of checkpoints: path, prefix, epoch, step."""
+    """The files that are named like checkpoints: path, prefix, epoch, step."""
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
     return [(path, name["prefix"], int(name["epoch"]), int(name["step"])) for path, name in found if name]
 
 
 def complete(directory: Path) -> list[Saved]:
-    """The complete checkpoints of a directory. Those that are not complete are told; ValueError if there are only such.
+    """The complete checkpoints of a directory; a warning for each incomplete one. ValueError if all are incomplete.
 
-    Whether the arrays in them are undamaged is seen when they are read.
+    Damage to a file's arrays is found only when they are read.
     """
     found, faults = [], []
     for path, *_ in named_like_one(directory) if directory.is_dir() else []:
@@ -199,12 +201,12 @@ def complete(directory: Path) -> list[Saved]:
 
 
 def series(directory: Path) -> list[Saved]:
-    """Those of the training that wrote last, oldest first."""
+    """The checkpoints of the training that wrote last, oldest first."""
     found = complete(directory)
     newest = newest_prefix(found)
     return sorted((one for one in found if one.prefix == newest), key=lambda one: (one.epoch, one.step))
 
 
 def newest_prefix(found: list[Saved]) -> str:
-    """That of the file that was written last; "" for no file."""
+    """The prefix of the file that was written last; "" without files."""
     return max(found, key=lambda one: one.time).prefix if found else ""

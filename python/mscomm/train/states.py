@@ -1,4 +1,4 @@
-"""A training's state as text and arrays: what state_dict() gives, in safetensors files and from rank to rank."""
+"""A training's state (what state_dict() gives) as text and arrays, for safetensors files and between ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from mscomm.arrays import names, on_host
 from mscomm.arrays.numpy import readable
 
-PREFIX = "mscomm.state."  # of the names of the arrays; what a file has beside them are weights
+PREFIX = "mscomm.state."  # of the names of a state's arrays; all other arrays in a file are weights
 
 
 def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
-    """JSON, in which an array is a reference, and the arrays by name.
+    """state as JSON, which names the arrays, and the arrays by name.
 
     state: None, bool, int, float, str, list, tuple, dict, arrays of a known library and NumPy scalars (which come back
     as arrays); anything else is a TypeError that says where in state it is.
@@ -32,7 +32,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
             return [write(one, f"{where}[{i}]") for i, one in enumerate(x)]
         if isinstance(x, tuple):
             return {"tuple": [write(one, f"{where}[{i}]") for i, one in enumerate(x)]}
-        if isinstance(x, Mapping):  # keys are of any type here, as torch's numbers of parameters
+        if isinstance(x, Mapping):  # keys may have any type, such as torch's parameter indices
             return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
         if next(names(x), None) is not None:
             name = f"{PREFIX}{len(arrays)}"
@@ -44,7 +44,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-    """What to_text was given; arrays are NumPy's. ValueError for a text that it has not written."""
+    """The state that to_text was given, with NumPy arrays. ValueError for a text that to_text did not write."""
 
     def read(x: Any) -> Any:
         if isinstance(x, list):
@@ -67,7 +67,7 @@ def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
 
 
 def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What is in it that is no container, with the keys and the numbers that lead there."""
+    """The items of a nested state that are not containers, each with the keys and indices that lead to it."""
     if isinstance(state, Mapping):
         for key in state:
             yield from entries(state[key], (*path, key))
@@ -92,7 +92,7 @@ def with_arrays(state: Any, convert: Any) -> Any:
 def checksum(x: Any, argument: str, function: str) -> int:
     """CRC-32 of an array's dtype, shape and bits in C order, wherever it lies; of a number or a text by its repr.
 
-    Of anything else by its type alone. argument, function: for the error of an array that cannot be read.
+    For anything else, of its type alone. argument, function: for the error if an array cannot be read.
     """
     if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())

@@ -1,4 +1,4 @@
-"""One step after the other: which gradients are there, which buckets are on their way, and what came of them."""
+"""The current step: which gradients are ready, which buckets are being reduced, and what the results are."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LEFT, FORWARD, REDUCES = 0, 1, 2
 
 
 class Step:
-    """The buckets and the state of the current step. Between two steps nothing is on its way.
+    """The buckets and the state of the current step. Between two steps nothing is being reduced.
 
-    kinds: dtype and number of elements of each gradient; names and shapes likewise. make: a bucket of that layout, in
-    which op is done by the group's ranks. in_order: they become ready in this order; else in the reverse, until the
-    first step has shown rank 0's.
+    kinds: dtype and number of elements of each gradient; names and shapes likewise. make: makes a bucket of a layout,
+    which the group's ranks reduce with op. in_order: gradients become ready in this order; otherwise the reverse order
+    is assumed until the first step has shown rank 0's order.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Step:
         self._bucket_bytes = bucket_bytes
         self._order_is_final = in_order
         self.order_of_rank_0: list[int] | None = None  # when it is known
-        self._order: list[int] = []  # in which this step's gradients became ready
-        self._started = 0  # buckets of this step, the first ones
+        self._order: list[int] = []  # the order in which this step's gradients became ready
+        self._started = 0  # how many buckets of this step are started, in their order
         self._failed = False
         self.joining = False
         self.by_all = False  # inside join(): the mean divides by all ranks, also by those that have left
-        self._meeting: Work | None = None  # inside join(): of the step that has begun
+        self._meeting: Work | None = None  # inside join(): the meeting of the step that has begun
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)  # what the ranks did last, inside join()
         self._carry = 0.0
         self.carried = 0.0
@@ -61,11 +61,11 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether gradients of this step are there already, and perhaps on their way."""
+        """Whether gradients of this step are ready, and perhaps being reduced."""
         return bool(self._order)
 
     def check_between(self, function: str) -> None:
-        """RuntimeError in the middle of a step, and after one that failed."""
+        """RuntimeError in the middle of a step, or after a step that failed."""
         self._check_usable()
         if self.begun:
             raise RuntimeError(
@@ -78,7 +78,7 @@ class Step:
 
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:
-        """Inside, the others wait for this rank's part of the step: an exception reaches them, and ends this object."""
+        """Other ranks wait for our part of the step meanwhile: an exception is sent to them and ends this object."""
         self._check_usable()
         try:
             with self._group.committed("a step of GradientReducer"):
@@ -90,10 +90,10 @@ class Step:
     # -- a gradient
 
     def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> list[int]:
-        """That gradient lies in its buffer, or is in this memory; what is complete is reduced, strictly in the order of
-        the buckets. The gradients that are on their way by that, and in their buffers.
+        """The gradient is ready: in its buffer, or in source. Starts every bucket that is complete, strictly in order.
 
-        The last bucket waits for finish(), which follows: the calling thread reduces it with no switch of threads.
+        Returns the gradients of the buckets that were started: they now lie in their buffers. The last bucket is left
+        to finish(), which follows: the calling thread reduces it without a switch of threads.
         """
         self._check_usable()
         bucket, turn = self._bucket_of[index]
@@ -115,7 +115,7 @@ class Step:
         return begun
 
     def missing(self) -> list[int]:
-        """This step's gradients that have not come yet."""
+        """The gradients of this step that are not ready yet."""
         return [
             place.number
             for bucket in self._buckets
@@ -130,7 +130,7 @@ class Step:
         return bool(bucket.marks[turn] != 0)
 
     def clear(self) -> None:
-        """All gradients zero."""
+        """Set all gradients to zero."""
         for bucket in self._buckets:
             bucket.clear()
 
@@ -141,7 +141,10 @@ class Step:
         self._carry = value
 
     def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
-        """The one in whose buffer it lies, -1: somewhere in the buckets, None: elsewhere. It is in C order."""
+        """The index of the gradient in whose buffer this memory lies; -1: elsewhere in the buckets; None: outside.
+
+        The memory is in C order.
+        """
         begin, end = span = _span(gradient)
         if not any(begin < last and first < end for first, last in self._spans):
             return None
@@ -166,7 +169,7 @@ class Step:
         self.joining, self._meeting = False, None
 
     def meet(self, kind: int) -> np.ndarray[Any, Any]:
-        """Tell the others what this rank does next; what each of them does."""
+        """Tell the others what this rank does next; return what each of them does."""
         self._announce(kind)
         assert self._meeting is not None
         kinds = self._meeting.wait()
@@ -179,11 +182,10 @@ class Step:
     def _announce(self, kind: int) -> None:
         self._meeting = collectives.all_gather(np.array([kind]), group=self._group, async_op=True)
 
-    # -- all of them
+    # -- all gradients
 
     def finish(self) -> bool:
-        """Reduce all that has not been, with zeros for what is missing, and wait. Whether the buffers were laid out
-        anew."""
+        """Reduce the remaining buckets, with zeros for missing gradients; wait. Returns whether buffers are new."""
         began = time.monotonic()
         while self._started < len(self._buckets):
             self._start_next(async_op=self._started < len(self._buckets) - 1)
@@ -216,7 +218,7 @@ class Step:
         return laid_out
 
     def _start_next(self, *, async_op: bool) -> None:
-        """Begin to reduce the bucket that is next in turn."""
+        """Begin to reduce the next bucket."""
         bucket = self._buckets[self._started]
         bucket.carried = self._carry if bucket is self._carrier else 0.0
         with self.owed():
@@ -226,12 +228,13 @@ class Step:
         self._started += 1
 
     def _lay_out(self, order: list[int]) -> None:
-        """The buckets, for gradients that become ready in that order."""
+        """Make the buckets, for gradients that become ready in that order."""
         self._buckets = [self._make(one) for one in layouts(self._kinds, order, self._bucket_bytes)]
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The last bucket whose dtype holds a loss well enough; None: it has a call of its own.
+        # The last bucket whose dtype holds a loss well enough carries the number; None: the number is sent by a call of
+        # its own.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
@@ -241,10 +244,10 @@ class Step:
             bucket.array_of(turn, shape) for (bucket, turn), shape in zip(places, self._shapes, strict=True)
         ]
 
-    # -- what a later one needs to go on
+    # -- what a later object needs to continue
 
     def take_order(self, order: list[int]) -> None:
-        """Lay the buckets out in the order in which rank 0's gradients became ready, and move all into them."""
+        """Lay the buckets out in the order in which rank 0's gradients became ready, and move the gradients there."""
         before = self._bucket_of
         self._lay_out(order)
         self._order_is_final, self.order_of_rank_0 = True, order
@@ -256,18 +259,18 @@ class Step:
         return self._bucket_of[index][0].narrows
 
     def residual(self, index: int) -> np.ndarray[Any, Any] | None:
-        """A copy of what compression owes that gradient; None without compression."""
+        """A copy of that gradient's compression residual; None without compression."""
         bucket, turn = self._bucket_of[index]
         owed = bucket.residual_of(turn)
         return None if owed is None else owed.reshape(self._shapes[index])
 
     def owe(self, index: int, residual: np.ndarray[Any, Any]) -> None:
-        """From now on it owes that."""
+        """Set that gradient's compression residual."""
         bucket, turn = self._bucket_of[index]
         bucket.owe(turn, residual)
 
 
 def _span(memory: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The addresses between which it lies."""
+    """The addresses at which the memory begins and ends."""
     begin: int = memory.__array_interface__["data"][0]
     return begin, begin + memory.nbytes

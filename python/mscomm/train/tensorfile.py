@@ -1,10 +1,9 @@
-"""Safetensors files (https://github.com/huggingface/safetensors), by the package of that name: named arrays and short
-texts, and nothing that a reader could execute. What is added here: a file is written as a whole or not at all, and its
-metadata have a checksum of all that is in it.
+"""Safetensors files (https://github.com/huggingface/safetensors): named arrays and short texts.
 
-The checksum is the CRC-32 of zlib. It finds every single wrong bit, every burst of up to 32 bits, and other damage but
-for one case in 2^32. It is no protection from people who change files on purpose. SHA-256 and BLAKE2 take two to four
-times as long.
+Nothing in them is executed by a reader. This module adds two things to the package safetensors: a file is written as a
+whole or not at all, and its metadata have a checksum of everything in it. The checksum is zlib's CRC-32. It detects
+every single wrong bit, every burst of up to 32 bits, and all but one in 2^32 of other damages. It does not protect from
+people who change files on purpose. SHA-256 and BLAKE2 take two to four times as long.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from mscomm.arrays.numpy import DTYPES
 Array = np.ndarray[Any, Any]
 
 HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that the format has
-CHECKSUM = "mscomm.checksum"  # in the metadata: of the rest of it, and of the arrays
-PARTIAL = ".partial"  # how the name of a file ends that is being written
+CHECKSUM = "mscomm.checksum"  # in the metadata: checksums of the other metadata, and of the arrays
+PARTIAL = ".partial"  # the suffix of a file that is still being written
 
 
 def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Write a file as a whole or not at all: when it has its name, all of it is on the disk.
 
-    arrays: of any strides. A file of that name is replaced. TypeError for a dtype that the format has not (complex128).
-    OSError leaves what was there as it was.
+    arrays: of any strides. A file of that name is replaced. TypeError for a dtype that the format lacks (complex128).
+    After an OSError the old file is unchanged.
     """
     for name, x in arrays.items():
         if x.dtype.name not in HELD:
@@ -53,7 +52,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
         raise
-    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the name, too
+    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the name must reach the disk, too
 
 
 def _to_disk(path: Path, flags: int) -> None:
@@ -67,8 +66,8 @@ def _to_disk(path: Path, flags: int) -> None:
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
     """The arrays of a file, new and writable, and its metadata.
 
-    ValueError if it is not whole, or something else, or damaged. A file without a checksum is taken as it is: those of
-    earlier versions, and of other programs.
+    ValueError if the file is truncated, damaged, or not a safetensors file. A file without a checksum, of an earlier
+    version or another program, is not checked.
     """
     with _opened(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -79,13 +78,14 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file of which all is there, undamaged; the arrays are not looked at. ValueError otherwise."""
+    """The metadata of a file that is whole, checked against their checksum, without a check of the arrays. ValueError
+    if the file is truncated or the metadata damaged."""
     with _opened(path) as file:
         return _checked_metadata(path, file)[0]
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """The metadata, and the checksum of the arrays, if the file has one."""
+    """The metadata, and the checksum of the arrays if the file has one."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None
@@ -120,7 +120,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except safetensors.SafetensorError as error:
         with open(path, "rb") as other:
             begin = other.read(9)
-        # MindSpore's is protobuf and begins so. A damaged file of ours may have that name, too.
+        # MindSpore's files are protobuf and begin like this. A damaged file of ours may have that suffix, too.
         if path.suffix == ".ckpt" and begin.startswith(b"\n") and not begin.endswith(b"{"):
             to = path.with_suffix(".safetensors")
             raise ValueError(

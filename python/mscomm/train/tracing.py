@@ -14,10 +14,10 @@ from mscomm.train.hooks import Callback, RunContext
 class StepTrace(Callback):
     """Writes `rank_<rank>.json` into a directory, the same one for all ranks, when the training ends.
 
-    It has when steps first_step to last_step of this training began and how long they took, the time before each in
-    which the data came, and the group's calls meanwhile, which run while the backward pass does. For Perfetto `mscomm
-    trace merge DIR -o FILE` makes one file of all ranks; `mscomm trace DIR` says which rank the others waited for. Rank
-    0 prints at the end which steps there are. ValueError if last_step is before first_step.
+    The file says when steps first_step to last_step of this training began and how long they took; how long each waited
+    for its data; and which calls the group made meanwhile, which run during the backward pass. `mscomm trace merge DIR
+    -o FILE` makes one file of all ranks, for Perfetto; `mscomm trace DIR` says which rank the others waited for. At the
+    end rank 0 prints which steps were recorded. ValueError if last_step is before first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """
@@ -30,9 +30,9 @@ class StepTrace(Callback):
         self._directory = Path(directory)
         self._first, self._last = first_step, last_step
         self._calls: list[dict[str, Any]] = []
-        self._ended = self._began = 0.0  # the step before this one, and this one
+        self._ended = self._began = 0.0  # when the previous step ended, and when this one began
         self._steps = 0  # of this training
-        self._number = 0  # the group's last call that is noted
+        self._number = 0  # of the group's last recorded call
         self._who: tuple[int, int] | None = None
 
     def begin(self, run_context: RunContext) -> None:

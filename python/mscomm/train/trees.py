@@ -1,4 +1,4 @@
-"""Arrays in lists, tuples and dicts, nested perhaps: what parameters of plain arrays come in."""
+"""Arrays in lists, tuples and dicts, possibly nested: the form of parameters that are plain arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays by their path, as layers.0.weight, in order."""
+    """The arrays by their path, such as layers.0.weight, in order."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, path: str) -> None:

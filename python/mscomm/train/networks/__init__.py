@@ -1,4 +1,4 @@
-"""What Model trains: one file a library, found by the type of the network.
+"""What Model trains: one file per library, chosen by the type of the network.
 
 Such a file has a class Network(network, loss_fn, optimizer), with the members of the protocol below.
 """
@@ -22,21 +22,21 @@ class Network(Protocol):
         """What GradientReducer is made with: the weights by name, in the same order on every rank."""
 
     def weights(self) -> dict[str, Any]:
-        """What is saved: those, and what else the network learns, as running means."""
+        """What is saved: the trained weights, and what else the network learns, such as running means."""
 
     def own(self) -> set[str]:
-        """The names of what each rank keeps for itself, of those weights and of the optimizer's state."""
+        """The names of the weights, and of the optimizer's entries, that each rank keeps for itself."""
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take over weights, of the names, shapes and dtypes of weights()."""
+        """Take over weights with the names, shapes and dtypes of weights()."""
 
     def begin(self) -> None:
         """Before the first step of a training."""
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
-        """Train with one batch, of NumPy arrays or of the library's own; the loss on this rank.
+        """Train with one batch, of NumPy arrays or of the library's own; return the loss on this rank.
 
-        The loss goes along with the gradients (reducer.carry).
+        The loss is sent along with the gradients (reducer.carry).
         """
 
     def optimizer_state(self) -> Any: ...
@@ -45,8 +45,8 @@ class Network(Protocol):
 
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
-    """The network as Model uses it. TypeError for what no file here knows."""
-    name = next((name for name in names(network) if name != "numpy"), None)  # which has no networks of its own
+    """The network as Model uses it. TypeError for a network that no file here knows."""
+    name = next((name for name in names(network) if name != "numpy"), None)  # NumPy has no networks of its own
     if name is None:
         if hasattr(network, "loss_and_gradients"):
             name = "numpy"
@@ -62,7 +62,7 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 
 
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Put the given numbers where the weights of these names lie. ValueError for another shape or kind of dtype."""
+    """Write the given arrays into the weights of these names. ValueError for another shape or kind of dtype."""
     for name, x in given.items():
         there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:
@@ -74,11 +74,11 @@ def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) 
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype.name == "bfloat16"  # whose kind is none of NumPy's
+    return dtype.kind == "f" or dtype.name == "bfloat16"  # whose kind is not "f"
 
 
 def as_tuple(batch: Any) -> tuple[Any, ...]:
-    """What a dataset gave as a tuple: of a dict its values."""
+    """A dataset's batch as a tuple; of a dict, its values."""
     if isinstance(batch, dict):
         return tuple(batch.values())
     if isinstance(batch, tuple | list):
@@ -87,7 +87,7 @@ def as_tuple(batch: Any) -> tuple[Any, ...]:
 
 
 def data_and_label(batch: tuple[Any, ...]) -> tuple[Iterable[Any], Any]:
-    """For a loss_fn: the last of a batch is the label."""
+    """Split a batch for a loss_fn: its last item is the label."""
     if len(batch) < 2:
         raise ValueError(f"Model: with a loss_fn a batch is (data, label); this one has {len(batch)} arrays")
     return batch[:-1], batch[-1]

@@ -1,8 +1,8 @@
 """JAX: a function loss(parameters, *batch), or with a loss_fn a function output(parameters, *data).
 
-The parameters are those of the optimizer, mscomm.train.Momentum or SGD over a dict (a list, nested ones) of JAX arrays,
-or an object of your own with `parameters`, step(gradients), state_dict() and load_state_dict(). The function is
-compiled with jax.jit, the reduction is outside of it.
+The parameters are those of the optimizer. It is mscomm.train.Momentum or SGD over a dict (a list, nested ones) of JAX
+arrays, or an object of your own with `parameters`, step(gradients), state_dict() and load_state_dict(). The function is
+compiled with jax.jit; the reduction runs outside of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Network:
         result: Any = np.asarray(loss)[()]
         if reducer is not None:
             reducer.carry(float(result))
-            named = trees.leaves(gradients)  # whose dicts jax has sorted
+            named = trees.leaves(gradients)  # jax has sorted their dicts
             reduced = reducer.reduce({name: named[name] for name in self.trained()})
             gradients = trees.rebuilt(self._optimizer.parameters, list(reduced.values()))
         self._optimizer.step(gradients)

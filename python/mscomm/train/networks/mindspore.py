@@ -12,8 +12,8 @@ from mscomm.train.reducer import GradientReducer
 
 
 class Network:
-    """loss_fn(output, label), or without one what the cell gives is the loss. Parameters with layerwise_parallel are
-    each rank's own."""
+    """The loss is loss_fn(output, label), or what the cell returns if there is no loss_fn. Each rank keeps parameters
+    with layerwise_parallel for itself."""
 
     def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
         self._cell = network
@@ -43,13 +43,13 @@ class Network:
         write_over(self.weights(), weights)
 
     def begin(self) -> None:
-        """In graph mode the loss and the gradients are one compiled graph, and the optimizer's step another; what lies
-        between them, the reduction, MindSpore sees as a program that calls two graphs."""
+        """In graph mode the loss and the gradients are one compiled graph, and the optimizer's step is another. The
+        reduction runs between the two, in Python."""
         self._cell.set_train(True)
         if mindspore.get_context("mode") != mindspore.GRAPH_MODE:
             self._loss_and_gradients = self._eager
             return
-        if self._compiled is None:  # MindSpore keeps a graph for each call of jit
+        if self._compiled is None:  # compile once: MindSpore keeps a graph for each call of jit
             self._compiled = mindspore.jit(self._eager)
         self._loss_and_gradients = self._compiled
 
