@@ -1,6 +1,6 @@
 """MindSpore's context functions, so that scripts port by changing imports.
 
-Only what has a meaning on the CPU core does something.
+Options with a meaning here take effect; the others are accepted with a warning, or refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _OF_TLS = {"config_file_path", "client_password", "server_password"}
 
 def set_context(**options: Any) -> None:
     """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them.
-    device_target "CPU", "GPU" or "Ascend" decides what init() without a backend's name takes, device_id which device is
-    this rank's; both must be set before init(). The others have no effect: one warning says so, where they ask for
+
+    device_target "CPU", "GPU" or "Ascend" is the backend that init() takes if it is called without one, and device_id
+    is this rank's device; both must be set before init(). The others have no effect; a warning says so if they ask for
     something (PYNATIVE_MODE, save_graphs=True).
 
-    An unknown option, mode or device_target: ValueError. Nothing is set then.
+    ValueError for an unknown option, mode or device_target; then nothing is set.
     """
     for name, value in options.items():
         if name not in _KNOWN:
@@ -58,13 +59,13 @@ def get_context(name: str) -> Any:
 
 
 def device_target() -> str | None:
-    """What the user has set; None: nothing."""
+    """What the user has set, or None."""
     value: str | None = _context["device_target"]
     return value
 
 
 def device_id() -> int | None:
-    """What the user has set; None: nothing."""
+    """What the user has set, or None."""
     value: int | None = _context["device_id"]
     return value
 
@@ -72,9 +73,9 @@ def device_id() -> int | None:
 def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
     """How a scheduler and its workers protect their links.
 
-    An explicit enable_ssl=False permits links off loopback without a job key; a call that does not name enable_ssl
+    enable_ssl=False, if given explicitly, permits links off loopback without a job key; a call without enable_ssl
     permits nothing. enable_ssl=True needs TLS, which is not in this release: NotImplementedError. config_file_path,
-    client_password and server_password are of TLS, too: a warning says that they have no effect.
+    client_password and server_password belong to TLS, too: a warning says that they have no effect.
     """
     global _plain_links
     unknown = options.keys() - _OF_TLS
@@ -90,7 +91,7 @@ def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
 
 
 def plain_links_permitted() -> bool:
-    """Whether the user has said set_ps_context(enable_ssl=False)."""
+    """Whether the user has called set_ps_context(enable_ssl=False)."""
     return _plain_links
 
 
@@ -157,7 +158,7 @@ def _only(*values: Any) -> Callable[[Any], None]:
 
 
 def _anything(value: Any) -> None:
-    """Has no meaning in data parallel training: notices.py has a row for it."""
+    """Accepts any value: the option means nothing in data parallel training, and notices.py has a row for it."""
 
 
 class _Option(NamedTuple):
@@ -174,7 +175,7 @@ _AUTO_PARALLEL = {
     "comm_fusion": _Option(None, _fusion),
     "enable_parallel_optimizer": _Option(False, _only(False)),
     "pipeline_stages": _Option(1, _only(1)),
-    # Of other modes, or of a compiled graph.
+    # Options of other modes, or of a compiled graph.
     "all_reduce_fusion_config": _Option([], _anything),
     "auto_parallel_search_mode": _Option("recursive_programming", _anything),
     "dataset_strategy": _Option("data_parallel", _only("data_parallel", "full_batch")),
@@ -203,9 +204,9 @@ def set_auto_parallel_context(**options: Any) -> None:
     * device_num, global_rank: compared with the group when a training begins.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}}: MiB in a fusion bucket; mode "auto": mscomm's own.
 
-    MindSpore's other options are accepted where they mean nothing in data parallel training; one warning a job names
-    each that is set to something else than its default. An unknown name is a ValueError; so is a wrong value, or a
-    TypeError, or a NotImplementedError for what this release has not. Nothing is set then.
+    MindSpore's other options are accepted if they mean nothing in data parallel training; a warning, once in a job,
+    names each that differs from its default. An unknown name is a ValueError; a wrong value is a ValueError or a
+    TypeError, or a NotImplementedError if this release lacks it. Nothing is set then.
 
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     """
@@ -222,17 +223,17 @@ def set_auto_parallel_context(**options: Any) -> None:
 
 
 def get_auto_parallel_context(name: str) -> Any:
-    """The value of one option of set_auto_parallel_context; ValueError if there is none of that name."""
+    """The value of one option of set_auto_parallel_context; ValueError for an unknown name."""
     if name not in _AUTO_PARALLEL:
         raise ValueError(f"get_auto_parallel_context: {name!r} is none of {', '.join(_AUTO_PARALLEL)}")
     return _auto_parallel.get(name, _AUTO_PARALLEL[name].default)
 
 
 def reset_auto_parallel_context() -> None:
-    """Every option of set_auto_parallel_context at its default."""
+    """Reset every option of set_auto_parallel_context to its default."""
     _auto_parallel.clear()
 
 
 def auto_parallel_was_set(name: str) -> bool:
-    """Whether the user has said it; else it has its default."""
+    """Whether the user has set the option; otherwise it has its default."""
     return name in _auto_parallel

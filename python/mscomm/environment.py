@@ -1,7 +1,7 @@
 """Every environment variable that mscomm reads: name, default, how its text is read, what it does, who reads it.
 
-`read(name, env)` gives the value, or a ValueError that names the variable, its text and what was expected. The page
-docs/env.md is written from this table by `python -m mscomm.environment`.
+`read(name, env)` returns the value, or raises a ValueError that names the variable, its text and what was expected. The
+page docs/env.md is written from this table by `python -m mscomm.environment`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Who sets a variable; the headings of docs/env.md, in this order.
+# Who sets a variable. These are the headings of docs/env.md, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -31,7 +31,7 @@ class Variable(NamedTuple):
 
     name: str
     default: Any  # what read() gives when it is unset or empty
-    parse: Callable[[str], Any]  # ValueError("expected ...") for a text that makes no sense
+    parse: Callable[[str], Any]  # ValueError("expected ...") for an invalid text
     meaning: str
     readers: tuple[str, ...]
     set_by: str = YOURS
@@ -98,7 +98,7 @@ def ports(text: str) -> range:
 
 
 def threads(text: str) -> int:
-    """OpenMP allows a list, one number for each level of nesting; the first counts here."""
+    """OpenMP allows a list, one number for each level of nesting; only the first is used here."""
     return number(1, 1 << 20, "a number of threads, 1 or more")(text.partition(",")[0].strip())
 
 
@@ -111,7 +111,7 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
-    """A row for what a launcher sets; its module checks the number together with the others."""
+    """A row for a variable that a launcher sets; the launcher's module checks its variables together."""
     return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
@@ -481,12 +481,12 @@ def variable(name: str) -> Variable:
 
 
 def read(name: str, env: Mapping[str, str]) -> Any:
-    """The value of a variable of the table in env; ValueError if its text makes no sense."""
+    """The value in env of a variable of the table; ValueError if its text is invalid."""
     return _BY_NAME[name].read(env)
 
 
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
-    """The variables of the table that are set in env, those of these kinds (default: all); none of them is a secret."""
+    """The variables of the table that are set in env, of these kinds (default: all); none of them is a secret."""
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
 
 

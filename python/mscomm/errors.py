@@ -1,8 +1,8 @@
 """What can go wrong in a collective call, by name.
 
-Every error says which rank and host, which operation and call number, what was expected and what to do. After any of
-them the group is broken on all its members: each later call on it raises the same error again. Wrong arguments are
-TypeError or ValueError; they send nothing and break nothing.
+Every error says which rank and host, which operation and call number, what was expected and what to do. A failed call
+breaks the group on all its members: each later call on it raises the same error again. Wrong arguments are TypeError or
+ValueError; they send nothing and break nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class Error(RuntimeError):
-    """The root of mscomm's errors."""
+    """The base class of mscomm's errors."""
 
     def __init__(self, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""`mscomm.launch`: a function as the ranks of a job, for notebooks and tests."""
+"""`mscomm.launch`: runs a function as the ranks of a job, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _importing_main = False  # in a rank, while it imports the script in which launc
 
 
 def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | timedelta | None = None) -> list[Any]:
-    """Run function(*args) as n ranks, each a new process on this host; their results, in the order of the ranks.
+    """Run function(*args) as n ranks, each a new process on this host; return their results in rank order.
 
-    The function joins the job by init(), as a script under `mscomm run` does. What it prints comes to sys.stdout and
-    sys.stderr of this process, in whole lines with the rank before them.
+    The function joins the job by init(), like a script under `mscomm run`. What it prints goes to sys.stdout and
+    sys.stderr of this process, in whole lines that begin with the rank.
 
-    Ranks are started anew, not forked, as with multiprocessing's "spawn": function, args and results are pickled. The
-    pickles stay between this process and its ranks, in files in memory that have no name. A script calls launch under
-    `if __name__ == "__main__":`. A function that was written in a notebook needs the package cloudpickle.
+    Ranks are new processes, not forks, as with multiprocessing's "spawn": function, args and results are pickled. The
+    pickles pass between this process and its ranks in unnamed files in memory. In a script, put the call of launch
+    under `if __name__ == "__main__":`. A function that was written in a notebook needs the package cloudpickle.
 
-    timeout: seconds or a timedelta for all of it; None: no limit.
+    timeout: seconds or a timedelta for the whole launch; None: no limit.
 
-    Raises what the first rank to fail raised, or an Error with its text where that cannot be pickled; the __cause__
-    has the tracebacks of all ranks, and the number of this one as `.rank`. PeerLost for a rank that ended without an
-    exception; CollectiveTimeout after the timeout, whose waiting_for names the ranks that had not returned. The other
-    ranks are ended, also at KeyboardInterrupt. TypeError if function or args cannot be pickled; ValueError for n < 1;
-    BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
+    Raises what the first rank to fail raised, or an Error with its text if the exception cannot be pickled. Its
+    __cause__ has the tracebacks of all ranks, and the first failed rank as `.rank`. PeerLost for a rank that ended
+    without an exception; CollectiveTimeout after the timeout, whose waiting_for names the ranks that had not returned.
+    The other ranks are ended, also at KeyboardInterrupt. TypeError if function or args cannot be pickled; ValueError
+    for n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
 
     >>> def total(x):
     ...     mscomm.init()
@@ -74,7 +74,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
         job = _Calls(size, files, timeout_s)
         status = job.run()
         if job.signals:
-            signal.raise_signal(job.signals[0])  # KeyboardInterrupt, mostly; the ranks have ended
+            signal.raise_signal(job.signals[0])  # mostly KeyboardInterrupt; the ranks have ended
         if status == PIPE_CLOSED and job.first is None:
             raise BrokenPipeError(f"launch: {name}: the ranks were ended: sys.stdout or sys.stderr cannot be written")
         outcomes = [_outcome(rank, file, len(call)) for rank, file in enumerate(files)]
@@ -82,7 +82,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
 
 
 class RankTraceback(Exception):
-    """The __cause__ of what launch() raises: the tracebacks of the ranks as text. `rank`: whose exception it was."""
+    """The __cause__ of what launch() raises: the ranks' tracebacks as text. `rank`: whose exception it was."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)
@@ -101,7 +101,7 @@ class _Outcome(NamedTuple):
 
 
 class _Calls(Launch):
-    """The ranks. How they ended is kept, where `mscomm run` prints it."""
+    """The ranks of a launch(). It keeps how they ended, which `mscomm run` would print."""
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -152,11 +152,11 @@ def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s:
     raise error from RankTraceback(rank, text)
 
 
-# -- the call on its way to the ranks, and what comes back
+# -- the call that goes to the ranks, and what comes back
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
-    """How a rank gets the main module of this process, and then the call."""
+    """What a rank needs to set up the main module of this process, and then the call."""
     prepared = spawn.get_preparation_data("mscomm-rank")
     main = {key: prepared[key] for key in _OF_THE_MAIN_MODULE if key in prepared}
     by_cloudpickle = not _can_be_imported(function, main)
@@ -176,7 +176,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> 
 
 
 def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool:
-    """Whether pickle's name for the function leads a new process to it."""
+    """Whether a new process can find the function by the name that pickle gives it."""
     try:
         pickle.dumps(function)
     except Exception:
@@ -186,7 +186,7 @@ def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool
 
 
 def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
-    """What the rank has left after the call; None: nothing whole."""
+    """What the rank has left behind the call in its file; None if it is missing or incomplete."""
     with open(os.dup(file), "rb") as memory:
         memory.seek(begin)
         try:
@@ -200,7 +200,7 @@ def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
 
 
 def serve() -> None:
-    """The whole of a rank's program: the call that is in the file of the descriptor in argv[1]."""
+    """The whole program of a rank: run the call in the file whose descriptor is argv[1]."""
     global _importing_main
     rank = int(os.environ["MSCOMM_RANK"])
     file = int(sys.argv[1])
@@ -217,7 +217,7 @@ def serve() -> None:
             function, args = pickle.load(memory)  # noqa: S301
             result = function(*args)
             if groups := sys.modules.get("mscomm.groups"):
-                groups.release()  # which may raise what no call has met
+                groups.release()  # this may raise an error that no call has met
             outcome = _result(pickler, result)
         except Exception as error:
             memory.seek(0, os.SEEK_END)
@@ -230,7 +230,7 @@ def serve() -> None:
 
 
 def _show(error: BaseException) -> None:
-    """As Python shows an exception that nobody caught; after init() the hook tells the other ranks too."""
+    """Show it as Python shows an uncaught exception; after init() the hook also tells the other ranks."""
     tracebacks.shorten(error)
     sys.excepthook(type(error), error, error.__traceback__)
 
@@ -243,7 +243,7 @@ def _result(pickler: Any, result: Any) -> bytes:
 
 
 def _error(pickler: Any, rank: int, error: BaseException) -> bytes:
-    """The exception, without what cannot travel; an Error with its text if it cannot itself."""
+    """The pickled exception, or an Error with its text if the exception cannot be pickled."""
     try:
         pickled = bytes(pickler.dumps(_Outcome(error=error)))
         if type(pickle.loads(pickled).error) is type(error):  # noqa: S301

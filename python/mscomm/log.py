@@ -1,10 +1,9 @@
-"""Lines about what mscomm does, for people who look for a fault: MSCOMM_DEBUG and MSCOMM_DEBUG_FILE.
+"""Log lines about what mscomm does, for finding faults: MSCOMM_DEBUG and MSCOMM_DEBUG_FILE.
 
     mscomm node7:4711 [3] INFO mesh: 7 links by 10.0.0.7, algorithm of all_reduce: direct
 
-The levels are those that NCCL_DEBUG's users know: VERSION, WARN, INFO, TRACE; each has the lines of those before it.
-Without the variable there are warnings only. Callers give words and numbers, never a key and never the contents of an
-array.
+The levels are those of NCCL_DEBUG: VERSION, WARN, INFO, TRACE; each includes the lines of those before it. Without the
+variable there are only warnings. Callers never log a key or the contents of an array.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-_HELD = 1000  # lines that wait for the rank, where the file's name has %r
-_PIECE = select.PIPE_BUF  # what a pipe that is ready takes at once
+_HELD = 1000  # lines held until the rank is known, if the file's name has %r
+_PIECE = select.PIPE_BUF  # a pipe that is ready takes this many bytes at once
 
 
 class Log:
-    """Where the lines of this process go. ValueError for an MSCOMM_DEBUG that is no level."""
+    """Where the lines of this process go. ValueError for an MSCOMM_DEBUG that is not a level."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         level = environment.read("MSCOMM_DEBUG", env)
@@ -43,7 +42,7 @@ class Log:
         self.flush()
 
     def write(self, level: int, text: str) -> None:
-        """One line for each of text's; nobody else's line comes between the parts of a line."""
+        """Write each line of text; lines of other processes never come between the parts of a line."""
         place = "-" if self._rank is None else self._rank
         head = f"mscomm {self._host}:{os.getpid()} [{place}] {_NAMES[level]} "
         data = "".join(f"{head}{line}\n" for line in text.splitlines()).encode("utf-8", "backslashreplace")
@@ -56,7 +55,7 @@ class Log:
             self._put(data)
 
     def flush(self) -> None:
-        """Write the lines that waited for the rank; a process that never learnt it has `-` in the file's name."""
+        """Write the lines that were held until the rank is known. Without a rank the file's name has `-` for it."""
         if self._fd is None and self._held:
             self._fd = self._open()
             self._put(b"".join(self._held))
@@ -76,7 +75,7 @@ class Log:
         assert self._fd is not None
         try:
             os.write(self._fd, data)
-        except OSError:  # nobody reads stderr any more, or the disk is full: no reason to end the job
+        except OSError:  # nobody reads stderr any more, or the disk is full: the job goes on
             self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
@@ -92,35 +91,35 @@ def _get() -> Log:
 
 
 def enabled(level: int) -> bool:
-    """Whether lines of that level are wanted; ask before you build one in a collective call."""
+    """Whether lines of that level are written; ask before you build one in a collective call."""
     return _get().level >= level
 
 
 def set_rank(rank: int) -> None:
-    """From here on the lines have the rank."""
+    """From here on the lines show the rank."""
     _get().set_rank(rank)
 
 
 def version(text: str) -> None:
-    """Which version this is; told by every level that was asked for."""
+    """Log which version this is; written at every level that the user has asked for."""
     if _get().tells_version:
         _get().write(VERSION, text)
 
 
 def warn(text: str) -> None:
-    """What the user should know though the job goes on."""
+    """Log something that the user should know, though the job goes on."""
     if enabled(WARN):
         _get().write(WARN, text)
 
 
 def info(text: str) -> None:
-    """What was found and chosen: once a job or a group, never once a call."""
+    """Log what was found and chosen: once per job or group, never per call."""
     if enabled(INFO):
         _get().write(INFO, text)
 
 
 def notice(text: str) -> None:
-    """A line on stderr, by a thread that must neither end nor wait for it: what cannot be written now is lost."""
+    """Write a line to stderr from a thread that must neither end nor block: what cannot be written now is lost."""
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     stderr = select.poll()
     stderr.register(2, select.POLLOUT)
@@ -132,6 +131,6 @@ def notice(text: str) -> None:
 
 
 def trace(text: str) -> None:
-    """What each call does."""
+    """Log what each call does."""
     if enabled(TRACE):
         _get().write(TRACE, text)

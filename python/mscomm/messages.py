@@ -1,14 +1,15 @@
-"""Messages from one rank to another, beside the group's collectives and in no order with them.
+"""Messages from one rank to another, next to the group's collective calls and in no order with them.
 
-They match by source and tag, in the order in which they were sent. Each thread of a rank may send and receive while
-others do, and while others are in collectives of the same group. Strided arrays are read and written in C order.
+They match by source and tag, in the order in which they were sent. Several threads of a rank may send and receive at
+once, also while other threads make collective calls on the same group. Strided arrays are read and written in C order.
 
-Messages are the CPU's. An array of a device is copied to the host when it is sent, after what its library's current
-stream has, and from there to a device when it is received; either side may have it on a device, of any backend.
+Messages travel through the CPU. A device array that is sent is first copied to the host, after the work on its
+library's current stream; a device array that receives is filled from the host. Either side may use a device of any
+backend.
 
-All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
-Mismatch or Aborted (see mscomm.errors) if the message fails. Then the group is broken, as after a failed collective,
-and the contents of out are undefined.
+All functions raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost,
+CollectiveTimeout, Mismatch or Aborted (see mscomm.errors) if the message fails. Then the group is broken, as after a
+failed collective call, and the contents of out are undefined.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LAST_TAG = _core.last_tag  # 2^31 - 1
 
 
 class _Any(enum.Enum):
-    """No numbers, as MPI's are: a rank or tag that a program has computed wrongly is never a wildcard."""
+    """Wildcards are not numbers here, unlike MPI's: a wrongly computed rank or tag is never taken for one."""
 
     ANY_SOURCE = _core.any_source
     ANY_TAG = _core.any_tag
@@ -49,7 +50,7 @@ ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
 
 @dataclasses.dataclass
 class Status:
-    """What recv or sendrecv has received. None before.
+    """What recv or sendrecv has received; its fields are None before.
 
     source: the sender's rank in the group. tag: the message's. count: its number of elements, 1 for an object.
 
@@ -75,20 +76,20 @@ def send(
 ) -> Any:
     """Send x to rank dst, which receives it by recv with this rank as src and the same tag.
 
-    x: an array of any shape, of a dtype that collectives take, also of no elements. dst: a rank in the group
-    (torch.distributed counts it in the world); this rank itself, too: such a message is copied, and kept until it is
-    received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout: seconds or a
-    timedelta; None takes init's.
+    x: an array of any shape, also empty, of a dtype that collective calls take. dst: a rank in the group (in
+    torch.distributed it is a rank in the world). It may be this rank itself: the message is then copied, and kept until
+    it is received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout: seconds
+    or a timedelta; None takes init's.
 
-    Returns None when x may be used again. That may be before the recv is called, but need not be: do not rely on it,
-    and exchange arrays with sendrecv, or with async_op. async_op=True: returns a Work at once; leave x alone until it
-    has ended. The first send to a rank waits for the connection to it in both forms.
+    Returns None once x may be used again. This can happen before or only after the recv is called, so two ranks that
+    exchange arrays must use sendrecv or async_op. async_op=True: returns a Work at once; leave x alone until the Work
+    has ended. The first send to a rank waits for the connection to it, also with async_op.
 
-    out on the other side must have x's dtype and as many elements, in any shape: Mismatch on both ranks otherwise.
-    CollectiveTimeout, whose `.waiting_for` is dst, if the message has not been taken in time. PeerLost if dst ended or
-    left before it took the message.
+    out on the other side must have x's dtype and number of elements, in any shape; Mismatch on both ranks otherwise.
+    CollectiveTimeout, whose `.waiting_for` is dst, if the message was not received in time. PeerLost if dst ended or
+    left before it received the message.
 
-    As MPI_Send, but without its datatypes and communicators' limits on tags; as torch.distributed.send.
+    Like MPI_Send, without MPI's datatypes and limits on tags; like torch.distributed.send.
 
     >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
     ...     mscomm.send(np.arange(3.0), dst=1, tag=7)
@@ -117,23 +118,23 @@ def recv(
 ) -> Any:
     """Receive into out the next message that rank src sends here with this tag; return out.
 
-    out: a writable array of the dtype and the number of elements that were sent, in any shape; Mismatch, which names
-    both sides, on both ranks otherwise. src: a rank in the group (torch.distributed counts it in the world), or
-    mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, which says after
+    out: a writable array with the dtype and the number of elements that were sent, in any shape; otherwise both ranks
+    raise a Mismatch that names both sides. src: a rank in the group (in torch.distributed it is a rank in the world),
+    or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, which says after
     the recv whose message it was, and with which tag. group: None for all ranks, or a Group or its name. timeout:
     seconds or a timedelta; None takes init's.
 
-    Messages of one source come in the order in which they were sent; those of other tags, or of other sources, may be
-    received before. Messages of several sources come in the order in which they reach this rank. Of several recvs that
-    a message fits, the one that was called first gets it. async_op=True: returns a Work, whose wait() returns out and
-    fills status; leave out alone until then.
+    Messages of one source and tag are received in the order in which they were sent. A message with another tag or from
+    another source may be received earlier. Messages of several sources come in the order in which they reach this rank.
+    If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work, whose wait()
+    returns out and fills status; leave out alone until then.
 
     CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. PeerLost if src ended or left without
-    sending one. From ANY_SOURCE `.waiting_for` is all ranks that could have sent one, and PeerLost is raised when all
+    sending one. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent one, and PeerLost is raised when all
     of them have left. After 10 s of waiting a line on stderr says so.
 
-    As MPI_Recv, where a message may also be shorter than the buffer; as torch.distributed.recv, which returns the
-    sender's rank.
+    Like MPI_Recv, which also takes a message that is shorter than the buffer; like torch.distributed.recv, which
+    returns the sender's rank.
 
     >>> out = mscomm.recv(np.empty(3), src=0)                              # on rank 1, while rank 0 sends
     """
@@ -170,10 +171,10 @@ def sendrecv(
 ) -> Any:
     """Send x to rank dst and receive into out from rank src, both at once; return out.
 
-    Ranks that exchange arrays by it in any pattern, in pairs or around a ring, do not wait for each other in a circle,
-    whatever the sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same
-    rank, and this rank itself. x and out may differ in shape and dtype, and share no memory: ValueError if they do.
-    Arguments and errors are those of send and recv. As MPI_Sendrecv.
+    Ranks that exchange arrays by sendrecv in any pattern, in pairs or around a ring, never deadlock, whatever the
+    sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, also
+    this rank itself. x and out may differ in shape and dtype, but must not share memory: ValueError if they do.
+    Arguments and errors are those of send and recv. Like MPI_Sendrecv.
 
     >>> right, left = (rank + 1) % size, (rank - 1) % size
     >>> mscomm.sendrecv(np.full(3, rank), right, np.empty(3, int), left)   # on rank 1 of 4
@@ -189,14 +190,14 @@ def sendrecv(
 
 
 class _Receiving(NamedTuple):
-    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype's number, where the numbers come
-    result: Callable[[tuple[int, int]], Any]  # from the source and tag that came: what the user gets
+    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype's number, where the numbers go
+    result: Callable[[tuple[int, int]], Any]  # takes the source and tag that came; returns what the user gets
 
 
 def _sending(
     function: str, x: Any, dst: Any, tag: Any, tag_argument: str, group: Group
 ) -> tuple[int, int, int, np.ndarray[Any, Any]]:
-    """The message that is sent, checked."""
+    """The message to send, with checked arguments."""
     source = readable(on_host(x, "x", function))
     code = dtype_code(source.dtype)
     return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
@@ -225,7 +226,7 @@ def _receiving(
 
 
 def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status: Any, group: Group) -> tuple[int, int]:
-    """What a message must match, source and tag, as the core has them; and status must be one."""
+    """The source and tag that a message must match, as the core has them. TypeError if status is not a Status."""
     if status is not None and not isinstance(status, Status):
         raise TypeError(f"{function}: status is a {type(status).__name__}, not a mscomm.Status")
     source = _core.any_source if src is ANY_SOURCE else checked_rank(function, "src", src, group)
@@ -233,7 +234,7 @@ def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status:
 
 
 def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
-    """Where the numbers for an array of a device come, and what brings them there."""
+    """A host array that receives for a device array, and the function that copies it there."""
     if not hasattr(library(out, "out", function), "namespace"):
         kind = type(out).__name__
         raise TypeError(f"{function}: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")

@@ -1,8 +1,11 @@
-"""Warnings that every rank of a job would give: one rank gives them, once. And the options that are accepted, because
-scripts written for MindSpore set them, but have no effect here: each has a row, and whoever sets it is told.
+"""Warnings that every rank of a job would give, given once by one rank; and the options that have no effect here.
 
-Rank 0 speaks. A process that has not joined yet goes by the rank that its launcher tells; if the launcher tells none,
-the line waits until init() has found out. A process without a launcher speaks for itself.
+Such options are accepted because scripts written for MindSpore set them. Each has a row, and setting it gives a
+warning.
+
+Rank 0 writes the warnings. A process that has not joined yet goes by the rank that its launcher announces; if the
+launcher announces none, the warning waits until init() has found out the rank. A process without a launcher writes its
+own warnings.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from mscomm import bootstrap, log
 
 _said: set[str] = set()
 _waiting: list[str] = []
-_rank: int | None = None  # once this process has joined a job, or goes on without
+_rank: int | None = None  # known once this process has joined a job, or goes on without one
 
 
 def warn_once(text: str, rank: int | None = None) -> None:
-    """A warning of the whole job: rank 0 says it, and each text once. rank: this one's in the group it is about."""
+    """Warn about the whole job: only rank 0 writes it, and each text once. rank: this one's in the group concerned."""
     if text in _said:
         return
     _said.add(text)
@@ -30,7 +33,7 @@ def warn_once(text: str, rank: int | None = None) -> None:
 
 
 def know_rank(rank: int) -> None:
-    """From here on it is known whether this process speaks."""
+    """Tell this process its rank, and so whether it writes warnings."""
     global _rank
     _rank = rank
     waiting, _waiting[:] = list(_waiting), []
@@ -51,9 +54,9 @@ def _speaks() -> bool | None:
 
 
 class Option(NamedTuple):
-    """One row."""
+    """An option without effect."""
 
-    silent: tuple[Any, ...]  # values that ask for nothing, its default among them
+    silent: tuple[Any, ...]  # values that ask for nothing, the default among them
     instead: str  # why it has no effect, or what to do
     secret: bool = False  # the value is not shown
 
@@ -119,7 +122,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
 
 
 def tell_without_effect(function: str, **options: Any) -> None:
-    """Warn of those options that have a row, where the value asks for something."""
+    """Warn of those options that have a row and ask for something."""
     for name, value in options.items():
         row = WITHOUT_EFFECT.get((function, name))
         if row is not None and not any(value == quiet for quiet in row.silent):

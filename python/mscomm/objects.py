@@ -1,18 +1,18 @@
-"""Python objects between ranks: collectives, and messages from one rank to another.
+"""Python objects between ranks: collective calls, and messages from one rank to another.
 
 An object is None, a bool, int, float, complex, str, bytes, list, tuple, set, frozenset or dict of such; a NumPy array
 or a NumPy scalar; a date, time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; an
-OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which comes back as one that needs no gradient; or an object of
-a class that register_object was told of. Each keeps its type. Anything else is a TypeError that says where in the
-object it is. It is raised before anything is sent and uses no call number, as for any wrong argument: this rank has not
-made the call, and the others wait for it until it does, ends, or their time is up.
+OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which arrives as one that needs no gradient; or an object of a
+class registered by register_object. Each keeps its type. Anything else is a TypeError that says where in the object it
+is. As for any wrong argument, the error is raised before anything is sent and uses up no call number: this rank has not
+made the call, and the others wait until it does, ends, or their timeout passes.
 
-What came is an Error on the rank that cannot read it, as when it has not registered the class; the group goes on. A
-tensor of a library that is not installed there is a TypeError.
+A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
+stays usable. A tensor of a library that is not installed there is a TypeError.
 
-`allow_pickle=True`: the sender pickles what it cannot send otherwise, and the receiver unpickles it, which can run any
-code of the sender's choice: give it where you trust every rank of the group. A pickle that comes to a call without it
-is an Error.
+`allow_pickle=True`: the sender pickles what it cannot send otherwise, and the receiver unpickles it. This can run any
+code of the sender's choice, so use it only if you trust every rank of the group. A pickle that comes to a call without
+it is an Error.
 
 `group`, `root` and `timeout` are as in the collectives; `src` and `dst` are ranks in the group.
 """
@@ -40,8 +40,8 @@ from mscomm.registry import register_object as register_object
 
 Timeout = float | timedelta | None
 
-# Opens a message: the length of the object's bytes, and the tag under which they follow. Each has a tag of its own,
-# beyond those of users, so that messages of several threads to one rank cannot be mixed up.
+# Opens a message: the length of the object's bytes, and the tag under which they follow. Each object has a tag of its
+# own, beyond those of users, so that messages of several threads to one rank cannot be mixed up.
 _HEADER = struct.Struct("<QQ")
 _tags = itertools.count(LAST_TAG + 1)
 
@@ -69,7 +69,7 @@ def gather_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> list[Any] | None:
-    """Every rank's obj, at the root: a list of new objects in rank order. None elsewhere. As all_gather_object.
+    """Every rank's obj, at the root: a list of new objects in rank order; None elsewhere. As all_gather_object.
 
     >>> mscomm.gather_object(mscomm.get_rank() ** 2)                       # on 3 ranks, at rank 0
     [0, 1, 4]
@@ -89,7 +89,7 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The root's obj, on every rank as a new object. obj counts at the root alone. As all_gather_object.
+    """The root's obj, on every rank as a new object. obj is read only at the root. As all_gather_object.
 
     >>> mscomm.broadcast_object({"lr": 0.1} if mscomm.get_rank() == 0 else None)
     {'lr': 0.1}
@@ -119,8 +119,8 @@ def scatter_object(
 ) -> Any:
     """The item of the root's objs at this rank's place, as a new object.
 
-    objs: a list or tuple of one object for each rank, read at the root alone. TypeError or ValueError there if it is
-    something else, or has another length. Otherwise as all_gather_object.
+    objs: a list or tuple with one object for each rank, read only at the root. The root raises TypeError or ValueError
+    if it is something else or has another length. Otherwise as all_gather_object.
 
     >>> mscomm.scatter_object(["a", {"b": 1}] if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     'a'
@@ -163,8 +163,8 @@ def send_object(
     """Send obj to rank dst, which receives it by recv_object with this rank as src and the same tag.
 
     dst, tag, errors, and when it returns: as send. What obj may be, and allow_pickle: see mscomm.objects. Several
-    threads may send to one rank and tag at once. A recv that meets the object is a Mismatch on both ranks, and so is a
-    recv_object that meets a send.
+    threads may send to one rank and tag at once. If a recv gets the object, or a recv_object gets the message of a
+    send, both ranks raise Mismatch.
 
     >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
     ...     mscomm.send_object({"step": 7}, dst=1)
@@ -194,8 +194,8 @@ def recv_object(
 ) -> Any:
     """The next object that rank src sends here by send_object with this tag.
 
-    src, tag, also mscomm.ANY_SOURCE and ANY_TAG, status, errors, and the order of messages: as recv. An object that
-    came and cannot be read is an Error here, and the group goes on.
+    src and tag (also mscomm.ANY_SOURCE and ANY_TAG), status, errors, and the order of messages: as recv. If an object
+    came that cannot be read, recv_object raises an Error, and the group stays usable.
 
     >>> obj = mscomm.recv_object(src=0, tag=7)                             # on rank 1, while rank 0 sends
     """
@@ -226,6 +226,6 @@ def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bo
 
 
 def _seconds_left(seconds: float) -> Callable[[], float]:
-    """Of both messages together."""
+    """The time that is left for both messages together, as a function."""
     until = time.monotonic() + seconds
     return lambda: max(until - time.monotonic(), 0.001)

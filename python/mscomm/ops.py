@@ -1,9 +1,8 @@
 """MindSpore's communication operators as callables, with its argument names: AllReduce(ReduceOp.SUM)(x).
 
-They stand on the functions of mscomm: same arrays, same errors, the group's time limit. An operator may be made
-before init(); its group is looked up when it is called. Ranks are counted in the group. Wrong arguments are TypeError
-and ValueError as in MindSpore. On a rank that has no result, where MindSpore gives a tensor without meaning, the
-result is None.
+They call the functions of mscomm: same arrays, same errors, the group's timeout. An operator may be made before init();
+its group is looked up when it is called. Ranks are ranks in the group. Wrong arguments are TypeError and ValueError as
+in MindSpore. A rank that has no result, to which MindSpore gives a meaningless tensor, gets None.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _WORLD = GlobalComm.WORLD_COMM_GROUP
 
 
 class ReduceOp:
-    """The reductions by MindSpore's names, and those that mscomm has beside them."""
+    """The reductions by MindSpore's names, and those that only mscomm has."""
 
     SUM = "sum"
     MAX = "max"
@@ -37,7 +36,7 @@ class ReduceOp:
 
 
 class _Operator:
-    """Refuses wrong arguments where the operator is made, as MindSpore does; tells those without effect."""
+    """Refuses wrong arguments when the operator is made, as MindSpore does, and warns of arguments without effect."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
@@ -47,8 +46,10 @@ class _Operator:
 
     @property
     def __ms_class__(self) -> bool:
-        """MindSpore's compiler, and nothing else, asks for this: before it would read our Python and fail somewhere in
-        it. A graph may also run its calls in another order on each rank."""
+        """Only MindSpore's compiler asks for this, before it reads our Python, which would fail somewhere inside.
+
+        A compiled graph may also run its calls in another order on each rank.
+        """
         raise RuntimeError(
             f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), and"
             " works in Python alone. Call it outside of the cell, set_context(mode=PYNATIVE_MODE), or let mscomm.Model"
@@ -159,12 +160,12 @@ class AlltoAll(_Operator):
         part, rest = divmod(shape[self.split_dim], n)
         if rest:
             raise ValueError(f"AlltoAll: axis {self.split_dim} of {tuple(shape)} does not divide into {n} parts")
-        # By reshape and swapaxes alone, which arrays of every library have.
+        # Use only reshape and swapaxes, which arrays of every library have.
         parts = x.reshape((*shape[: self.split_dim], n, part, *shape[self.split_dim + 1 :]))
-        for axis in range(self.split_dim, 0, -1):  # the parts to the front: (n, ..., part, ...)
+        for axis in range(self.split_dim, 0, -1):  # move the parts to the front: (n, ..., part, ...)
             parts = parts.swapaxes(axis, axis - 1)
         came = collectives.all_to_all(parts, group=self.group)
-        for axis in range(self.concat_dim):  # and the ranks that they came from to their place
+        for axis in range(self.concat_dim):  # move the source ranks to their place
             came = came.swapaxes(axis, axis + 1)
         shape[self.split_dim] = part
         shape[self.concat_dim] *= n
@@ -183,7 +184,10 @@ class Barrier(_Operator):
 
 @dataclass(frozen=True)
 class Send(_Operator):
-    """mscomm.send with sr_tag as the tag. group_back, which MindSpore uses in gradients, has no effect, and is told."""
+    """mscomm.send with sr_tag as the tag.
+
+    group_back, which MindSpore uses in gradients, has no effect; a warning says so.
+    """
 
     sr_tag: int
     dest_rank: int
@@ -196,8 +200,10 @@ class Send(_Operator):
 
 @dataclass(frozen=True)
 class Receive(_Operator):
-    """mscomm.recv into a new NumPy array of that shape and dtype, NumPy's or mindspore.float32. group_back has no
-    effect, and is told."""
+    """mscomm.recv into a new NumPy array of that shape and dtype, which is NumPy's or for example mindspore.float32.
+
+    group_back has no effect; a warning says so.
+    """
 
     sr_tag: int
     src_rank: int

@@ -1,9 +1,9 @@
 """Python objects as bytes, and back.
 
-The bytes are one msgpack value; nothing in them can name code, so reading them runs none but the decode functions that
-this process has registered (registry.py), and pickles where the call asks for it. Types that msgpack does not know are
-arrays whose first item is an empty extension; its code says what the other items are. A reader allocates nothing by a
-number from the wire before that many bytes have come.
+The bytes are one msgpack value. Nothing in them can name code: reading runs only the decode functions that this process
+has registered (registry.py), and pickles if the call asks for them. Types that msgpack lacks are arrays whose first
+item is an empty extension; its code says what the other items are. A reader never allocates memory by a number from the
+wire before that many bytes have come.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ import numpy as np
 from mscomm import registry
 from mscomm.errors import Error
 
-DEEPEST = 128  # containers in containers: two frames of Python's stack each
+DEEPEST = 128  # containers in containers: each needs two frames of Python's stack
 
-# What follows in the array, by the code of the extension that it begins with.
+# What follows in the array, by the code of the extension at its beginning.
 _TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
 _COMPLEX = 4  # the real and the imaginary part
 _INTEGER = 5  # beyond 64 bits: its bytes, little endian, two's complement
 _ARRAY = 6  # dtype, shape, elements in C order
 _SCALAR = 7  # dtype, element
-_NAMED = 8  # the name of a row of the registry, the value that it made of the object
+_NAMED = 8  # the name of a row of the registry, the value that the row made of the object
 _PICKLE = 9  # the name of the class, the pickle
 
 # The dtypes that have one meaning on every machine, as numpy.dtype.str says them. bfloat16 goes by its name.
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
-_PICKLE_PROTOCOL = 5  # which every Python here has
+_PICKLE_PROTOCOL = 5  # every supported Python has it
 
 
 def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
-    """obj as bytes from which unpack makes an equal object of the same types. Arrays come back in C order, and
-    numpy.longlong as numpy.int64, its equal.
+    """obj as bytes, from which unpack makes an equal object of the same types.
 
-    allow_pickle: what has no form of its own here is pickled. called: what errors call the object.
+    Arrays come back in C order, and numpy.longlong as numpy.int64, its equal.
 
-    TypeError for what cannot be sent, ValueError for a container inside itself, containers more than 128 deep (an
-    object of a registered class counts as one, and what it is sent as is another) and single values over 4 GiB; each
-    says where in obj it is.
+    allow_pickle: pickle what cannot be sent otherwise. called: what errors call the object.
+
+    TypeError for what cannot be sent. ValueError for a container inside itself, for single values over 4 GiB, and for
+    containers more than 128 deep (an object of a registered class counts as one, and the value it is sent as as
+    another). Each error says where in obj it is.
     """
     writer = _Writer(allow_pickle, called)
     writer.write(obj)
@@ -57,10 +58,10 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
 
 
 def unpack(data: Any, allow_pickle: bool = False) -> Any:
-    """The object of which pack made data, a bytes-like object. Arrays are new and writable.
+    """The object from which pack made data, a bytes-like object. Arrays are new and writable.
 
-    Error if pack did not make it, if it has an object of a class that is not registered here or that its row cannot
-    decode, or a pickle without allow_pickle. TypeError for a tensor of a library that is not here.
+    Error if pack did not make data, if it has a pickle without allow_pickle, or if it has an object whose class is not
+    registered here or whose row cannot decode it. TypeError for a tensor of a library that is not installed.
     """
     reader = _Reader(bytes(memoryview(data)), allow_pickle)
     try:
@@ -74,14 +75,14 @@ def unpack(data: Any, allow_pickle: bool = False) -> Any:
 
 
 class _Writer:
-    """Writes one object, and knows where in it it is."""
+    """Writes one object, and keeps track of the place in it."""
 
     def __init__(self, allow_pickle: bool, called: str) -> None:
         self._allow_pickle = allow_pickle
         self._called = called
         self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self._path: list[tuple[str, Any]] = []  # one entry a container that we are in: which of its items we are at
-        self._entered: dict[int, int] = {}  # the containers that we are in, by id, and their depth
+        self._path: list[tuple[str, Any]] = []  # for each container that we are in, the item that we are at
+        self._entered: dict[int, int] = {}  # depths of the containers that we are in, by id
 
     def write(self, obj: Any) -> None:
         write = _WRITERS.get(type(obj))
@@ -150,7 +151,7 @@ class _Writer:
         name = _name_of(obj)
         try:
             data = pickle.dumps(obj, _PICKLE_PROTOCOL)
-        except Exception as error:  # pickle's own, or any of the object's
+        except Exception as error:  # pickle's own, or any that the object raises
             raise TypeError(f"{self._where()}: {_a(name)} cannot be pickled: {error}") from error
         self._marked(_PICKLE, 2)
         self.packer.pack(name)
@@ -219,7 +220,7 @@ class _Writer:
         raise TypeError(f"{self._where()}: {_a(_name_of(obj))} cannot be sent; {way_out}")
 
     def _where(self, depth: int | None = None) -> str:
-        """obj["model"].lr[3]: where we are, or were at that depth."""
+        """The place where we are, or were at that depth, such as obj["model"].lr[3]."""
         text = self._called
         for kind, key in self._path[:depth]:
             if kind == "field":
@@ -251,7 +252,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 class _Reader:
-    """Reads one object. Every size is compared with what is left before anything of that size is made."""
+    """Reads one object. Compares every size with the bytes that are left, before it makes anything of that size."""
 
     def __init__(self, data: bytes, allow_pickle: bool) -> None:
         self.data = data
@@ -269,10 +270,10 @@ class _Reader:
             return self._dict(depth + 1)
         if 0xC7 <= head <= 0xC9 or 0xD4 <= head <= 0xD8:
             raise ValueError("an extension that does not begin an array")
-        return self._unpacker.unpack()  # a single value; its bytes are there, or it is OutOfData
+        return self._unpacker.unpack()  # a single value: all its bytes are there, or this raises OutOfData
 
     def _head(self) -> int:
-        """The byte that says what comes next."""
+        """The byte that says what kind of value comes next."""
         if self.at() == len(self.data):
             raise msgpack.OutOfData
         return self.data[self.at()]
@@ -280,7 +281,7 @@ class _Reader:
     def _array(self, depth: int) -> Any:
         size = self._checked(self._unpacker.read_array_header(), depth)
         begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # the head of an extension of no bytes
+        if size == 0 or begin[:2] != b"\xc7\x00":  # the head of an empty extension
             return [self.read(depth) for _ in range(size)]
         self._unpacker.skip()
         code = begin[2] if len(begin) == 3 else 0
@@ -378,7 +379,7 @@ class _Reader:
         left = len(self.data) - self.at()
         if size > left:  # each item has one byte at least
             raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # in the innermost may be a NumPy array, and in that its shape
+        if depth > DEEPEST + 2:  # the innermost may hold a NumPy array, which holds its shape
             raise ValueError(f"containers are more than {DEEPEST} deep in each other")
         return size
 
@@ -386,7 +387,7 @@ class _Reader:
     def _hashable(obj: Any, what: str) -> Any:
         try:
             hash(obj)
-        except Exception as error:  # of a registered class, whatever its __hash__ raises
+        except Exception as error:  # a registered class may raise anything in __hash__
             raise ValueError(f"{what} with a {type(obj).__name__}, which cannot be one") from error
         return obj
 
@@ -406,7 +407,7 @@ def _a(name: str) -> str:
 
 
 def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
-    """As it stands in the bytes; None if it has no place there."""
+    """The dtype's name in the bytes; None if it cannot be sent."""
     if dtype.name == "bfloat16":
         return "bfloat16"
     return dtype.str if _DTYPE.fullmatch(dtype.str) else None

@@ -1,7 +1,7 @@
-"""Classes whose objects can be sent beside the plain ones: each goes as a name and a value that can be sent itself.
+"""Classes whose objects can be sent besides plain ones: each object goes as a name and a value that can be sent itself.
 
-The name says which row of this table decodes the value, and nothing more. A name that has no row here is an error: what
-comes from another rank cannot name code.
+The name only says which row of this table decodes the value. A name without a row here is an error, so nothing that
+comes from another rank can name code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from mscomm import arrays
 
-# Sent as they are, so that no row is asked for them.
+# Sent as they are; no row is looked up for them.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, np.ndarray)
 
 C = TypeVar("C", bound=type)
@@ -40,7 +40,7 @@ class Fields(dict[str, Any]):
 
 
 class NotInstalled(TypeError):
-    """A tensor came of a library that is not here."""
+    """A tensor came of a library that is not installed here."""
 
 
 _by_class: dict[type, Row] = {}
@@ -56,16 +56,16 @@ def register_object(
 ) -> C:
     """Let the object functions send objects of that class; return it. Every rank that receives them registers it, too.
 
-    encode(obj) gives what can be sent already: plain values, arrays, objects of other registered classes. decode(value)
-    makes the object of that. Without them cls is a dataclass or an Enum. A dataclass goes by its fields, and __init__
-    and __post_init__ do not run on arrival. An enum's member goes by its name. Fields or members that differ between
-    sender and receiver are an Error there. Objects of a subclass need the subclass registered.
+    encode(obj) returns something that can be sent already: plain values, arrays, objects of other registered classes.
+    decode(value) makes the object from it. Without them cls must be a dataclass or an Enum. A dataclass is sent as its
+    fields; __init__ and __post_init__ do not run on arrival. A member of an enum is sent as its name. If the fields or
+    members of sender and receiver differ, the receiver raises an Error. A subclass must be registered itself.
 
-    name: what stands for the class between the ranks; its module and name by default. Give one where they differ by
-    rank. Registering a class again replaces its functions.
+    name: stands for the class between the ranks; by default its module and name. Give a name if these differ between
+    ranks. Registering a class again replaces its functions.
 
-    TypeError if cls is no class, or if it is neither dataclass nor Enum and encode or decode is missing. ValueError if
-    another class has the name, if the class has another name already, or if its objects are sent as they are.
+    TypeError if cls is not a class, or if it is neither dataclass nor Enum and encode or decode is missing. ValueError
+    if another class has the name, if the class has another name already, or if its objects are sent as they are.
 
     >>> @mscomm.register_object
     ... @dataclasses.dataclass
@@ -98,7 +98,7 @@ def register_object(
 
 
 def row_of(obj: Any) -> Row | None:
-    """How the object is sent; None if nobody has said it."""
+    """The row by which the object is sent; None if there is none."""
     row = _by_class.get(type(obj))
     return row if row is not None else _row_of_tensor(obj)
 
@@ -132,7 +132,7 @@ def _defaults(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _fields_of(names: list[str], obj: Any) -> Fields:
-    kept = (functools.cached_property,)  # it is computed anew
+    kept = (functools.cached_property,)  # its value is computed anew on arrival
     own = vars(obj) if hasattr(obj, "__dict__") else {}
     others = [one for one in own if one not in names and not isinstance(getattr(type(obj), one, None), kept)]
     if others:
@@ -148,7 +148,7 @@ def _of_fields(cls: type, names: list[str], value: Any) -> Any:
         )
     obj: Any = object.__new__(cls)
     for name in names:
-        object.__setattr__(obj, name, value[name])  # also of a frozen one
+        object.__setattr__(obj, name, value[name])  # works for frozen dataclasses, too
     return obj
 
 
@@ -265,7 +265,7 @@ for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
 
 
 def _row_of_tensor(obj: Any) -> Row | None:
-    """Of a tensor of a library's own class, which comes back as one of that class."""
+    """The row of a tensor of a library's own class, which arrives as one of that class."""
     library = arrays.packable(obj)
     return None if library is None else _by_name[f"{library} tensor"]
 

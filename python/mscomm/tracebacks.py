@@ -1,4 +1,4 @@
-"""What a rank shows of an uncaught exception: the frames of the user's program, and the first cause alone."""
+"""What a rank shows of an uncaught exception: the frames of the user's program, and only the first cause."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def shorten(error: BaseException) -> None:
-    """Take mscomm's own frames out of the tracebacks of error and of the exceptions in its chain.
+    """Remove mscomm's own frames from the tracebacks of error and of the exceptions in its chain.
 
-    An error of mscomm that was raised from another one loses it: that is what this rank alone saw of the first cause.
-    A traceback that has no other frames than mscomm's keeps them.
+    An mscomm error that was raised from another mscomm error loses it: that is only what this rank saw of the first
+    cause. A traceback that has only mscomm's frames keeps them.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -34,25 +34,25 @@ def shorten(error: BaseException) -> None:
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without mscomm's frames; the whole of it if there are no others."""
+    """The traceback without mscomm's frames; unchanged if it has no others."""
     kept: TracebackType | None = None
-    ours = False  # the frame after the one that is looked at
+    ours = False  # whether the next inner frame is ours
     for entry in reversed(list(_entries(trace))):
         path = entry.tb_frame.f_code.co_filename
-        ours = path.startswith(PACKAGE) or (ours and path == contextlib.__file__)  # the with statements of ours
+        ours = path.startswith(PACKAGE) or (ours and path == contextlib.__file__)  # our with statements
         if not ours:
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept or trace
 
 
 def place(trace: TracebackType | None) -> str:
-    """ "train.py:6", the innermost line of the user's own program; "": there is none."""
+    """The innermost line of the user's own program, such as "train.py:6"; "" if there is none."""
     entries = _entries(users_part(trace))
     return innermost((entry.tb_frame.f_code.co_filename, entry.tb_lineno) for entry in entries)
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> str:
-    """Of (path, line), outermost first: the last that is of no installed library, else the last."""
+    """The innermost line outside of installed libraries, else the innermost. lines: (path, line), outermost first."""
     last = own = ""
     for path, line in lines:
         last = f"{os.path.basename(path)}:{line}"

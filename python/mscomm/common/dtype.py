@@ -1,4 +1,4 @@
-"""What mscomm.dtype has, under MindSpore's other path."""
+"""The names of mscomm.dtype, under MindSpore's other path."""
 
 from __future__ import annotations
 

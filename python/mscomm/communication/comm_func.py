@@ -1,8 +1,8 @@
-"""MindSpore's collective functions by their names and arguments there, over those of mscomm.
+"""MindSpore's collective functions, with its names and arguments, over those of mscomm.
 
 As in MindSpore, src and dst are ranks in the world, whatever the group; mscomm's own functions and the operators of
-mscomm.ops count them in the group. Each function returns its result, as in MindSpore 2.3; a rank that has none gets
-None.
+mscomm.ops take ranks in the group. Each function returns its result, as in MindSpore 2.3, or None on a rank that has
+none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int
 
 
 def _rank_in(group: Group | str | None, function: str, argument: str, world_rank: Any) -> int:
-    """The rank in the group of a rank in the world."""
+    """The rank in the group of this rank in the world."""
     members = resolve(group)
     try:
         return members.ranks.index(operator.index(world_rank))

@@ -1,4 +1,4 @@
-"""What MindSpore has in mindspore.communication.management, handed on from mscomm."""
+"""The names of mindspore.communication.management, re-exported from mscomm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mscomm.groups import init as init
 from mscomm.groups import is_initialized as _is_initialized
 from mscomm.groups import release as release
 
-# Each names the group of all ranks, whatever the backend.
+# Each of these names the group of all ranks, whatever the backend.
 HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = groups.WORLD_NAMES
 
 
 class _State(type):
-    """What MindSpore's init writes into GlobalComm, read when it is asked for."""
+    """What MindSpore's init writes into GlobalComm; here it is looked up on each access."""
 
     @property
     def INITED(cls) -> bool:
@@ -36,6 +36,6 @@ class _State(type):
 
 
 class GlobalComm(metaclass=_State):
-    """The job as MindSpore's scripts ask for it: WORLD_COMM_GROUP, INITED and BACKEND. Nothing can be set here."""
+    """The job as MindSpore's scripts ask for it: WORLD_COMM_GROUP, INITED and BACKEND. None of them can be set."""
 
     WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP
