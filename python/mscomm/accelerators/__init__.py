@@ -1,11 +1,11 @@
-"""Accelerators: which of them this process can use, and which one the job uses. One module a backend.
+"""Accelerators: which ones this process can use, and which one the job uses. One module per backend.
 
-A module has `load(env)`, which opens its libraries, BackendUnavailable if one is missing, `shares_devices(env)`, and
-`settings(interface)`. Nothing is opened before it is asked for: a library that is loaded early may be the wrong one for
-a framework that comes later.
+Such a module has `load(env)`, which opens its libraries or raises BackendUnavailable if one is missing,
+`shares_devices(env)`, and `settings(interface)`. Nothing is opened before it is needed: a library that is loaded early
+may be the wrong one for a framework that is imported later.
 
-What a rank finds it tells the others when it joins; which backend and which device each rank takes then is a pure
-function of what all have said, so that all come to the same, and to the same error.
+When a rank joins, it tells the other ranks what it found. The backend, and each rank's device, are then a pure function
+of what all ranks reported, so all ranks get the same result or the same error.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def opened(name: str) -> Opened:
 
 
 def wanted(asked: str) -> tuple[str, ...]:
-    """The accelerators that a rank looks for when its user has asked for that backend; "auto": for any."""
+    """The accelerators that a rank looks for if its user asked for this backend; "auto": any."""
     return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
 
 
 def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[str, str]) -> dict[str, Any]:
-    """What this rank tells the others. device: what its user says."""
+    """What this rank tells the others. device: the one that the user chose, or None."""
     found = {}
     for name in wanted(asked):
         try:
@@ -70,15 +70,15 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
             words = {"version": vendor.version(), "path": vendor.path(), "runtime": runtime.version()}
             found[name] = {**words, "devices": devices, "shares": shares_devices(name, env)}
         except Error as error:
-            # Everybody hears of it: a line, where nobody has asked for this one.
+            # All ranks hear of it: in one line if nobody has asked for this backend.
             found[name] = {"missing": str(error).partition(". Tried: ")[0] if asked == "auto" else str(error)}
     return {"device": device, "local_rank": local_rank, "accelerators": found}
 
 
 def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> dict[str, str]:
-    """Set what the libraries read from the environment, before they are first used, unless the user has. What was set.
+    """Before the libraries are first used, set variables that they read, unless the user has; return those set.
 
-    interface: by which ranks of other hosts reach this one; None: there are none.
+    interface: the one by which ranks of other hosts reach this one; None: there are no other hosts.
     """
     wished: Mapping[str, str] = importlib.import_module(f"{__name__}.{name}").settings(interface)
     told = {variable: text for variable, text in wished.items() if variable not in env}
@@ -87,7 +87,7 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """What lets ranks share a device, where the user has asked for that; ranks that tell the same do not share one."""
+    """What lets ranks share a device, if the user has asked for that; two ranks with equal texts do not share one."""
     module = importlib.import_module(f"{__name__}.{name}")
     return str(module.shares_devices(env))
 
@@ -95,8 +95,8 @@ def shares_devices(name: str, env: Mapping[str, str]) -> str:
 def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> Chosen:
     """The backend and the devices of a job whose ranks all asked for that backend. names: for messages.
 
-    Raises what keeps the ranks from a backend that they asked for by name: BackendUnavailable where a library, a device
-    is missing, or one device would be two ranks'; Mismatch where they have different versions.
+    If the ranks asked for a backend by name and cannot use it, raises BackendUnavailable for a missing library or
+    device, or for one device with two ranks; Mismatch for different versions.
     """
     none = [-1] * len(everyone)
     if asked == CPU:
@@ -146,7 +146,7 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 
 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
-    """What the user said, else the rank's place on its host; a launcher may show each rank one device alone."""
+    """The user's choice, else by the rank's place on its host; a launcher may show each rank only one device."""
     if (said := everyone[rank]["device"]) is not None:
         return int(said)
     place = everyone[rank]["local_rank"]
@@ -156,7 +156,7 @@ def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[i
 
 
 def _of_ranks(what: str, words: Mapping[int, str], names: Sequence[str]) -> str:
-    """What is said of several ranks, those of which the same is said together."""
+    """A message about several ranks; ranks with the same text are named together."""
     alike: dict[str, list[int]] = {}
     for rank, text in words.items():
         alike.setdefault(text, []).append(rank)

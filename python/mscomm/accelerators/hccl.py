@@ -1,4 +1,4 @@
-"""Ascend NPUs: HCCL and AscendCL. Neither has run on hardware: docs/guide.md tells what it was tested with."""
+"""Ascend NPUs: HCCL and AscendCL. Neither has run on hardware: docs/guide.md says what they were tested with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hccl_places(env: Mapping[str, str]) -> list[Place]:
 
 
 def hcomm_places(env: Mapping[str, str]) -> list[Place]:
-    """Newer releases have it beside libhccl.so."""
+    """Where libhcomm.so may be; newer releases have it next to libhccl.so."""
     said = environment.read("MSCOMM_HCCL_LIBRARY", env)
     beside = str(os.path.join(os.path.dirname(said), "libhcomm.so")) if said else None
     known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
@@ -42,7 +42,7 @@ def hcomm_places(env: Mapping[str, str]) -> list[Place]:
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
-    """The host's numbers of the devices that the process sees, where it sees some of them alone."""
+    """The host's numbers of the devices that the process sees; empty if it sees all."""
     said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
     return [number.strip() for number in said.split(",") if number.strip()]
 
@@ -64,7 +64,7 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """As nccl.settings."""
+    """See nccl.settings."""
     return {} if interface is None else {"HCCL_SOCKET_IFNAME": f"={interface}"}
 
 

@@ -32,7 +32,7 @@ def vendor(env: Mapping[str, str]) -> _core.Vendor:
 
 
 def load(env: Mapping[str, str]) -> Opened:
-    """Both, or BackendUnavailable with what is missing of them."""
+    """NCCL and the CUDA driver, or BackendUnavailable that says what is missing."""
     opened: list[Any] = []
     missing = []
     for open_one in (lambda: vendor(env), lambda: _core.open_cuda(cuda_places(env))):
@@ -46,18 +46,22 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """What NCCL is told by its variables, where the user has not set them. interface: by which ranks of other hosts
-    reach this one, as this job's own links have shown; None: they are all on this host."""
+    """The variables that configure NCCL, unless the user has set them.
+
+    interface: the one by which ranks of other hosts reach this one, as this job's own links have shown; None: all ranks
+    are on this host.
+    """
     return {
-        # Several groups on one device run in the order of their calls (2.26).
+        # Several groups on one device run in the order of their calls (NCCL 2.26).
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-        # It connects when a group is made, and not in the first call, which would wait there for the others' (2.22).
+        # NCCL connects when a group is made, not in the first call, which would wait there for the other ranks (NCCL
+        # 2.22).
         "NCCL_RUNTIME_CONNECT": "0",
-        # NCCL's own listeners know nobody's key.
+        # NCCL's own listeners do not check the job's key: limit where they listen.
         "NCCL_SOCKET_IFNAME": "lo" if interface is None else f"={interface}",
     }
 
 
 def shares_devices(env: Mapping[str, str]) -> str:
-    """NCCL takes ranks with different NCCL_HOSTID for those of different hosts, which cannot have one GPU."""
+    """NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts, so it lets them share a GPU."""
     return env.get("NCCL_HOSTID", "")

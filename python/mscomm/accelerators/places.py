@@ -1,7 +1,7 @@
-"""Where a vendor's library may be, in the order in which it is tried.
+"""Where a vendor's library may be, in the order in which the places are tried.
 
-First what the user says; then a copy that is in the process already, because two copies do not know of each other's
-handles; then the package of the Python environment, conda's, the loader's path, and the vendor's own folders.
+First the path that the user gives. Then a copy that is already in the process, because two copies do not know each
+other's handles. Then the package of the Python environment, conda's, the loader's path, and the vendor's own folders.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-# What messages call the place, the path or bare name, and how to try it: csrc/base/dynlib.h.
+# (what messages call the place, the path or bare name, how to try it): see csrc/base/dynlib.h.
 Place = tuple[str, str, Literal["usual", "loaded", "must"]]
 
 
 def places(
     soname: str, said: str | None, variable: str, *, wheel: str = "", homes: Sequence[tuple[str, str]] = ()
 ) -> list[Place]:
-    """For a library of that name. said: the path in the variable. wheel: its folder in site-packages.
+    """The places for a library of that name. said: the path in the variable. wheel: its folder in site-packages.
 
-    homes: (what it is called, folder), where such a folder is known.
+    homes: known folders, each as (what messages call it, folder).
     """
     if said:
         return [(variable, said, "must")]
@@ -33,5 +33,5 @@ def places(
 
 
 def homes(env: Mapping[str, str], *variables: str, below: Sequence[str] = ("lib64", "lib")) -> list[tuple[str, str]]:
-    """The library folders below what these variables name."""
+    """The library folders below the folders that these variables name."""
     return [(name, os.path.join(env[name], folder)) for name in variables if env.get(name) for folder in below]

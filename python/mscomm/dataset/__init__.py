@@ -1,8 +1,8 @@
-"""Reading, changing and dealing data to the ranks of a job, under MindSpore's names: import mscomm.dataset as ds.
+"""Reads data, changes it and deals it to the ranks of a job, under MindSpore's names: import mscomm.dataset as ds.
 
 A pipeline is a source and steps: `ds.Cifar10Dataset(folder, num_shards=n, shard_id=rank).map(...).batch(32)`. It gives
-NumPy arrays. The order of each pass and every random change follow from config.set_seed, the number of the pass and
-the number of the sample, so that all ranks agree and a pass can be gone on with at any batch: state_dict.
+NumPy arrays. The order of each pass and every random change follow from config.set_seed, the number of the pass and the
+number of the sample. So all ranks agree, and a pass can be resumed at any batch (state_dict).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that share a dataset compare it before they begin: who read other files would train another model, unseen."""
+"""Ranks that share a dataset compare it before they begin: a rank with other files would train another model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CURES = {
 
 
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
-    """Raise where the ranks' facts differ, or where one has a problem, on every rank.
+    """Raise on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    Nothing is compared where no job was joined, or num_shards is not its size: a problem is then this rank's alone.
-    ValueError; a rank's own problem is raised there as it is.
+    Nothing is compared if no job was joined, or if num_shards is not the job's size: then a problem is this rank's
+    alone. ValueError; the rank that has the problem raises it as it is.
     """
     alone = not groups.is_initialized() or num_shards < 2 or num_shards != groups.get_group_size()
     if not alone:
@@ -40,14 +40,14 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
     if broken:
         raise ValueError(f"{source}: another rank cannot read its data. " + "; ".join(broken))
     differing = [name for name in _CURES if any(theirs["facts"].get(name) != facts.get(name) for theirs in ranks)]
-    if "rows" in differing and "pipeline" in differing:  # which says the rows too
+    if "rows" in differing and "pipeline" in differing:  # the pipeline states the rows, too
         differing.remove("pipeline")
     if differing:
         raise ValueError(_tell(source, ranks, differing))
 
 
 def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
-    kinds: list[tuple[Any, list[int]]] = []  # those who say the same, in order of rank
+    kinds: list[tuple[Any, list[int]]] = []  # groups of ranks with the same facts, in order of rank
     for rank, theirs in enumerate(ranks):
         for first, members in kinds:
             if first["facts"] == theirs["facts"]:

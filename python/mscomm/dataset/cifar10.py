@@ -1,7 +1,7 @@
 """Cifar10Dataset: the files data_batch_1.bin to data_batch_5.bin and test_batch.bin.
 
-The format is that of https://www.cs.toronto.edu/~kriz/cifar.html, "binary version": records of one byte, the label 0 to
-9, and 3072 bytes, the red, the green and the blue values of 32 rows of 32 pixels. Nothing else is in a file.
+The format is the "binary version" of https://www.cs.toronto.edu/~kriz/cifar.html: records of one byte, the label 0 to
+9, and 3072 bytes, the red, the green and the blue values of 32 rows of 32 pixels. A file has nothing else.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
 TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST = "test_batch.bin"
 _USAGES = ("train", "test", "all")
-_PIECE = 2048  # records that are looked at together: 6 MiB
+_PIECE = 2048  # records that are hashed and checked at once: 6 MiB
 _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
 )
-# What other files begin with that people have under these names.
+# How other kinds of files begin that people may have under these names.
 _FOREIGN = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
     b"PK\x03\x04": "is a zip file; unpack it",
@@ -47,16 +47,16 @@ class Cifar10Dataset(Source):
 
     Columns: `image`, uint8 of shape (32, 32, 3), height, width, red-green-blue; `label`, uint32 of shape (), 0 to 9.
 
-    usage: "train" reads data_batch_1.bin to data_batch_5.bin (or as many of them as there are, from 1 on), "test"
-    test_batch.bin, "all" or None both: 60,000 rows of CIFAR-10. num_shards, shard_id: this rank's part, as
-    DistributedSampler deals it. shuffle: None or True: another order in each pass; False: that of the files.
-    num_samples: at most so many rows. sampler: a DistributedSampler, or the numbers of rows, instead of these.
-    num_parallel_workers: as in Dataset.map; reading is safe in any number of threads.
+    usage: "train" reads data_batch_1.bin to data_batch_5.bin (or as many as there are, counted from 1), "test"
+    test_batch.bin, "all" or None both: the 60,000 rows of CIFAR-10. num_shards, shard_id: this rank's part, as
+    DistributedSampler deals it. shuffle: None or True: another order in each pass; False: the order of the files.
+    num_samples: at most so many rows. sampler: a DistributedSampler, or row numbers, instead of these arguments.
+    num_parallel_workers: as in Dataset.map; any number of threads may read.
 
-    ValueError for a folder without the files, and for files that are truncated or of another format: it says which, and
-    what to do. Names and sizes are checked here, labels before the first pass, which reads all files once. Then the
-    ranks of the job, where num_shards is their number, compare what they have read, and raise ValueError on every one
-    of them if it is not the same. No pickle is ever loaded. TypeError, ValueError and RuntimeError for arguments that
+    ValueError for a folder without the files, and for files that are truncated or of another format; it says which, and
+    what to do. Names and sizes are checked here. Before the first pass all files are read once to check the labels; if
+    num_shards is the number of ranks in the job, the ranks then compare what they have read, and all of them raise
+    ValueError if it differs. No pickle is ever loaded. TypeError, ValueError and RuntimeError for arguments that
     contradict each other, as in MindSpore.
 
     >>> data = Cifar10Dataset("cifar-10-batches-bin", num_shards=8, shard_id=0)
@@ -83,7 +83,7 @@ class Cifar10Dataset(Source):
         self._names = _find(self._folder, usage or "all")
         self._ends = list(itertools.accumulate(_records(self._folder / name) for name in self._names))
         self._rows = self._ends[-1]
-        self._files: list[int] = []  # descriptors, from the first pass on
+        self._files: list[int] = []  # descriptors, open from the first pass on
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
         problem: Exception | None = None
@@ -100,7 +100,7 @@ class Cifar10Dataset(Source):
 
     def _open(self) -> None:
         files: list[int] = []
-        weakref.finalize(self, _close, files).atexit = False  # the thread may still read
+        weakref.finalize(self, _close, files).atexit = False  # at exit a thread may still read
         for name in self._names:
             files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
         self._files = files
@@ -115,7 +115,7 @@ class Cifar10Dataset(Source):
             for record, ticket in zip(records, tickets, strict=True):
                 which = bisect.bisect_right(self._ends, ticket.sample)
                 place = ticket.sample - (self._ends[which - 1] if which else 0)
-                # Not by a map of the file: where that is cut short by somebody, it kills the process.
+                # Read, and do not map the file: if somebody truncated it, a map would kill the process.
                 if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
                     where = self._folder / self._names[which]
                     raise ValueError(f"{where}: record {place} is gone; the file was cut short")
@@ -195,7 +195,7 @@ def _records(path: Path) -> int:
 
 
 def _read(fd: int, into: memoryview, at: int) -> int:
-    """How many bytes came; fewer than there is room for only at the end of the file."""
+    """How many bytes were read; fewer than there is room for only at the end of the file."""
     got = 0
     while got < len(into) and (more := os.preadv(fd, [into[got:]], at + got)):
         got += more
@@ -208,11 +208,11 @@ class _Seen(NamedTuple):
     changed_ns: int
 
 
-_digests: dict[_Seen, str] = {}  # of the files that this process has read through
+_digests: dict[_Seen, str] = {}  # of the files that this process has read
 
 
 def _digest(path: Path, fd: int) -> str:
-    """The hash of a file's contents; ValueError where a label is none."""
+    """The hash of a file's contents; ValueError for a label out of range."""
     status = os.fstat(fd)
     seen = _Seen(os.path.abspath(path), status.st_size, status.st_mtime_ns)
     if seen not in _digests:

@@ -9,9 +9,10 @@ _prefetch_size = 2
 
 
 def set_seed(seed: int) -> None:
-    """The number from which every order and every random change follows; the same on every rank. 5489 by default.
+    """Set the number from which every order and every random change follows; the same on every rank. Default 5489.
 
-    A pipeline takes it at its first pass and keeps it. TypeError for what is no int, ValueError outside 0..2**32-1.
+    A pipeline takes the seed at its first pass and keeps it. TypeError if it is not an int, ValueError outside
+    0..2**32-1.
 
     >>> set_seed(1)
     """
@@ -20,14 +21,15 @@ def set_seed(seed: int) -> None:
 
 
 def get_seed() -> int:
-    """The seed of pipelines whose first pass is still to come."""
+    """The seed of pipelines that have not begun their first pass."""
     return _seed
 
 
 def set_prefetch_size(size: int) -> None:
-    """How many batches each iterator makes ahead, in a thread of its own; 2 by default.
+    """Set how many batches each iterator makes ahead, in a thread of its own. Default 2.
 
-    0: no thread; each batch is made when it is asked for. TypeError, ValueError as in set_seed; at most 1024.
+    With 0 there is no thread, and each batch is made when it is asked for. At most 1024. TypeError, ValueError as in
+    set_seed.
     """
     global _prefetch_size
     _prefetch_size = _checked("set_prefetch_size", "size", size, 0, 1024)

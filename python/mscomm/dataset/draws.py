@@ -1,8 +1,8 @@
 """Random numbers without a state: each is a function of the numbers that say what it is for.
 
-The generator is SplitMix64 (Steele, Lea and Flood, 2014), one step for each number. Unlike NumPy's generators, whose
-streams may change between versions, it gives the same bits on every machine and in every version, and the draw for
-sample 40,000 needs none of those before it.
+The generator is SplitMix64 (Steele, Lea and Flood, 2014), one step for each number. It gives the same bits on every
+machine and in every version, while the streams of NumPy's generators may change between versions. The draw for sample
+40,000 does not need the draws before it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def below(n: int, draw: int) -> int:
-    """A number from 0 to n-1 from 32 random bits; the bias, n / 2**32, is far below what an image has pixels."""
+    """A number from 0 to n-1 from 32 random bits; the bias, n / 2**32, is negligible for the pixels of an image."""
     return (draw & 0xFFFFFFFF) * n >> 32
 
 
 def unit(draw: int) -> float:
-    """A number from 0 to below 1 from 64 random bits."""
+    """A number from 0 up to, but not including, 1 from 64 random bits."""
     return float((draw >> 11) * 2.0**-53)

@@ -16,16 +16,16 @@ from mscomm.dataset.workers import Turn
 class GeneratorDataset(Source):
     """Rows that a Python object gives.
 
-    source: a function that returns an iterator over rows; an object that can be iterated again and again; or one with
-    random access, __getitem__ and __len__, which is not callable. A row is a tuple or list of arrays, or what
-    numpy.asarray makes arrays of, one for each column; with one column also that alone. Arrays of dtype object are a
-    TypeError. column_names: a name or several.
+    source: a function that returns an iterator over rows; an object that can be iterated repeatedly; or one with random
+    access (__getitem__ and __len__) that is not callable. A row is a tuple or list with one item per column: an array,
+    or something that numpy.asarray turns into one. With one column a row may also be that item alone. Arrays of dtype
+    object are a TypeError. column_names: a name or several.
 
     num_shards, shard_id, shuffle and sampler are as in Cifar10Dataset and need random access: ValueError otherwise.
     With random access rows are shuffled unless shuffle=False, as in MindSpore. num_samples: at most so many rows.
     num_parallel_workers: how many threads may read from a source with random access at once; None: 1, as in MindSpore.
-    One that is read in order is read by one thread in any case; see Dataset.map. What the source raises comes as
-    RuntimeError that names the row, from the original. ValueError for an iterator, which can be read only once. The
+    A source that is read in order is always read by one thread; see Dataset.map. What the source raises comes as a
+    RuntimeError from the original, which names the row. ValueError for an iterator, which can be read only once. The
     source runs in a thread.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
@@ -75,7 +75,7 @@ class GeneratorDataset(Source):
                 f"GeneratorDataset: source is a {type(source).__name__}, which can be read only once; give the function"
                 " that makes it"
             )
-        # The checks of what is left; the sampler is not asked for the order.
+        # Check the remaining arguments; nobody asks this sampler for an order.
         self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ class GeneratorDataset(Source):
         problem: Exception | None = None
         try:
             mine = {"rows": len(self._source), **facts()}
-        except Exception as error:  # of the user's __len__: the others must hear of it
+        except Exception as error:  # the user's __len__ may raise anything: the other ranks must hear of it
             problem = error
         agree.compare("GeneratorDataset", self._sampler.num_shards, mine, type(self._source).__name__, problem)
 

@@ -1,4 +1,4 @@
-"""Passes over a pipeline, and where in a pass a program is."""
+"""Passes over a pipeline, and the program's position in a pass."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def row_of(column: Any, which: int) -> Any:
 class DatasetIterator:
     """What create_dict_iterator and create_tuple_iterator give: each pass over it is the pipeline's next epoch.
 
-    After the end of a pass the next `for` begins another one, num_epochs in all (-1: without end). A pass that was left
-    by `break` goes on with the next `for` over the same iterator. close() ends its thread; so does leaving a `with`, or
-    dropping the iterator.
+    After the end of a pass the next `for` begins another one, num_epochs in all (-1: no end). If a pass was left by
+    `break`, the next `for` over the same iterator continues it. close() ends the iterator's thread; so does leaving a
+    `with`, or dropping the iterator.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
@@ -59,7 +59,7 @@ class DatasetIterator:
             row = next(self._rows)
         except StopIteration:
             self._rows = None
-            if 0 < self._batch == self._first:  # the state was taken behind the last batch of that pass
+            if 0 < self._batch == self._first:  # the state was taken after the last batch of that pass
                 return next(self)
             self._left -= self._left > 0
             self._dataset.position = (self._epoch + 1, 0)
@@ -80,7 +80,7 @@ class DatasetIterator:
         self._rows = Prefetch(rows, ahead) if ahead else rows
 
     def close(self) -> None:
-        """Ends the thread; there are no further batches."""
+        """End the thread; there are no further batches."""
         rows, self._rows, self._left = self._rows, None, 0
         if rows is not None:
             rows.close()
@@ -93,11 +93,11 @@ class DatasetIterator:
 
 
 def _rows(dataset: Dataset, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
-    """The rows, or batches, of one pass but for the first `skip`, of which only the order is worked out."""
+    """The rows, or batches, of one pass without the first `skip`, of which only the order is computed."""
     tickets = dataset.tickets(seed, epoch)
 
     def make(turn: Turn, ticket: Any) -> tuple[Any, ...]:
-        # In C order: others know no negative strides, as torch.from_numpy.
+        # In C order: others, such as torch.from_numpy, cannot take negative strides.
         row = (row_of(column, 0) for column in dataset.load(turn, [ticket]))
         return tuple(array if array.flags.c_contiguous else array.copy() for array in row)
 

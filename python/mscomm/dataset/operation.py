@@ -1,4 +1,4 @@
-"""What `map` applies: a function of one row's columns, or one of these, which know more about themselves."""
+"""What `map` applies: a function of one row's columns, or one of these operations, which can take many rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ Array = np.ndarray[Any, Any]
 
 
 class Operation:
-    """Changes one array; may also be called by itself. It keeps nothing between calls that decides about a result, so
-    several threads may call it."""
+    """Changes one array; it may also be called directly.
+
+    It keeps no state between calls that affects a result, so several threads may call it.
+    """
 
     def __call__(self, x: Any) -> Array:
         raise NotImplementedError
 
     def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
-        """The results for arrays of one shape, which are stacked along axis 0, stacked likewise; the same bits.
+        """The results for arrays of one shape, with the same bits as one by one. Both are stacked along axis 0.
 
-        draws: for a RandomOperation, the random bits of each row. The result may lie in memory in any order of its
-        axes. What a row cannot be raises something here too; the pipeline then goes row by row, to name the one.
+        draws: for a RandomOperation, the random bits of each row. The result's axes may lie in memory in any order. If
+        a row is invalid, this raises, too; the pipeline then goes row by row, to name the row.
         """
         return np.stack([self(rows[which, ...]) for which in range(len(rows))])
 
@@ -32,10 +34,10 @@ class Operation:
 
 
 class RandomOperation(Operation):
-    """One whose result depends on 64 random bits.
+    """An operation whose result depends on 64 random bits.
 
-    In a pipeline they follow from the seed, the pass, the sample and the place of the operation. Called by itself, from
-    config.set_seed and how often this object was called.
+    In a pipeline they follow from the seed, the pass, the sample and the place of the operation. In a direct call they
+    follow from config.set_seed and the number of calls of this object.
     """
 
     _calls = 0
@@ -54,7 +56,7 @@ class RandomOperation(Operation):
 
 
 def image_of(x: Any, operation: object) -> Array:
-    """x, if it is an image: (height, width) or (height, width, channels)."""
+    """x, checked to be an image: (height, width) or (height, width, channels)."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{operation}: expected an image, a NumPy array, got a {type(x).__name__}")
     if x.ndim not in (2, 3):
@@ -66,13 +68,13 @@ def image_of(x: Any, operation: object) -> Array:
 
 
 def images_of(rows: Array, operation: object) -> Array:
-    """rows, if each of them is an image."""
+    """rows, checked to be images."""
     image_of(rows[0, ...], operation)
     return rows
 
 
 def two_sizes(operation: str, argument: str, value: Any) -> tuple[int, int]:
-    """(height, width), both 1 or more, of an int or of two."""
+    """(height, width), both 1 or more, from an int or two."""
     sizes = list(value) if isinstance(value, (tuple, list)) else [value]
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
         raise TypeError(f"{operation}: {argument}={value!r}; expected an int or (height, width)")

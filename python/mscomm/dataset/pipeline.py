@@ -1,11 +1,11 @@
 """A source and the steps after it: map, shuffle, batch, repeat.
 
-A pass has two halves. `tickets` says which rows come in which order, without reading them; `load` makes the rows of
-some tickets. So an order can be gone through without the work, which is how a pass goes on in the middle; `load` sees
-all rows of a batch at once; and since it depends on its arguments alone, several threads may make batches: `workers`.
+A pass has two halves. `tickets` says which rows come in which order, without reading them. `load` makes the rows of
+some tickets. So an order can be walked through without the work, which is how a pass is resumed; `load` sees all rows
+of a batch at once; and because its result depends only on its arguments, several threads may make batches (workers.py).
 
-Rows of one shape lie in one array, a row at each index of its first axis. mscomm's operations change all of them in one
-call.
+Rows of one shape lie in one array, one row at each index of the first axis. mscomm's operations change all of them in
+one call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mscomm.dataset.iterator import DatasetIterator, row_of
 from mscomm.dataset.operation import Array, Operation, RandomOperation
 from mscomm.dataset.workers import Turn
 
-Column = Array | list[Any]  # of some rows: one array with an axis for the rows in front, or an array for each row
+Column = Array | list[Any]  # of some rows: one array with an axis for the rows in front, or a list of arrays
 _VERSION = 1  # of state_dict
-_PIECE_BYTES = 1 << 20  # of rows that go through all operations of a map together, so that they stay in the cache
+_PIECE_BYTES = 1 << 20  # of rows that go through all operations of a map at once, so that they stay in the cache
 
 
 class Ticket(NamedTuple):
-    """What will be a row, or a batch."""
+    """Stands for a row, or a batch, before it is made."""
 
     epoch: int  # the pass over the source; with repeat there are several in one pass over the pipeline
-    sample: int  # the row's number in the source, the same on every rank; of a batch its first row's
-    held: Any = None  # the tickets of a batch; the row itself, of a source that gives it only once
+    sample: int  # the row's number in the source, the same on every rank; for a batch, that of its first row
+    held: Any = None  # for a batch, its tickets; for a source that gives each row only once, the row itself
 
 
 Tickets = Generator[Ticket, None, None]
@@ -41,13 +41,14 @@ Tickets = Generator[Ticket, None, None]
 class Dataset(ABC):
     """What all sources and steps have. Iterating over one is a pass, or epoch; each pass has an order of its own.
 
-    A row is one array for each column; after `batch` the arrays of a batch have one axis more, in front.
+    A row has one array for each column; after `batch` the arrays have one axis more, in front, for the rows of the
+    batch.
     """
 
     columns: tuple[str, ...]
 
     def __init__(self, place: int, workers: int | None) -> None:
-        self._place = place  # how many steps lie before this one
+        self._place = place  # how many steps come before this one
         self._workers = workers  # num_parallel_workers
         self._seed: int | None = None
         self._next = (0, 0)  # the pass and the batch that the next pass begins with
@@ -65,18 +66,18 @@ class Dataset(ABC):
     ) -> Dataset:
         """Change columns of each row by operations, one after the other.
 
-        operations: one callable or several. The first is called with the input columns' arrays, each other one with
-        what the one before it returned: an array, or a tuple of several. input_columns: a name or several; None: the
-        first column. output_columns: names for the results; needed where there are more or fewer than input columns,
-        and these then come first. A function of yours is called with arrays in C order.
+        operations: one callable or several. The first is called with the input columns' arrays, each later one with
+        what the previous one returned: an array, or a tuple of several. input_columns: a name or several; None: the
+        first column. output_columns: names for the results. They are needed if there are more or fewer results than
+        input columns; the results are then the first columns. A function of yours gets arrays in C order.
 
         num_parallel_workers: how many threads may work in this step at once, 1 to the number of CPUs. An iterator has
-        as many threads as the step with the largest number; each makes a whole batch. None: 1 where operations has
-        functions of yours, which then see the batches in order; as many as there are where all are of mscomm.dataset.
+        as many threads as the step with the largest number, and each thread makes a whole batch. None: 1 if operations
+        has functions of yours, which then see the batches in order; no limit if all operations are mscomm.dataset's.
         The results do not depend on it, unless a function has a state.
 
-        An exception is raised where the batch would have been, as RuntimeError that names the operation and the row,
-        from the original. TypeError for what is not callable, ValueError for a column that there is not, or for another
+        An exception is raised in place of the batch, as a RuntimeError from the original, which names the operation and
+        the row. TypeError for an operation that is not callable, ValueError for an unknown column or another
         num_parallel_workers.
 
         >>> data = data.map(operations=[vision.RandomCrop(24), vision.HWC2CHW()], input_columns="image")
@@ -86,8 +87,8 @@ class Dataset(ABC):
     def shuffle(self, buffer_size: int) -> Dataset:
         """Mix rows that are near each other: each row is taken at random from the next buffer_size ones.
 
-        The random numbers are the same on every rank and others in each pass. TypeError for what is no int, ValueError
-        below 2, as in MindSpore.
+        The random numbers are the same on every rank, and others in each pass. TypeError if buffer_size is not an int,
+        ValueError below 2, as in MindSpore.
 
         >>> data = data.shuffle(buffer_size=10)
         """
@@ -96,17 +97,18 @@ class Dataset(ABC):
     def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
         """Put batch_size rows into one: each column's arrays are stacked along a new first axis.
 
-        drop_remainder: leave out a last batch with fewer rows. A RuntimeError comes instead of a batch whose rows have
-        different shapes or dtypes. num_parallel_workers: as in map. TypeError, ValueError for wrong arguments.
+        drop_remainder: leave out a last batch with fewer rows. If rows of a batch have different shapes or dtypes, a
+        RuntimeError comes in place of the batch. num_parallel_workers: as in map. TypeError, ValueError for wrong
+        arguments.
 
         >>> data = data.batch(batch_size=32, drop_remainder=True)
         """
         return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """So many passes in one, each with an order of its own; None or -1: without end.
+        """Join `count` passes into one, each with an order of its own; None or -1: without end.
 
-        TypeError for what is no int, ValueError for 0 or less but -1.
+        TypeError if count is not an int, ValueError for 0 and below -1.
 
         >>> data = data.repeat(2)
         """
@@ -119,8 +121,8 @@ class Dataset(ABC):
     ) -> DatasetIterator:
         """Rows as {column: array}; see DatasetIterator.
 
-        Arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError, ValueError for a
-        num_epochs that is no int, or 0, or below -1.
+        Arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError if num_epochs is not an int,
+        ValueError if it is 0 or below -1.
 
         >>> batch = next(data.batch(32).create_dict_iterator())
         >>> batch["image"].shape, batch["label"].shape
@@ -136,9 +138,9 @@ class Dataset(ABC):
         output_numpy: bool = False,
         do_copy: bool = False,
     ) -> DatasetIterator:
-        """Rows as tuples of the columns' arrays, all of them in the order of get_col_names() by default.
+        """Rows as tuples of the columns' arrays; by default all columns, in the order of get_col_names().
 
-        As create_dict_iterator otherwise; ValueError for a column that there is not.
+        Otherwise as create_dict_iterator; ValueError for an unknown column.
 
         >>> image, label = next(data.batch(32).create_tuple_iterator())
         """
@@ -152,7 +154,7 @@ class Dataset(ABC):
     def get_dataset_size(self) -> int:
         """How many rows, or batches, a pass has on this rank; with an endless repeat, one round of it.
 
-        A source that only a pass can count is read once for that.
+        If only a pass can count a source's rows, the source is read once to count them.
         """
         return self._size()
 
@@ -161,19 +163,19 @@ class Dataset(ABC):
         return list(self.columns)
 
     def get_batch_size(self) -> int:
-        """The batch_size of the last batch step; 1 without."""
+        """The batch_size of the last batch step; 1 if there is none."""
         return 1
 
     def get_repeat_count(self) -> int:
-        """The counts of all repeat steps, multiplied; -1 without end, 1 without."""
+        """The counts of all repeat steps, multiplied; -1 if endless, 1 if there are none."""
         return 1
 
-    # -- going on in the middle ----------------------------------------------------------------------------------------
+    # -- resuming ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest pass is, for a checkpoint: ints, strings and lists, the same on every rank.
 
-        The batches that were taken count, not those that were made ahead.
+        Batches count once the program has taken them, not when they are made ahead.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -186,11 +188,11 @@ class Dataset(ABC):
         return {"version": _VERSION, "seed": seed, "epoch": epoch, "batch": batch, "pipeline": self._described()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state`, of a pipeline like this one, was: the next pass gives the batches that came after it.
+        """Continue where `state`, of a pipeline like this one, was: the next pass gives the batches that came after it.
 
-        They are the same bits. The order up to there is worked out again, without reading or changing rows, where the
-        source has random access. ValueError if state is of another pipeline, and says what differs. On several ranks:
-        load it on each of them, since they compare their data again.
+        They have the same bits. If the source has random access, the order up to there is computed again without
+        reading or changing rows. ValueError if state is of another pipeline; it says what differs. Load the state on
+        each rank of a job, since the ranks compare their data again.
 
         >>> data.load_state_dict(data.state_dict())
         """
@@ -213,7 +215,7 @@ class Dataset(ABC):
     def set_epoch(self, epoch: int) -> None:
         """The next pass is number `epoch`, from 0: it has the order and the random changes of that pass of any run.
 
-        Passes count on by themselves; Model.train calls this for its initial_epoch. TypeError for what is no int,
+        Passes count on by themselves; Model.train calls this for its initial_epoch. TypeError if epoch is not an int,
         ValueError outside 0..2**32-1.
 
         >>> data.set_epoch(3)
@@ -224,7 +226,7 @@ class Dataset(ABC):
         self._next = self.position = (epoch, 0)
 
     def begin_pass(self) -> tuple[int, int, int]:
-        """For DatasetIterator: seed, epoch, and the batch to begin with. At the first pass the ranks compare."""
+        """For DatasetIterator: seed, epoch, and the batch to begin with. Before the first pass the ranks compare."""
         seed = config.get_seed() if self._seed is None else self._seed
         if not self._agreed:
             begin = list(self._next)
@@ -239,7 +241,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def source(self) -> Source:
-        """Where the rows come from."""
+        """The source of the rows."""
 
     @abstractmethod
     def tickets(self, seed: int, epoch: int) -> Tickets:
@@ -250,7 +252,7 @@ class Dataset(ABC):
         """The rows of these tickets, by columns. Called by several threads at once."""
 
     def widths(self) -> dict[int, int]:
-        """How many threads may be in a step at once, by its place; without those that any number may be in."""
+        """How many threads may be in a step at once, by its place; steps without a limit are left out."""
         width = self._width()
         return {} if width is None else {self._place: width}
 
@@ -266,15 +268,15 @@ class Dataset(ABC):
 
     @abstractmethod
     def _known_size(self) -> int | None:
-        """_size(), if that reads nothing."""
+        """The size, if it is known without reading anything; else None."""
 
     @abstractmethod
     def _described(self) -> list[str]:
-        """What decides about the order, for state_dict."""
+        """Everything that determines the order, for state_dict."""
 
 
 class Source(Dataset):
-    """A dataset with nothing before it."""
+    """A dataset with no other one before it."""
 
     def __init__(self, columns: Sequence[str], workers: int | None) -> None:
         super().__init__(0, workers)
@@ -285,11 +287,11 @@ class Source(Dataset):
 
     @abstractmethod
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Get ready for a pass; see with the other ranks that what a rank reads, and facts(), are the same for all."""
+        """Prepare for a pass, and compare what this rank reads, and facts(), with the other ranks."""
 
 
 class _Step(Dataset):
-    """A dataset that changes the one before it. By itself it changes nothing."""
+    """A dataset that changes the dataset before it. This base class changes nothing."""
 
     def __init__(self, before: Dataset, workers: int | None = None) -> None:
         super().__init__(before._place + 1, workers)
@@ -319,7 +321,7 @@ class _Step(Dataset):
         return None if before is None else self._of(before)
 
     def _of(self, before: int) -> int:
-        """The size, given that of the one before."""
+        """The size, given the size of the dataset before it."""
         return before
 
     def get_batch_size(self) -> int:
@@ -357,7 +359,7 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
-        self._row_bytes = [1] * len(self._operations)  # of what came out of each last
+        self._row_bytes = [1] * len(self._operations)  # of what each operation returned last
 
     def _width(self) -> int | None:
         return self._workers or (None if self._ours else 1)
@@ -375,7 +377,7 @@ class _Map(_Step):
         return [columns[name] for name in self.columns]
 
     def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """For each operation the random bits of the rows; none where it takes none."""
+        """For each operation the random bits of the rows; empty for one that takes none."""
         epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
         return [
             draws.bits(seed, self._place, number, epochs, samples).tolist()
@@ -385,7 +387,7 @@ class _Map(_Step):
         ]
 
     def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
-        """Each operation on all rows, as long as what comes out is small; the others on a few rows at a time."""
+        """Run operations on all rows at once while their results are small, then the others on a few rows at a time."""
         large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
         first = large.index(True) if True in large else len(large)
         step = max(1, _PIECE_BYTES // max(self._row_bytes))
@@ -401,7 +403,7 @@ class _Map(_Step):
                     result = np.empty((len(rows), *piece.shape[1:]), piece.dtype)
                 result[some] = piece
         except Exception:
-            return self._by_rows([rows], drawn, tickets)[0]  # it fails there, too, and says which row
+            return self._by_rows([rows], drawn, tickets)[0]  # this fails, too, and names the row
         assert result is not None
         return result
 
@@ -412,7 +414,7 @@ class _Map(_Step):
         return rows
 
     def _by_rows(self, inputs: list[Column], drawn: list[list[int]], tickets: Sequence[Ticket]) -> list[list[Any]]:
-        """Each operation on one row after the other; the results by columns."""
+        """Run each operation on one row after the other; returns the results by columns."""
         values = [tuple(row_of(column, which) for column in inputs) for which in range(len(tickets))]
         for number, (operation, bits) in enumerate(zip(self._operations, drawn, strict=True)):
             for which, ticket in enumerate(tickets):
@@ -485,7 +487,7 @@ class _Batch(_Step):
                 yield Ticket(parts[0].epoch, parts[0].sample, parts)
 
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
-        # All batches' rows in one go: a step is entered once a turn.
+        # Load the rows of all batches at once: each step may be entered only once in a turn.
         columns = self._before.load(turn, [part for ticket in tickets for part in ticket.held])
         batches: list[list[Any]] = [[] for _ in self.columns]
         with turn.at(self._place):
@@ -517,7 +519,7 @@ class _Repeat(_Step):
         if self._count > 0:
             passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
         else:
-            passes = itertools.count(epoch << 32)  # a pass without end that was left: the next one has other orders
+            passes = itertools.count(epoch << 32)  # after an endless pass the next one has other orders
         for number in passes:
             some = False
             for ticket in self._before.tickets(seed, number):
@@ -538,7 +540,7 @@ class _Repeat(_Step):
 
 
 def _together(column: Column) -> Array | None:
-    """The rows in one array, if they have one shape and one dtype."""
+    """The rows in one array, if they have one shape and one dtype; else None."""
     if isinstance(column, np.ndarray):
         return column
     alike = len({(row.shape, row.dtype) for row in column}) == 1
@@ -559,7 +561,7 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
                 f"batch: column {name} is {array.dtype}{list(array.shape)} in row {ticket.sample} of the source and"
                 f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them alike by map"
             )
-    # Into C order, whatever the order of the rows is: HWC2CHW gives views.
+    # Into C order, whatever the order of the rows: HWC2CHW gives views.
     dtype = np.result_type(*arrays) if first.dtype.kind in "SU" else first.dtype
     return np.stack(arrays, out=np.empty((len(arrays), *first.shape), dtype))
 

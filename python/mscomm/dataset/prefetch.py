@@ -1,7 +1,7 @@
-"""Making items ahead in a thread: a bounded queue between it and the one who takes them.
+"""Makes items ahead in a thread, with a bounded queue between the thread and the consumer.
 
-The thread knows the queue and what makes the items, not the object that takes them. So that object can be collected,
-which ends the thread.
+The thread references the queue and the generator that makes the items, but not the consumer's object. So that object
+can be collected, which ends the thread.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-_LOOK_S = 1.0  # how often who waits for an item looks whether the thread lives; its word wakes him at once
-_EXIT_S = 5.0  # at exit: for what a thread is in the middle of
+_LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes it at once
+_EXIT_S = 5.0  # at exit: how long to wait for what a thread is making
 IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
 
 class _Queue:
-    """What the two share."""
+    """What the thread and the consumer share."""
 
     def __init__(self, room: int) -> None:
         self.pid = os.getpid()
         self.room = room
-        # Guards what is below; both sides sleep on it. Reentrant: the collector may run `stop` wherever it likes.
+        # Guards the fields below; both sides wait on it. Reentrant, because the garbage collector may run `stop`
+        # anywhere.
         self.news = threading.Condition()
         self.items: deque[Any] = deque()
         self.ended = False
@@ -35,8 +36,8 @@ class _Queue:
         self.stopped = False
 
     def stop(self) -> None:
-        """Nobody takes items any more."""
-        if self.pid != os.getpid():  # a forked child: no thread here, and the lock may be held for ever
+        """The consumer takes no more items."""
+        if self.pid != os.getpid():  # a forked child: no thread here, and the lock may be held forever
             return
         with self.news:
             self.stopped = True
@@ -45,11 +46,11 @@ class _Queue:
 
 
 class Prefetch:
-    """An iterator over what `source` yields, which runs in a thread from now on, up to `room` items ahead.
+    """An iterator over what `source` yields. From now on source runs in a thread, up to `room` items ahead.
 
-    What source raises is raised where the item would have been, with its traceback, and ends it. close() ends the
-    thread and waits for what it is in the middle of; so does the end of the process, for a while. If this object is
-    collected the thread ends by itself. In a forked child there is no thread: RuntimeError.
+    An exception of source is raised in place of the item, with its traceback, and ends the iterator. close() ends the
+    thread and waits until it has finished its current item; so does the end of the process, for a few seconds. If this
+    object is collected the thread ends by itself. In a forked child there is no thread: RuntimeError.
     """
 
     def __init__(self, source: Generator[Any, None, None], room: int) -> None:
@@ -58,7 +59,7 @@ class Prefetch:
         ended_at_exit(self._thread, self._queue.stop)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.stop)
-        self._finalizer.atexit = False  # _end_all does that
+        self._finalizer.atexit = False  # _end_all calls stop at exit
 
     def __iter__(self) -> Prefetch:
         return self
@@ -84,7 +85,7 @@ class Prefetch:
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. May be called twice; not by what source runs."""
+        """End the thread. May be called twice, but not from within source."""
         self._finalizer()
         if self._queue.pid == os.getpid():
             self._thread.join()
@@ -95,12 +96,12 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """Call stop at the end of the process, and wait for the thread for a while."""
+    """At the end of the process call stop, and wait a few seconds for the thread."""
     _running[thread] = stop
 
 
 def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
-    """The thread: it ends when source does, or raises, or nobody takes items any more."""
+    """The thread: it ends when source ends or raises, or when stop() was called."""
     error: BaseException | None = None
     try:
         with contextlib.closing(source):
@@ -112,7 +113,7 @@ def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
                         return
                     queue.items.append(item)
                     queue.news.notify_all()
-    except BaseException as raised:  # for the one who takes the items; here nobody would see it
+    except BaseException as raised:  # raised again in the consumer; nobody would see it here
         error = raised
     finally:
         with queue.news:

@@ -14,7 +14,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Sampler(Protocol):
-    """What a source asks; rows is the number of rows that it has."""
+    """What a source asks for; rows is the number of rows that the source has."""
 
     num_shards: int
 
@@ -25,16 +25,16 @@ class Sampler(Protocol):
         """The rows of pass number epoch, in order."""
 
     def __str__(self) -> str:
-        """Like that of the other ranks' samplers, where they share the rows; for state_dict."""
+        """Equal on all ranks that share the rows; for state_dict."""
 
 
 class DistributedSampler:
-    """Deals the rows to num_shards ranks like cards, as MindSpore's does; rank shard_id has this one.
+    """Deals the rows to num_shards ranks like cards, as MindSpore's does; this one is for rank shard_id.
 
-    shuffle: deal a permutation, the same on all ranks and another one in each pass. num_samples: at most so many rows a
-    rank; None or 0: all. offset=-1: every rank gets ceil(rows / num_shards); where the rows end early, dealing goes on
-    with the first ones. offset >= 0: the first row goes to rank `offset`, each row to one rank alone, and the counts
-    may differ by one.
+    shuffle: deal a permutation, the same on all ranks and another one in each pass. num_samples: at most so many rows
+    per rank; None or 0: all. offset=-1: every rank gets ceil(rows / num_shards) rows; when the rows run out, dealing
+    continues with the first rows. offset >= 0: the first row goes to rank `offset`, each row to only one rank, and the
+    ranks' counts may differ by one.
 
     TypeError for wrong types; RuntimeError for num_shards below 1, a shard_id outside 0..num_shards-1, an offset below
     -1 or above num_shards; ValueError for a negative num_samples.
@@ -91,7 +91,7 @@ class DistributedSampler:
 
 
 class Listed:
-    """The rows that the user lists, in that order, in every pass."""
+    """The rows that the user lists, in that order in every pass."""
 
     num_shards = 1
 

@@ -1,7 +1,7 @@
-"""Threads that make batches beside each other, and the order that they keep.
+"""Threads that make batches in parallel, and keep them in order.
 
-NumPy and Pillow release the GIL in their loops, so threads carry as far as the arrays are large. They see one memory
-(nothing is pickled or copied between them), need no fork, and the program's functions run where they always did.
+NumPy and Pillow release the GIL in their loops, so threads help if the arrays are large. Threads share memory (nothing
+is pickled or copied between them) and need no fork, and the program's functions run in its own process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_S = 1.0  # how often a reader that waits for a batch checks that the threa
 
 
 def checked(step: str, number: Any) -> int | None:
-    """num_parallel_workers, if it is one: as in MindSpore 1 to the number of CPUs, or None. TypeError, ValueError."""
+    """num_parallel_workers, checked: as in MindSpore 1 to the number of CPUs, or None. TypeError, ValueError."""
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int):
@@ -34,24 +34,24 @@ def checked(step: str, number: Any) -> int | None:
 
 
 class Gate:
-    """Lets at most `width` batches at once into a step, and with width 1 in their order; each enters once.
+    """Lets at most `width` batches into a step at once, and with width 1 in their order; each enters once.
 
-    So a function with a state, which was written for one thread, sees the rows in the same order however many threads
-    there are. Batch k may enter when all before k - width + 1 have left; they were begun before it, so they will.
+    So a function with a state, written for one thread, sees the rows in the same order with any number of threads.
+    Batch k may enter when all batches before k - width + 1 have left. These were begun earlier, so they will leave.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._news = threading.Condition()  # guards what is below
-        self._left: set[int] = set()  # those that left before an earlier one did
-        self._first = 0  # all before this one have left
+        self._news = threading.Condition()  # guards the fields below
+        self._left: set[int] = set()  # batches that left before an earlier one did
+        self._first = 0  # all batches before this one have left
 
     def enter(self, number: int) -> None:
         with self._news:
             self._news.wait_for(lambda: number < self._first + self._width)
 
     def leave(self, number: int) -> None:
-        """May be called again, and without having entered."""
+        """May be called twice, and without enter()."""
         with self._news:
             if number >= self._first:
                 self._left.add(number)
@@ -62,11 +62,11 @@ class Gate:
 
 
 class Turn(NamedTuple):
-    """What `load` is told beside the tickets: whose random numbers, and which batch of the pass this is."""
+    """What `load` gets besides the tickets: the seed of the random numbers, and which batch of the pass this is."""
 
     seed: int
     number: int = 0
-    gates: Mapping[int, Gate] = {}  # by the place of the step; none with one thread
+    gates: Mapping[int, Gate] = {}  # by the place of the step; empty with one thread
 
     def at(self, place: int) -> AbstractContextManager[None]:
         """Hold while the step at this place works on the batch."""
@@ -82,7 +82,7 @@ class Turn(NamedTuple):
             gate.leave(self.number)
 
     def over(self) -> None:
-        """The batch is made, or failed on the way: those behind it wait for it no longer."""
+        """The batch is made, or failed: later batches no longer wait for it."""
         for gate in self.gates.values():
             gate.leave(self.number)
 
@@ -90,11 +90,11 @@ class Turn(NamedTuple):
 def in_order(
     make: Callable[[Turn, Any], Any], seed: int, tickets: Iterable[Any], threads: int, widths: Mapping[int, int]
 ) -> Generator[Any, None, None]:
-    """make(turn, ticket) for each of the tickets, in so many threads; the results in the order of the tickets.
+    """make(turn, ticket) for each ticket, in so many threads; yields the results in the order of the tickets.
 
-    tickets is read by the caller's thread alone, at most threads + 1 ahead. What make raises is raised in its place.
-    With one thread that is the caller's. widths: how many batches may be in which step at once. When this generator is
-    closed the threads end what they are in the middle of; it waits for that.
+    Only the caller's thread reads tickets, at most threads + 1 ahead. What make raises is raised in place of the
+    result. With one thread, that is the caller's. widths: how many batches may be in a step at once, by the place of
+    the step. Closing this generator lets the threads finish what they are making, and waits for them.
     """
     if threads == 1:
         for ticket in tickets:
@@ -128,7 +128,7 @@ def in_order(
             yield _result(begun.popleft(), pool)
             _same_process(pid)
     finally:
-        if os.getpid() == pid:  # a forked child has no threads, and the queue's lock may be held for ever
+        if os.getpid() == pid:  # a forked child has no threads, and the queue's lock may be held forever
             for task in begun:
                 task.cancel()
             stop()
@@ -137,7 +137,7 @@ def in_order(
 
 
 def _result(task: Future[Any], pool: Sequence[threading.Thread]) -> Any:
-    """What the task gave. At the end of the process its threads may have ended before they came to it."""
+    """The task's result. At the end of the process the threads may have ended before they came to the task."""
     while not task.done() and not wait([task], _LOOK_S).done:
         if not any(thread.is_alive() for thread in pool):
             raise RuntimeError("the threads that make the batches have ended")
@@ -156,7 +156,7 @@ def _work(make: Callable[[Turn, Any], Any], tasks: SimpleQueue[tuple[Future[Any]
         try:
             if task.set_running_or_notify_cancel():
                 task.set_result(make(turn, ticket))
-        except BaseException as error:  # for the one who takes the batches; here nobody would see it
+        except BaseException as error:  # raised again where the batch is taken; nobody would see it here
             task.set_exception(error)
         finally:
             turn.over()

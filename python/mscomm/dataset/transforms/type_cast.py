@@ -12,9 +12,10 @@ from mscomm.dataset.operation import Array, Operation
 
 
 class TypeCast(Operation):
-    """The same numbers in another dtype, of any shape; as numpy.ndarray.astype, which cuts the fraction off.
+    """The same numbers in another dtype, of any shape; like numpy.ndarray.astype, which cuts the fraction off.
 
-    output_type: a NumPy dtype, its name, one of mscomm.dtype, mindspore.int32, torch.int32. TypeError if it is none.
+    output_type: a NumPy dtype, its name, one of mscomm.dtype, mindspore.int32, torch.int32. TypeError for anything
+    else.
 
     >>> TypeCast("int32")(np.float32(2.75))
     array(2, dtype=int32)
@@ -22,7 +23,7 @@ class TypeCast(Operation):
 
     def __init__(self, output_type: Any) -> None:
         try:
-            if output_type is None:  # numpy takes it for float64
+            if output_type is None:  # numpy would take it for float64
                 raise TypeError
             self._dtype = dtype_named(output_type)
         except TypeError:

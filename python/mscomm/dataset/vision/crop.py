@@ -13,7 +13,7 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of, two_size
 
 
 class Border(enum.Enum):
-    """What a padded border is filled with; the values are numpy.pad's words."""
+    """What a padded border is filled with; the values are those of numpy.pad."""
 
     CONSTANT = "constant"
     EDGE = "edge"
@@ -25,9 +25,9 @@ class RandomCrop(RandomOperation):
     """A part of the image at a random place; every place is equally likely.
 
     size: (height, width) of the result, or one int for both. padding: pixels put around the image first: one int for
-    all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: where the image is
-    smaller than size, pad it on both sides until it is not, as torchvision does. fill_value: of a constant border, 0 to
-    255, one for all channels or one each. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: if the image is smaller
+    than size, pad it on both sides until it is not, as torchvision does. fill_value: the value of a constant border, 0
+    to 255, one for all channels or one for each. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
     Takes (height, width, channels) or (height, width) of any dtype, and keeps the dtype. TypeError and ValueError for
     wrong arguments; ValueError for an image that is smaller than size after padding.
@@ -88,7 +88,7 @@ class RandomCrop(RandomOperation):
             raise ValueError(
                 f"RandomCrop: fill_value has {len(self._fill)} numbers, the image is {rows.dtype}{list(rows.shape[1:])}"
             )
-        # By hand: numpy.pad takes five times as long for an image of 32 x 32.
+        # Done by hand: numpy.pad takes five times as long for an image of 32 x 32.
         shape = (len(rows), rows.shape[1] + top + bottom, rows.shape[2] + left + right, *rows.shape[3:])
         padded: Array = np.empty_like(rows, shape=shape)
         padded[...] = self._fill

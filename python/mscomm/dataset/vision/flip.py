@@ -11,8 +11,8 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of
 class RandomHorizontalFlip(RandomOperation):
     """The image with left and right exchanged, with probability prob.
 
-    Takes (height, width, channels) or (height, width) of any dtype. TypeError for a prob that is no number, ValueError
-    outside 0..1.
+    Takes (height, width, channels) or (height, width) of any dtype. TypeError for a prob that is not a number,
+    ValueError outside 0..1.
 
     >>> RandomHorizontalFlip(1.0)(np.array([[1, 2, 3]]))
     array([[3, 2, 1]])

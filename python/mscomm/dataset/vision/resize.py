@@ -26,12 +26,12 @@ class Resize(Operation):
     size: (height, width), or one int for the shorter side; the longer one then keeps the proportion. interpolation:
     Inter.LINEAR, NEAREST or CUBIC.
 
-    The pixels are Pillow's: their centres lie at half numbers, and where an image gets smaller the filter is stretched
-    over all pixels that fall together (antialias), as in torchvision. An image that gets larger is the same as without
-    antialias, as MindSpore has it from OpenCV, up to the rounding of uint8.
+    The pixels are Pillow's: their centres lie at half numbers, and when an image shrinks, the filter is stretched over
+    all pixels that fall together (antialias), as in torchvision. When an image grows, the result is the same as without
+    antialias, as MindSpore gets it from OpenCV, up to the rounding of uint8.
 
     Takes uint8 or float32 of shape (height, width, channels) or (height, width), and keeps the dtype; TypeError for
-    others. ImportError where Pillow is missing. TypeError and ValueError for wrong arguments.
+    others. ImportError without Pillow. TypeError and ValueError for wrong arguments.
 
     >>> Resize((224, 224))(np.zeros((32, 32, 3), np.uint8)).shape
     (224, 224, 3)
@@ -82,16 +82,19 @@ class Resize(Operation):
 
 # -- larger images of uint8, by NumPy: the bits are Pillow's, and rows are computed together ---------------------------
 #
-# As in Pillow's Resample.c: first along the width, then along the height, each result rounded to uint8; weights with 22
-# bits behind the point. Where an image gets larger, a pixel has two neighbours that count.
+# As in Pillow's Resample.c: first along the width, then along the height, each result rounded to uint8; weights have 22
+# fraction bits. When an image grows, a pixel depends on two neighbours.
 
 _FRACTION_BITS = 22
-_BLOCK_BYTES = 1 << 18  # of int32 that are computed together, so that they stay in the cache
+_BLOCK_BYTES = 1 << 18  # of int32 that are computed at once, so that they stay in the cache
 
 
 def _enlarged(rows: Array, height: int, width: int) -> Array:
-    """rows: uint8 of shape (n, high, wide) or (n, high, wide, channels). In memory the result's channels lie before
-    height and width: what comes after is faster so, and HWC2CHW has nothing to do."""
+    """rows: uint8 of shape (n, high, wide) or (n, high, wide, channels).
+
+    In memory the result's channels lie before height and width: the next steps are faster on that, and HWC2CHW has
+    nothing to do.
+    """
     images = rows[..., None] if rows.ndim == 3 else rows
     count, high, _, channels = images.shape
     columns: Array = np.empty((width, count, high, channels), np.uint8)
@@ -103,9 +106,9 @@ def _enlarged(rows: Array, height: int, width: int) -> Array:
 
 
 def _weighed(lines: Array, result: Array) -> None:
-    """Fill the lines of result, along axis 0: each is the weighed sum of the two of `lines` that lie nearest.
+    """Fill the lines of result, along axis 0: each is the weighted sum of the two nearest of `lines`.
 
-    Since both weights add up to 1, that is the first line and a part of the way to the second.
+    Both weights add up to 1, so the sum is the first line plus a part of the difference to the second.
     """
     old, new = len(lines), len(result)
     if new == old:
@@ -115,7 +118,7 @@ def _weighed(lines: Array, result: Array) -> None:
     numbers = lines.reshape(old, -1).astype(np.int32)
     ways = np.diff(numbers, axis=0, append=numbers[-1:])
     numbers <<= _FRACTION_BITS
-    numbers += 1 << (_FRACTION_BITS - 1)  # to round by cutting off
+    numbers += 1 << (_FRACTION_BITS - 1)  # so that cutting off rounds
     step = max(1, _BLOCK_BYTES // max(numbers[0].nbytes, 1))
     for begin in range(0, new, step):
         block = slice(begin, begin + step)
@@ -128,12 +131,12 @@ def _weighed(lines: Array, result: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _neighbours(old: int, new: int) -> tuple[Array, Array]:
-    """For each of the new lines the first of its two old ones, and the second one's weight, of shape (new, 1)."""
+    """For each new line the first of its two old lines, and the weight of the second, of shape (new, 1)."""
     centres = (np.arange(new) + 0.5) * (old / new)
     first = np.maximum((centres - 1.0 + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + 1.0 + 0.5).astype(np.int64), old)
     lines = first + np.arange(2)[:, None]
     weights = np.maximum(0.0, 1.0 - abs(lines - centres + 0.5)) * (lines < end)
     weights /= weights.sum(axis=0)
-    whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)  # adds up to 1, but for 2**22 lines and more
+    whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)  # adds up to 1 for fewer than 2**22 lines
     return first, whole[1, :, None]

@@ -1,4 +1,4 @@
-"""Rescale, Normalize and HWC2CHW: what makes numbers for a network of pixels."""
+"""Rescale, Normalize and HWC2CHW: they turn pixels into numbers for a network."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
 
-_RUN = 512  # numbers: from so many on it does not matter what NumPy does once for each run of them
+_RUN = 512  # elements: in runs of at least this length NumPy's cost per run does not matter
 
 
 class Rescale(Operation):
-    """x * rescale + shift, in float32. Takes any shape and any real dtype; TypeError for arguments that are no numbers.
+    """x * rescale + shift, in float32, for any shape and any real dtype. TypeError for arguments that are not numbers.
 
     >>> Rescale(1.0 / 255.0, 0.0)(np.full((1, 1, 3), 255, np.uint8))
     array([[[1., 1., 1.]]], dtype=float32)
@@ -42,8 +42,9 @@ class Normalize(Operation):
     """(x - mean) / std for each channel, in float32.
 
     mean, std: a number for each channel, or one for all; the mean 0 to 255, std above 0 and up to 255. Channels are the
-    last axis; with is_hwc=False the third from the end, as after HWC2CHW. Takes (height, width, channels), or a batch
-    of them, of any real dtype. TypeError and ValueError for wrong arguments; ValueError for another number of channels.
+    last axis; with is_hwc=False the third axis from the end, as after HWC2CHW. Takes (height, width, channels), or a
+    batch of such images, of any real dtype. TypeError and ValueError for wrong arguments; ValueError for another number
+    of channels.
 
     >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
     array([[[2., 2., 2.]]], dtype=float32)
@@ -80,13 +81,13 @@ class Normalize(Operation):
             )
         shape = (-1,) if self._axis == -1 else (-1, 1, 1)
         mean, std = self._mean.reshape(shape), self._std.reshape(shape)
-        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # of the axes in memory
-        inside = order.index(x.ndim + self._axis)  # the channels' place there
+        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # of the axes in memory, outermost first
+        inside = order.index(x.ndim + self._axis)  # the place of the channels in that order
         lines = x.transpose(order)
         if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:
             return _divided(np.subtract(x, mean, dtype=np.float32), std)
-        # NumPy takes up to seven times as long where numbers in a row have different means, since it begins anew for
-        # each of them. So write the means out for a line of memory, and go line by line. The bits are the same.
+        # NumPy is up to seven times slower if neighbouring numbers have different means, since it begins anew for each
+        # run of equal ones. So write the means out for a line of memory, and go line by line. The bits are the same.
         begin = inside
         while begin and math.prod(lines.shape[begin:]) < _RUN:
             begin -= 1
@@ -98,9 +99,9 @@ class Normalize(Operation):
 
 
 class HWC2CHW(Operation):
-    """The channels before height and width: (height, width, channels) becomes (channels, height, width).
+    """Move the channels before height and width: (height, width, channels) becomes (channels, height, width).
 
-    A batch of images may lie before them. Any dtype; ValueError for fewer than three axes.
+    There may be a batch axis in front. Any dtype; ValueError for fewer than three axes.
 
     >>> HWC2CHW()(np.zeros((32, 24, 3))).shape
     (3, 32, 24)
