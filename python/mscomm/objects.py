@@ -117,7 +117,7 @@ def scatter_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The item of the root's objs at this rank's place, as a new object.
+    """This rank's item of the root's objs, as a new object.
 
     objs: a list or tuple with one object for each rank, read only at the root. The root raises TypeError or ValueError
     if it is something else or has another length. Otherwise as all_gather_object.

@@ -174,7 +174,7 @@ class ModelCheckpoint(Callback):
         if not self._config.save_checkpoint_seconds:
             return False
         due = np.array([time.monotonic() - self._saved_at >= self._config.save_checkpoint_seconds])
-        if now.all_ranks_save:  # the ranks' clocks differ, and nobody can resume from a file of one rank
+        if now.all_ranks_save:  # the ranks' clocks differ, but all must save at the same step for a resume
             collectives.broadcast_(due, group=now.group)
         return bool(due[0])
 

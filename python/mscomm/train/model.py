@@ -471,7 +471,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Warn if this is one of several processes: stand-alone is only the default, as in MindSpore, and hardly meant."""
+    """Warn if several processes each train alone by default, as in MindSpore: the user hardly means that."""
     if is_initialized():
         size = resolve(group).size
         if size > 1:

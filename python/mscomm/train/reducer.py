@@ -66,10 +66,11 @@ class GradientReducer:
 
     >>> gradients = reducer.reduce(gradients)
 
-    On a device everything is enqueued on the library's current stream, and buckets that are full during the backward
-    pass are reduced beside it. wait() and reduce() return when all ranks have enqueued their calls, and do not wait for
-    the device. If this mscomm has kernels (see `mscomm doctor`), one launch brings the gradients that lie elsewhere
-    into a bucket and compresses them on the way. Otherwise they are copied, and the array library compresses them.
+    On a device everything is enqueued on the library's current stream, but buckets that fill during the backward pass
+    are reduced in parallel with it. wait() and reduce() return when all ranks have enqueued their calls, and do not
+    wait for the device. If this mscomm has kernels (see `mscomm doctor`), one launch brings the gradients that lie
+    elsewhere into a bucket and compresses them on the way. Otherwise they are copied, and the array library compresses
+    them.
 
     Parameters that need no gradient (`requires_grad`) are not reduced. The reducer works as long as the program holds a
     reference to it. On the CPU the bits are those of an all_reduce of each gradient, whatever the buckets; on a device
