@@ -1,4 +1,4 @@
-"""A deadline: made once where a wait begins, passed down unchanged to everything that waits in between."""
+"""Deadlines: one is made where a wait begins, and is passed down unchanged to everything that waits inside it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deadline:
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
     def rest(self) -> float:
-        """Seconds until it passes, `inf` for one that never does: to hand on, where left() is to wait."""
+        """Seconds until it passes, `inf` for one that never does. Use this to hand the time on, and left() to wait."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
@@ -49,7 +49,7 @@ def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
 
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
-    """A time-out in seconds: a number or a timedelta, more than 0; inf for none."""
+    """The timeout in seconds: it may be a number or a timedelta, must be more than 0, and inf means no timeout."""
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):
@@ -60,5 +60,5 @@ def seconds_of(timeout: Any, name: str = "timeout") -> float:
 
 
 def join_timeout_s(env: Mapping[str, str]) -> float:
-    """MS_TOPO_TIMEOUT: seconds in which all ranks must have joined, `inf` for no limit."""
+    """MS_TOPO_TIMEOUT: the seconds within which all ranks must join; `inf` means no limit."""
     return float(environment.read("MS_TOPO_TIMEOUT", env))

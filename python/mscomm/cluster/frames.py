@@ -1,4 +1,4 @@
-"""Control frames: a u32 length and a msgpack map. Everything that a peer sends is checked before it is believed."""
+"""Control frames: a u32 length and a msgpack map. Everything that a peer sends is checked before it is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def encode(message: Message, limit: int) -> bytes:
 
 
 class Parser:
-    """Cuts a stream into messages; a frame over the limit, or not a msgpack map with a text under "t", is an Error."""
+    """Cuts a stream into messages. It raises Error for a frame that is over the limit, or that is not a msgpack map
+    with a string under "t".
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -61,18 +63,18 @@ def _decode(body: bytes) -> Message:
 
 
 class Frames:
-    """Frames over one connected socket, which it owns. One thread may receive while others send."""
+    """Sends and receives frames over one connected socket, which it owns. One thread may receive while others send."""
 
     def __init__(self, sock: socket.socket, limit: int = FROM_HUB_BYTES, send_limit: int = FROM_MEMBER_BYTES) -> None:
         sock.setblocking(False)
         self.sock = sock
         self._parser = Parser(limit)
         self._send_limit = send_limit
-        self._held: list[Message] = []  # of receive()
-        self._sending = threading.Lock()  # a frame goes out whole
+        self._held: list[Message] = []  # messages that have come and that receive() has not returned yet
+        self._sending = threading.Lock()  # held for a whole frame, so that two senders' frames do not mix
 
     def send(self, message: Message, deadline: Deadline) -> None:
-        """Hand the frame to the kernel; OSError when the link has ended, TimeoutError at the deadline."""
+        """Hand the frame to the kernel; raises OSError when the link has ended, and TimeoutError at the deadline."""
         data = memoryview(encode(message, self._send_limit))
         with self._sending:
             while data:
@@ -82,7 +84,7 @@ class Frames:
                     wait(self.sock, select.POLLOUT, deadline)
 
     def receive(self, deadline: Deadline) -> Message | None:
-        """The next message, or None when the other end has closed. After an Error the link is closed."""
+        """The next message, or None when the other end has closed. An Error closes the link."""
         while not self._held:
             messages = self.arrived()
             if messages is None:
@@ -93,7 +95,7 @@ class Frames:
         return self._held.pop(0)
 
     def arrived(self) -> list[Message] | None:
-        """What has come, without waiting; None when the other end has closed. After an Error the link is closed."""
+        """The messages that have come, without waiting; None if the other end has closed. An Error closes the link."""
         try:
             received = self.sock.recv(64 << 10)
         except BlockingIOError:

@@ -1,7 +1,7 @@
 """The hello that opens every connection, without any I/O: bytes in, bytes out. docs/design/0001-call.md has its table.
 
-Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size; nothing is parsed, and
-nothing is allocated, by a number that an unproven peer sent.
+Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size: no length that an
+unproven peer sends decides what is parsed or allocated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mscomm.errors import AuthenticationError, Error
 MAGIC = b"MSCM"
 WIRE = 1
 CONTROL, MEMORY, DATA, LETTERS, LAUNCHER = 1, 2, 3, 4, 5
-OF_THE_HUB = (CONTROL, LAUNCHER)  # whoever comes for these may know nothing of the job yet
-HELLO_S = 5.0  # a hello that takes longer is given up
+OF_THE_HUB = (CONTROL, LAUNCHER)  # a process that connects for one of these may know nothing about the job yet
+HELLO_S = 5.0  # a hello that takes longer is abandoned
 
 _OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire, purpose or status, 0, nonce
 _IDENTITY = struct.Struct("<16s16siIQ")  # message 3: job, package version, rank, epoch, 0
@@ -34,7 +34,7 @@ UNKNOWN_RANK = -1
 
 
 class Identity(NamedTuple):
-    """Who a connector says it is: the job (16 bytes), mscomm's version, its rank (-1: not yet known) and the epoch."""
+    """What a connector says about itself: its job (16 bytes), mscomm version, rank (-1: not known yet) and epoch."""
 
     job: bytes = UNKNOWN_JOB
     version: str = ""
@@ -43,12 +43,12 @@ class Identity(NamedTuple):
 
 
 def named(job_id: str | None) -> bytes:
-    """The job as the hello of a link to the hub carries it: made from the text of MSCOMM_JOB_ID; zeros without one."""
+    """The job's id in the hello of a link to the hub: a hash of MSCOMM_JOB_ID, or zeros if that is not set."""
     return hashlib.sha256(b"mscomm job id " + job_id.encode()).digest()[:16] if job_id else UNKNOWN_JOB
 
 
 def package_version() -> str:
-    """mscomm's version as the hello carries it."""
+    """mscomm's version as the hello carries it: at most 16 characters."""
     return mscomm.__version__[:16]
 
 
@@ -56,36 +56,36 @@ class NotMscomm(Error):
     """The other end does not speak this protocol."""
 
 
-# What a script yields: bytes to send now, and how many bytes to read next; reading 0 is the end.
+# A script yields the bytes to send now and the number of bytes to read next; 0 bytes to read means the hello is over.
 _Script = Generator[tuple[bytes, int], bytes, None]
 
 
 class Hello:
-    """One end of a hello. Send `feed(b"")`; then, until `done`, read up to `needs` bytes and send what `feed` answers.
+    """One end of a hello. Send `feed(b"")`; then, until `done`, read up to `needs` bytes and send what `feed` returns.
 
-    `feed` raises what is wrong with the peer. An acceptor that refuses a peer tells it so: then `refusal` is set when
-    `done`, and the caller closes the connection after the answer is sent.
+    `feed` raises an Error that says what is wrong with the peer. An acceptor that refuses a peer also answers it: then
+    `refusal` is set when the hello is `done`, and the caller sends the answer before it closes the connection.
     """
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:
         self.peer = Identity()
-        self.purpose = 0  # what an acceptor's peer has come for
+        self.purpose = 0  # on an acceptor: the purpose that the peer asked for
         self.refusal: Error | None = None
-        self.heard = False  # a whole message has come: the other end does speak this protocol
+        self.heard = False  # a whole message has come, so the other end speaks this protocol
         self._script = script(self)
         self._to_send, self._size = next(self._script)
         self._held = b""
 
     @classmethod
     def connector(cls, key: bytes, purpose: int, mine: Identity) -> Hello:
-        """The end that connected; `mine` is what it says about itself."""
+        """The end that connected; it says `mine` about itself."""
         return cls(lambda hello: _connector(hello, key, purpose, mine))
 
     @classmethod
     def acceptor(cls, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> Hello:
-        """The end that listened: the peer must name the job, version and epoch of `mine`, and one of `ranks`.
+        """The end that listened: the peer must send the job, version and epoch of `mine`, and one of `ranks`.
 
-        On a link to the hub it may not know its rank yet, and the job is what MSCOMM_JOB_ID names (see `named`).
+        On a link to the hub, the peer may not know its rank yet, and the job comes from MSCOMM_JOB_ID (see `named`).
         """
         return cls(lambda hello: _acceptor(hello, key, purposes, mine, ranks))
 
@@ -95,11 +95,11 @@ class Hello:
 
     @property
     def needs(self) -> int:
-        """How many bytes to read next: never more than belong to the hello."""
+        """How many bytes to read next; never more than the rest of the current message of the hello."""
         return self._size - len(self._held)
 
     def feed(self, received: bytes) -> bytes:
-        """Take what was read; return what to send now, possibly nothing."""
+        """Take the bytes that were read; return the bytes to send now, possibly none."""
         to_send, self._to_send = self._to_send, b""
         self._held += received
         if not self.heard and self._held[: len(MAGIC)] != MAGIC[: len(self._held)]:
@@ -197,7 +197,7 @@ def _body(message: bytes) -> bytes:
 
 
 def _signed(body: bytes, key: bytes, label: bytes, *before: bytes) -> bytes:
-    """The body, and after it the proof over everything said so far."""
+    """The body, followed by a MAC over all messages so far and this body."""
     return body + _mac(key, label, *before, body)
 
 

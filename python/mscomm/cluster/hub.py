@@ -1,9 +1,9 @@
-"""The hub: one thread that registers the ranks of a job, lets them meet, watches their control links, and spreads the
-first failure of each group.
+"""The hub: one thread that registers the ranks of a job, lets them meet, watches their control links, and tells each
+group its first failure.
 
-It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. What it says to
-whom is in docs/design/0001-call.md, "Frames"; judge.py decides which failure counts, meetings.py who may go on;
-switchboard.py moves the bytes.
+It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. The section
+"Frames" of docs/design/0001-call.md lists its control frames. judge.py decides which failure was the first, meetings.py
+when a meeting is complete, and switchboard.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     import subprocess
 
 _T = TypeVar("_T")
-_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # for whom the job waits
+_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when to tell which ranks the job waits for
 _UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
-_CONTESTED_S = 5.0  # for processes of two jobs that were started together to come and hear why they cannot join
+_CONTESTED_S = 5.0  # how long processes of two jobs at one port may still come and hear why they cannot join
 
 
 class Outcome(NamedTuple):
-    """How the job ended: well, or with the verdict, or with the reason why it never began."""
+    """How the job ended: well, with a verdict, or with the reason why it never began."""
 
     ok: bool
     text: str
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 class _Group:
-    """What the hub knows of a group: its ranks, and which failure was its first."""
+    """What the hub knows about a group: its ranks and its first failure."""
 
     def __init__(self, ranks: Collection[int], judge: Judge) -> None:
         self.ranks = ranks
@@ -60,7 +60,7 @@ class _Group:
 
 
 class _Launcher(Line):
-    """The link of another host's launcher, and the ranks that it watches."""
+    """The link to another host's launcher, and the ranks that this launcher watches."""
 
     ranks = range(0)
     name = "another launcher"
@@ -69,13 +69,13 @@ class _Launcher(Line):
 class Hub:
     """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
-    `ranks_known`: members say their rank when they join; otherwise the hub gives ranks out (plan.assign_ranks).
-    `watched`: a launcher calls process_ended for each rank. `restarts`: somebody may start a lost rank again; a
-    launcher that watches says of each process that ended whether it does. `named`: what newcomers must say the job is
+    `ranks_known`: members name their rank when they join; otherwise the hub assigns ranks (plan.assign_ranks).
+    `watched`: a launcher calls process_ended for each rank. `restarts`: lost ranks may be restarted; a launcher that
+    watches says for each ended process whether it restarts it. `named`: the job that newcomers must name
     (links.job_of). `log` gets short lines for people; it must not raise.
 
-    `nodes`: the ranks of the other hosts whose launchers come, by what to call these; `layout`: the options from which
-    they follow. `tell` gets what somebody who waits for them wants to read at once.
+    `nodes`: the ranks of each other host whose launcher will connect, by the name of that host in messages. `layout`:
+    the launcher's options that decide these ranks. `tell` gets lines that a waiting user should see at once.
     """
 
     def __init__(
@@ -107,31 +107,31 @@ class Hub:
         self._nodes = nodes or {}
         self._layout = layout
         self._tell = tell or (lambda text: None)
-        self._tell_at: float | None = None  # for whom the job waits
-        self._turned_away = ""  # the last one, since it was told
-        self._unproven = 0  # connections, since it was told
-        self._unproven_at = 0.0  # when to tell again
+        self._tell_at: float | None = None  # when to tell next which hosts and ranks the job waits for
+        self._turned_away = ""  # the last connection that was turned away, until _tell has said so
+        self._unproven = 0  # connections without the job's key since _tell last said so
+        self._unproven_at = 0.0  # when _tell may say so again
         self._listening = False
-        self._own: set[int] = set()  # ranks that were adopted: they are of this host's launcher
-        self._attended: set[int] = set()  # ranks whose launcher on another host has come
-        self._absent: dict[int, str] = {}  # ranks that ended before anybody joined who could be told
+        self._own: set[int] = set()  # ranks that were adopted: this host's launcher started them
+        self._attended: set[int] = set()  # ranks whose launcher, on another host, has connected
+        self._absent: dict[int, str] = {}  # ranks that ended before any rank had joined, and how
         self._starter_gone = False
         self._ended_well: set[int] = set()  # ranks whose process ended with status 0 after bye
-        self._ended_badly: dict[int, str] = {}  # ... otherwise, and nobody starts it again
-        self._started_again: set[int] = set()  # ranks that were lost in this epoch and are started again
+        self._ended_badly: dict[int, str] = {}  # ranks whose process ended in any other way and is not restarted
+        self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self._over: Verdict | None = None
-        self._aborted: Verdict | None = None  # in this epoch: for all groups, those of one rank and later ones too
+        self._aborted: Verdict | None = None  # why all groups of this epoch are aborted, later ones too
         self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # two jobs want this port: until then everybody who comes is told
+        self._contested_until = 0.0  # two jobs want this port: until then every process that joins is told so
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(named, self._version)  # newcomers know no other name of the job, and are of no epoch yet
+        mine = Identity(named, self._version)  # a newcomer knows only this name of the job, and no epoch
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )
@@ -147,16 +147,16 @@ class Hub:
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
 
     def listen(self, sock: socket.socket) -> None:
-        """Members may connect to this listening socket, which stays the caller's to close."""
+        """Let members connect to this listening socket. The caller still owns the socket and closes it."""
         self._door.listen(sock)
         name = sock.getsockname()
         self._roster.address = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a unix socket"
         self._listening = True
 
     def adopt(self, sock: socket.socket, rank: int) -> None:
-        """Any thread: take over our end of a socket pair; the rank inherits the other.
+        """Any thread: take over our end of a socket pair; the rank inherits the other end.
 
-        No hello: its first bytes are the key.
+        There is no hello on it: the hub sends the key first.
         """
         require_same_user(sock)
         self._order(lambda: self._adopt(sock, rank))
@@ -166,50 +166,50 @@ class Hub:
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
-        """The rank's process started this hub: when it has ended, nobody is waited for whose link is not here."""
+        """This rank's process started the hub: once it has ended, the hub waits for no further connections."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
 
     def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
-        """Any thread: the launcher saw the rank's process end: "killed by SIGKILL", "exit code 1".
+        """Any thread: the launcher saw the rank's process end, for example "killed by SIGKILL" or "exit code 1".
 
-        again: the launcher starts it again, and adopts its link after this.
+        again: the launcher restarts the rank, and calls adopt() for its new link afterwards.
         """
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stop(self) -> None:
-        """Any thread: let serve() return soon, whatever the members do."""
+        """Any thread: make serve() return soon, whatever the members do."""
         self._stopped = True
         self._wake()
 
     @property
     def verdict(self) -> Verdict | None:
-        """Any thread: the job's first failure, once it is decided; with restarts the first that nobody made good."""
+        """Any thread: the job's first failure, once it is decided; with restarts, the failure that ended the job."""
         return self._over if self._restarts else self._world.judge.verdict
 
     @property
     def over(self) -> Verdict | None:
-        """Any thread: why the job cannot go on, for launchers that have to end their ranks."""
+        """Any thread: why the job cannot go on; a launcher then ends its ranks."""
         return self._over
 
     @property
     def attended(self) -> int:
-        """Any thread: how many ranks have a launcher on another host that has come."""
+        """Any thread: how many ranks have a launcher on another host that has connected."""
         return len(self._attended)
 
     def attends(self, ranks: range) -> bool:
-        """Any thread: whether these ranks have a launcher on another host that has come."""
+        """Any thread: whether the launcher of these ranks, on another host, has connected."""
         return self._attended.issuperset(ranks)
 
     @property
     def can_restart(self) -> bool:
-        """Any thread: whether a rank that is started again now can take part in the job."""
+        """Any thread: whether a rank that is restarted now can take part in the job."""
         left = self._welcomed and self._ended_well
         return not (left or self._over or self._never_began or self._stopped)
 
     # -- the loop
 
     def serve(self) -> Outcome:
-        """Serve until every member has left or was lost, or nobody came in time. Call it once."""
+        """Serve until every member has left or was lost, or until too few joined in time. Call it once."""
         if not self._watched:
             self._topo_until = time.monotonic() + self._topo_timeout_s
         if self._nodes:
@@ -231,12 +231,12 @@ class Hub:
             return True
         if time.monotonic() < self._contested_until:
             return False
-        if self._watched and self._restarts:  # a rank that has left may have failed, and come back
+        if self._watched and self._restarts:  # a rank that said bye may have failed after that, and may be restarted
             return len(self._ended_well) + len(self._ended_badly) == self._roster.size or self._never_began is not None
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
         if self._welcomed or self._world.announced or self._never_began is not None:
-            return True  # whatever those do that said hello and never joined
+            return True  # ignore connections that said hello and never joined
         if self._board.lines or self._door.expire() is not None:
             return False
         return self._starter_gone or not self._listening
@@ -255,7 +255,7 @@ class Hub:
         return Outcome(self._watched, f"no {self._roster.plural} came")
 
     def _sleep_s(self) -> float | None:
-        """Until something is due, if nothing comes before."""
+        """The seconds to wait for events before something is due; None: nothing is due."""
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
         waits = [until - now for until in (*dues, self._topo_until) if until is not None]
@@ -266,7 +266,7 @@ class Hub:
         return max(0.0, min(*waits, 3600.0)) if waits else None
 
     def _look(self) -> None:
-        """Do what time and the last events made due."""
+        """Do everything that is due because of the time or the last events."""
         now = time.monotonic()
         if self._topo_until is not None and now >= self._topo_until:
             self._topo_until = None
@@ -289,14 +289,14 @@ class Hub:
                 group.announcement = verdict.text
                 self._log(f"verdict on {name}: {verdict.kind}: {verdict.text}")
                 self._broadcast({"t": "verdict", "group": name, **verdict._asdict()}, group.ranks)
-        if self._aborted and not self._abort_announced:  # after the verdicts of groups that had failed before
+        if self._aborted and not self._abort_announced:  # groups that failed before have their own verdicts by now
             self._abort_announced = True
             self._broadcast({"t": "verdict", "group": "", **self._aborted._asdict()}, self._world.ranks)
         if self._over is None and (end := self._end()):
             self._give_up(end)
 
     def _give_up(self, verdict: Verdict) -> None:
-        """The job cannot go on: ranks that wait for another epoch, and launchers, hear it."""
+        """The job cannot go on: tell the ranks that wait for the next epoch, and the launchers."""
         self._over = verdict
         self._log(f"the job cannot go on: {verdict.text}")
         self._begin_epoch()
@@ -316,7 +316,7 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
-        """With the failure of another group, if that may be why a rank of this one left."""
+        """The verdict, with the failure of another group added if that may be why a rank of this group left."""
         if verdict.kind != "PeerLost":
             return verdict
         left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
@@ -361,7 +361,7 @@ class Hub:
     def _process_ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         links = [link for link in self._board.lines if link.rank == rank]
         for link in links:
-            self._board.drain(link)  # what it said before it ended counts first
+            self._board.drain(link)  # handle what it sent before it ended first
         member = self._roster.at(rank)
         if again:
             self._started_again.add(rank)
@@ -372,12 +372,12 @@ class Hub:
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
-            self._board.end(link, "")  # a child that it left behind may still hold the other end
+            self._board.end(link, "")  # do not wait for the socket's end: a child of the rank may still hold it
         if member is None and not again and not self._restarts and not self._welcomed:
             self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:
             if badly and member is not None:
-                member.left = False  # it said bye on the way to its failure
+                member.left = False  # it said bye before it failed
             if not again and not self._welcomed and self._roster.at(rank) is None:
                 self._lost(rank, f"rank {rank}", f"ended before it joined: {how}")
             self._begin_epoch()
@@ -401,7 +401,7 @@ class Hub:
         return [group for group in self._groups.values() if group is self._world or rank in group.ranks]
 
     def _members(self, group: _Group) -> list[int]:
-        """Those of its ranks that could answer a question."""
+        """The ranks of the group that could answer a question."""
         return [
             link.number
             for link in self._roster
@@ -412,7 +412,7 @@ class Hub:
         ]
 
     def _close_group(self, link: Link, name: str, number: int) -> None:
-        """A rank has no more to do with the group: no failure until another one waits for it there."""
+        """A rank has destroyed the group. This is a failure only when another rank waits for it in that group."""
         group = self._groups.get(name)
         if group is None or group is self._world or link.number not in group.ranks:
             return
@@ -433,7 +433,7 @@ class Hub:
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _handle(self, link: Link, message: Message) -> None:
-        """One message; an Error from here ends the link."""
+        """Handle one message from a rank. An Error ends the rank's link."""
         kind = message["t"]
         if kind == "join":
             self._join(link, message)
@@ -470,9 +470,9 @@ class Hub:
             self._abort_epoch(Verdict(kind, tuple(ranks), (), text))
 
     def _abort_epoch(self, verdict: Verdict) -> None:
-        """Of all its groups, those that come included."""
+        """Abort all groups of this epoch, including groups that are still to be made."""
         if self._aborted is None:
-            self._aborted = verdict  # now: what is read next may be the end of a link
+            self._aborted = verdict  # at once: the next event may be the end of a link
             self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
 
     def _handle_compare(self, link: Link, message: Message) -> None:
@@ -498,13 +498,13 @@ class Hub:
         answers = self._meetings.come(link.number, key, name, ranks, _field(message, "facts", dict), survivors)
         if message.get("founds") and any(answer.message["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
-            for other in self._roster:  # one may have left well before
+            for other in self._roster:  # a rank may have left the job before
                 if other.left and other.number in group.ranks:
                     group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
 
     def _meeting(self, link: Link, message: Message) -> tuple[str, str, list[int]]:
-        """Its key, its name, its ranks."""
+        """The key, the name and the ranks of the meeting that the message is about."""
         key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
         known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
         if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
@@ -519,7 +519,7 @@ class Hub:
         key, name, ranks = self._meeting(link, message)
         why = _field(message, "why", str)
         group = self._groups.get(key)
-        if group:  # all had come meanwhile
+        if group:  # all ranks had come in the meantime, so that the group exists
             now = time.monotonic()
             group.judge.failed(link.number, "Aborted", [link.number], why, -1, self._members(group), now)
         else:
@@ -530,7 +530,7 @@ class Hub:
         to, name = _field(message, "to", int), _field(message, "group", str)
         group = self._groups.get(name)
         if group is None or to not in group.ranks or link.number not in group.ranks:
-            return  # of an earlier epoch
+            return  # the message is from an earlier epoch
         if to in group.closed:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
             group.judge.failed(link.number, "PeerLost", [to], text, -1, self._members(group), time.monotonic())
@@ -544,19 +544,19 @@ class Hub:
         self._close_group(link, _field(message, "group", str), _field(message, "number", int))
 
     def _handle_rejoin(self, link: Link, message: Message) -> None:
-        """A survivor waits for the next epoch: it takes part in nothing of this one any more."""
+        """A survivor waits for the next epoch: it takes no part in this one any more."""
         link.facts = _field(message, "facts", dict)
         link.rejoin_key = _field(message, "key", str)
         link.waits = True
-        if len(self._ready) < self._roster.size:  # the others must not wait for it in their set-up
+        if len(self._ready) < self._roster.size:  # end the set-up of the others, which waits for this rank
             text = f"{link} gave up its set-up, and waits for the next epoch"
             now = time.monotonic()
             self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
         self._begin_epoch()
-        self._answer(self._meetings.look())  # of those that still are in this one
+        self._answer(self._meetings.look())  # the meetings of ranks that are still in this epoch
 
     def _handle_unrejoin(self, link: Link, message: Message) -> None:
-        """It has waited long enough, unless the epoch has begun meanwhile."""
+        """A rank's wait for the next epoch has timed out, unless that epoch has begun in the meantime."""
         if not link.waits:
             return
         absent = [rank for rank in range(self._roster.size) if not self._waits(rank)]
@@ -624,7 +624,7 @@ class Hub:
             self._welcome()
 
     def _welcome(self) -> None:
-        """All are there: tell each its rank and the facts of all."""
+        """All ranks have joined: tell each its rank and the facts of all."""
         self._topo_until = None
         try:
             self._roster.assign()
@@ -641,7 +641,7 @@ class Hub:
             self._board.write(link, data)
 
     def _begin_epoch(self) -> None:
-        """A new epoch begins when every rank is there and waits for it: survivors by rejoin, new ones by join."""
+        """Begin a new epoch if every rank waits for it: survivors by rejoin, restarted ranks by join."""
         waiting = [link for link in self._roster if link.waits]
         if not waiting:
             return
@@ -663,7 +663,7 @@ class Hub:
         self._welcome()
 
     def _never_again(self) -> tuple[str, list[int]] | None:
-        """Why the ranks are never all there again, if that is so, and because of whom."""
+        """If there can be no next epoch: why, and the ranks that caused this."""
         if not self._restarts:
             return "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`", []
         if self._over:
@@ -674,7 +674,7 @@ class Hub:
         return None
 
     def _turn_away(self, link: Link, kind: str, why: str, ranks: list[int]) -> None:
-        """It waits for the next epoch in vain."""
+        """Tell a rank that waits for the next epoch that its wait is over, and why."""
         link.waits = False
         if link.welcomed:
             self._send(link, {"t": "unmet", "key": link.rejoin_key, "kind": kind, "text": why, "ranks": ranks})
@@ -685,12 +685,12 @@ class Hub:
             self._board.drop(link)
 
     def _ended(self, link: Link, how: str) -> None:
-        """A control link is over."""
+        """A control link has ended."""
         link.waits = False
         if link.left or (link.rank is None and not link.joined):
             return
         if not link.joined and any(other.rank == link.rank for other in self._roster):
-            return  # a second one under the name of a rank that is here
+            return  # a second connection that claimed a rank that is already here
         how = how or ("ended without release" if link.joined else "ended before it joined")
         self._lost(link.number, str(link), how)
 
@@ -711,7 +711,7 @@ class Hub:
     # -- launchers of other hosts
 
     def _tell_missing(self) -> None:
-        """For whom the job waits, once its other hosts and ranks should be there."""
+        """Tell the user which hosts or ranks the job waits for, when they should be there by now."""
         nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._nodes.items() if ranks[0] not in self._attended]
         absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
         last = f"; {self._turned_away}" if self._turned_away else ""
@@ -735,7 +735,7 @@ class Hub:
             self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
 
     def _handle_launcher(self, launcher: _Launcher, message: Message) -> None:
-        """What happens to the ranks of another host, as its launcher sees it."""
+        """Handle one message from another host's launcher about its ranks."""
         kind = message["t"]
         if kind == "attend":
             ranks = range(_field(message, "first", int), _field(message, "end", int))
@@ -768,9 +768,10 @@ class Hub:
             raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
 
     def _contest(self, who: str, seconds: float) -> None:
-        """Somebody, started so many seconds ago, wanted to serve another job at our port, and could not.
+        """A process that was started `seconds` ago wanted to serve another job at our port, and could not.
 
-        Its ranks come to us. Those that joined since then may be any job's: no job goes on with them.
+        The ranks of that job connect to us. A rank that joined since then may belong to either job, so neither job can
+        go on with it.
         """
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
@@ -793,7 +794,7 @@ class Hub:
         self._give_up(Verdict("Aborted", (), (), why))
 
     def _objection(self, ranks: range, layout: str) -> str | None:
-        """Why no launcher can start these ranks."""
+        """Why this launcher may not start these ranks; None if it may."""
         if layout != self._layout:
             return f"it was started with {layout}, and node 0 with {self._layout}; give every node the same"
         if not 0 <= ranks.start < ranks.stop <= self._roster.size:
@@ -806,12 +807,12 @@ class Hub:
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Whether the job can go on."""
+        """Send the launcher whether the job can go on."""
         over = self._over._asdict() if self._over else None
         self._launchers.write(launcher, encode({"t": "state", "over": over}, FROM_HUB_BYTES))
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
-        """Those of its ranks that have not ended yet are not started again; the ends of their links tell the rest."""
+        """Nobody starts or restarts the launcher's ranks any more. Each joined rank's end is seen on its own link."""
         self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
 
     def _without_launcher(self, launcher: _Launcher, why: str) -> None:
@@ -823,7 +824,9 @@ class Hub:
                 self._process_ended(rank, why, badly=True, again=False)
 
     def _dismiss_launchers(self) -> None:
-        """They close when they have heard it; to close first, with news unread, could throw the word away."""
+        """Tell the launchers that the job is over, and let them close first: if we closed a link while data from the
+        launcher was unread, the kernel could reset it, and the launcher would miss the message.
+        """
         for launcher in list(self._launchers.lines):
             self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))
         until = time.monotonic() + _DISMISS_S
@@ -846,7 +849,7 @@ class Hub:
                     self._board.write(link, data)
 
     def _broadcast(self, message: Message, ranks: Collection[int]) -> None:
-        """To those that have joined, not left, and do not wait for the next epoch."""
+        """Send to all of these ranks that have joined, have not left, and do not wait for the next epoch."""
         data = encode(message, FROM_HUB_BYTES)
         for link in self._roster:
             if not link.left and not link.waits and (link.rank is None or link.rank in ranks):
@@ -881,7 +884,7 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """For messages: rank 3; ranks 2, 3; ranks 8 to 15."""
+    """The ranks as messages name them: rank 3; ranks 2, 3; ranks 8 to 15."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -894,16 +897,17 @@ def _field(message: Message, name: str, kind: type[_T]) -> _T:
     return value
 
 
-# -- the hub as a process of its own, under launchers that have none
+# -- the hub as a process of its own, under launchers that do not run one
 
 
 def spawn(
     listener: socket.socket, size: int, key: bytes, topo_timeout_s: float, named: bytes = UNKNOWN_JOB
 ) -> subprocess.Popen[bytes]:
-    """Rank 0: start a hub that serves the listener, ranks known, in a process that ends by itself when the job has.
+    """Rank 0: start a hub with known ranks that serves the listener. Its process ends by itself when the job has ended.
 
-    The key goes through a pipe, so that it stands neither in argv nor in the environment. Nobody has to wait for the
-    process: the next spawn reaps it. It has none of our streams: a launcher would wait for their end.
+    The key goes through a pipe, so that it is neither in argv nor in the environment. The caller need not wait for the
+    process: the next spawn reaps it. It inherits none of our standard streams, because a launcher would wait until they
+    are closed.
     """
     import fcntl
     import subprocess
@@ -911,7 +915,7 @@ def spawn(
     import msgpack
 
     class Detached(subprocess.Popen[bytes]):
-        """A child that may outlive us: dropping the object is no oversight."""
+        """A child that may outlive us, so that dropping the object must cause no ResourceWarning."""
 
         def __del__(self, *_: object) -> None:
             self.poll()
@@ -925,10 +929,10 @@ def spawn(
         stack.callback(os.close, writer)
         os.write(writer, key)  # 32 bytes: a pipe takes them at once
         passed = [listener.fileno(), reader]
-        with contextlib.suppress(OSError, AttributeError):  # a kernel or a Python without pidfds, or a sandbox
+        with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox offers no pidfds
             passed.append(os.pidfd_open(os.getpid()))
             stack.callback(os.close, passed[-1])
-        # If our standard streams are closed, these may have their numbers, which the child needs for its own.
+        # If our standard streams are closed, these may be fds 0 to 2, which the child needs for its own streams.
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)
@@ -940,17 +944,17 @@ def spawn(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=fds,
-            start_new_session=True,  # a signal to the ranks' group must not take away who explains it
+            start_new_session=True,  # a signal to the ranks' process group must not kill the hub
         )
     _spawned.append(process)
     return process
 
 
-_spawned: list[subprocess.Popen[bytes]] = []  # to be reaped
+_spawned: list[subprocess.Popen[bytes]] = []  # the next spawn() reaps those that have ended
 
 
 def main(fds: str, size: str, topo_timeout_s: str, version: str, named: str) -> None:
-    """The spawned process."""
+    """Run the hub in the spawned process."""
     listener_fd, key_fd, *starter = map(int, fds.split(","))
     with open(key_fd, "rb") as pipe:
         key = pipe.read(32)

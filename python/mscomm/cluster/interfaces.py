@@ -1,7 +1,7 @@
-"""Which of its addresses this host uses for a job: where it listens, and so where other hosts connect to it.
+"""Which of its addresses this host uses for a job: it listens there, and other hosts connect to it there.
 
-MSCOMM_SOCKET_IFNAME chooses, else NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, each in its own syntax. Without them it is
-the address by which this host reaches the scheduler; then nothing here looks at the interfaces.
+MSCOMM_SOCKET_IFNAME chooses the address; else NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, each in its own syntax. If none
+of them is set, it is the address from which this host reaches the scheduler, and the interfaces are not listed at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mscomm.errors import BackendUnavailable
 
 VARIABLES = ("MSCOMM_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _OURS, _NCCL, _GLOO = VARIABLES
-# Documentation networks (RFC 5737, RFC 3849): only the route to them is looked up.
+# Addresses reserved for documentation (RFC 5737, RFC 3849). We only look up the route to them and send nothing.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
@@ -37,10 +37,10 @@ class _Rule(NamedTuple):
 
 
 def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) -> str:
-    """Where this rank's data listener belongs: the chosen interface, else the address by which it reaches the hub.
+    """The address for this rank's data listener: the chosen interface's, else the one from which it reaches the hub.
 
-    Loopback if the hub is on loopback or at a unix socket: then all ranks are on this host, and only our own variable
-    can say otherwise. ValueError if a variable matches no interface.
+    It is loopback if the hub is on loopback or at a unix socket: then all ranks are on this host, and only
+    MSCOMM_SOCKET_IFNAME can choose another. ValueError if a variable matches no interface.
     """
     own = "127.0.0.1"
     if control.family in (socket.AF_INET, socket.AF_INET6):
@@ -51,9 +51,10 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 
 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
-    """This host's address for other hosts while there is no scheduler yet to which a route could be asked.
+    """This host's address for other hosts, before there is a scheduler whose route could tell it.
 
-    The chosen interface's; else the one from which packets for other networks leave; else that of the only interface.
+    It is the chosen interface's address; else the address from which packets for other networks leave; else the address
+    of the only interface that is not loopback.
     """
     chosen = _chosen(env, VARIABLES, "0.0.0.0")
     if chosen is not None:
@@ -78,15 +79,15 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
 
 
 def name_of(address: str) -> str | None:
-    """The interface that has the address; None if there is none, as behind a translating router."""
+    """The interface that has the address; None if no interface has it, for example behind NAT."""
     return next((one.name for one in interfaces() if one.address.partition("%")[0] == address.partition("%")[0]), None)
 
 
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
-    """The address that another host published, as this host dials it; ValueError if it is none.
+    """The address that another host published, as this host must dial it; ValueError if it is not an address.
 
-    The scope of a link-local address is the name of an interface here, not there: that of our own address, else of the
-    chosen interface, else of the only one.
+    The scope of a link-local address must be an interface of this host, not of the other one: it is taken from our own
+    address, else from the chosen interface, else from the only interface with a link-local address.
     """
     address = published.partition("%")[0]
     if not _ip(address).is_link_local or _ip(address).version == 4:
@@ -102,13 +103,13 @@ def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.envi
 
 
 def endpoint(host: str, port: int) -> str:
-    """For messages and URLs: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
+    """The endpoint as messages and URLs name it: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def interfaces() -> list[Interface]:
     """The addresses of the interfaces that are up, interface by interface."""
-    import psutil  # 12 ms: only for those who set a variable
+    import psutil  # imported here because it takes 12 ms, and most jobs do not need it
 
     states = psutil.net_if_stats()
     return [
@@ -121,13 +122,16 @@ def interfaces() -> list[Interface]:
 
 
 def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str | None:
-    """The address that the first of the variables that is set chooses; None if none is."""
+    """The address chosen by the first of the variables that is set; None if none of them is set."""
     matching = _matching(env, variables, own)
     return None if matching is None else _preferred(matching, own)
 
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
-    """What the first item of the variable that matches anything matches; ValueError if none does."""
+    """The interfaces that match the first item, of the first variable that is set, that matches any interface.
+
+    None if no variable is set; ValueError if no item matches.
+    """
     variable = next((name for name in variables if environment.read(name, env)), None)
     if variable is None:
         return None
@@ -135,7 +139,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # nothing but exclusions: all that is left will do
+    if len(excluding) == len(rules):  # only exclusions: any interface that is left will do
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]
@@ -147,10 +151,11 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
 
 
 def _rules(variable: str, text: str, names: set[str]) -> Iterable[_Rule]:
-    """The items of the list, in order.
+    """The items of the variable's list, in order.
 
-    Ours: a name, else the beginning of names, or a network, each possibly behind ^. NCCL's: beginnings of names, or
-    after one = whole names, all of them excluded after one ^ at the front. Gloo's: whole names.
+    MSCOMM_SOCKET_IFNAME: each item is a network, or the name of an interface, else a prefix of names; ^ before an item
+    excludes it. NCCL_SOCKET_IFNAME: each item is a prefix of names; one = before the list makes them whole names, and
+    one ^ at the very front excludes all of them. GLOO_SOCKET_IFNAME: each item is a whole name.
     """
     all_excluded, all_exact = False, variable == _GLOO
     if variable == _NCCL:
@@ -177,7 +182,7 @@ def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
 
 
 def _preferred(matching: list[Interface], own: str) -> str:
-    """Of the addresses that would do: our own, else one of its family, global before link-local."""
+    """The best of the matching addresses: our own; else a global one, if possible of our own address's family."""
     addresses = [interface.address for interface in matching]
     if own in addresses:
         return own

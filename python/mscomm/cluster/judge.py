@@ -1,6 +1,6 @@
-"""Which failure was the first: the rules of docs/design/0001-call.md, "What ends a call early", without any I/O.
+"""Decides which failure was the first, by the rules of docs/design/0001-call.md, "What ends a call early". No I/O.
 
-The hub tells the judge what each rank said and how it ended, with the time; the judge says when it has its one verdict.
+The hub tells the judge what each rank reported, how each rank ended, and when. The judge gives one verdict.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from mscomm.errors import KINDS
 
-BELIEVED_AFTER_S = 0.2  # a symptom counts after this long, if the rank that it names stays silent
-ANSWERS_WITHIN_S = 0.3  # how long a deadline's question "where are you" stays open
+BELIEVED_AFTER_S = 0.2  # a symptom becomes the verdict after this long, if the rank that it names stays silent
+ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # the same of a launcher that starts ranks again, and waits for the verdict itself
-ASKED_EVERY_S = 1.0  # at most: every rank whose call is stuck wants to compare
+RESTARTED_WITHIN_S = 0.1  # the same for a launcher that restarts ranks: it waits for the verdict before it does
+ASKED_EVERY_S = 1.0  # at most: otherwise every rank whose call is stuck would start a comparison
 _CALLS_KEPT = 16
 
 
 class Verdict(NamedTuple):
-    """The first cause, as every rank raises it."""
+    """The first cause of a failure; every rank raises it."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank is: its last call's number, whether it is still inside, and words for the user."""
+    """Where a rank is: the number of its last call, whether it is still inside that call, and a text for the user."""
 
     number: int
     inside: bool
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class _Symptom(NamedTuple):
-    """A rank says that another one is lost, or what a device's library says when one is."""
+    """A rank reports that other ranks are lost, or passes on what a device's library says in that case."""
 
     kind: str
     reporter: int
@@ -46,7 +46,10 @@ class _Symptom(NamedTuple):
 
 
 class Judge:
-    """Takes events, gives at most one verdict. `name(rank)`: for messages. `watched`: a launcher reports ends."""
+    """Takes events and gives at most one verdict.
+
+    `name(rank)`: what messages call the rank. `watched`: a launcher reports how processes end.
+    """
 
     def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
         self.verdict: Verdict | None = None
@@ -57,23 +60,23 @@ class Judge:
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
         self._spoke: set[int] = set()
         self._left: dict[int, int] = {}  # rank: number of its last call
-        self._destroyed: set[int] = set()  # of these, who left the group and not the job
+        self._destroyed: set[int] = set()  # the ranks in _left that left only the group, not the job
         self._ends: dict[int, str] = {}  # how the process ended, as the launcher saw it
-        self._gone: dict[int, tuple[str, float]] = {}  # lost, and since when; waiting for the launcher's reason
+        self._gone: dict[int, tuple[str, float]] = {}  # lost ranks: how, and until when to wait for the launcher
         self._symptoms: list[_Symptom] = []
         self._question: tuple[Verdict, int, float, set[int]] | None = (
-            None  # of whom, at which number, until, still to answer
+            None  # the timeout to explain, the call's number, until when to wait, the ranks that must still answer
         )
         self._places: dict[int, Place] = {}
-        self._asked_at: dict[int, float] = {}  # of the number that was asked for last
-        self._calls: dict[int, dict[int, str]] = {}  # by number: what ranks say that they called; the last ones
+        self._asked_at: dict[int, float] = {}  # by the call number that the ranks were asked about last
+        self._calls: dict[int, dict[int, str]] = {}  # the last call numbers: the call that each rank made
 
     # -- events
 
     def failed(
         self, rank: int, kind: str, ranks: Iterable[int], text: str, number: int, others: Iterable[int], now: float
     ) -> None:
-        """A rank reports an error; `others` are the ranks that could be asked where they are."""
+        """A rank reports an error. `others`: the ranks that can be asked where they are."""
         if self.verdict:
             return
         self._spoke.add(rank)
@@ -94,21 +97,21 @@ class Judge:
                 and self._watched
                 and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
             ):
-                self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))  # how did it end?
-            elif not self._gone.keys() - {rank}:  # else one was lost before, and how is about to be said
-                waiting_for = ranks if kind == "CollectiveTimeout" else ()  # of a message: its peer alone can be meant
+                self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))  # wait for how it ended
+            elif not self._gone.keys() - {rank}:  # else a rank was lost earlier, and look() will say how
+                waiting_for = ranks if kind == "CollectiveTimeout" else ()  # a message waits only for its peer
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank is stuck in a call that others may not have made: what did they call under that number?"""
+        """A rank is stuck in a call that others may not have made: ask what they called under that number."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
             self._ask(number)
         self.called(rank, number, call, now)
 
     def called(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank says what its call of that number was; "": it has not made it, or does not know it any more."""
+        """A rank says what its call of that number was; "" if it has not made that call or has forgotten it."""
         if not call or self.verdict:
             return
         calls = self._calls.setdefault(number, {})
@@ -123,7 +126,7 @@ class Judge:
         self.asking, self.asked = True, number
 
     def _mismatch(self, calls: Mapping[int, str]) -> Verdict:
-        """As csrc/comm/communicator.cc says it where the ranks see it themselves."""
+        """The same words as in csrc/comm/communicator.cc, for ranks that find the mismatch themselves."""
         by_call: dict[str, list[int]] = {}
         for rank in sorted(calls):
             by_call.setdefault(calls[rank], []).append(rank)
@@ -139,18 +142,18 @@ class Judge:
         return Verdict("Mismatch", tuple(rank for ranks in others for rank in ranks), (), text)
 
     def here(self, rank: int, place: Place, now: float) -> None:
-        """A rank answers where it is; the first answer counts, and the asker's own place is known."""
+        """A rank answers where it is. Its first answer counts; the rank whose call timed out need not answer."""
         if self._question and rank in self._question[3]:
             self._question[3].remove(rank)
             self._places[rank] = place
         self.look(now)
 
     def left(self, rank: int, number: int, now: float, destroyed: bool = False) -> None:
-        """A rank said bye, or destroyed the group alone."""
+        """A rank said bye, or, with `destroyed`, left only this group."""
         self._left[rank] = number
         if destroyed:
             self._destroyed.add(rank)
-            for symptom in self._symptoms:  # the end of its link came before its word
+            for symptom in self._symptoms:  # others saw its link end before the hub heard that it left
                 if rank in symptom.lost and not self.verdict:
                     text = self._how_they_left(symptom.lost, symptom.text)
                     self.verdict = Verdict("PeerLost", symptom.lost, (), text)
@@ -159,7 +162,7 @@ class Judge:
         self.look(now)
 
     def gone(self, rank: int, how: str, now: float) -> None:
-        """A rank's control link ended without bye. What it reported before it ended says more than its end."""
+        """A rank's control link ended without bye. If the rank reported a symptom before, that counts instead."""
         if not any(symptom.reporter == rank for symptom in self._symptoms):
             self._gone.setdefault(rank, (how, now + (self._reason_s if self._watched else 0.0)))
         if self._question:
@@ -169,7 +172,8 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        Alone, without the end of the link, it decides nothing; a bad end after bye is the first word of a failure.
+        This alone decides nothing before the link has ended. But a rank that fails after its bye has failed: that gives
+        the verdict at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
@@ -179,7 +183,7 @@ class Judge:
     # -- decisions
 
     def due(self) -> float | None:
-        """When to look again if nothing happens."""
+        """When to call look() again if nothing happens before; None: no need to."""
         if self.verdict:
             return None
         if self._question:
@@ -237,7 +241,7 @@ class Judge:
         for lost in ranks:
             if lost not in self._left:
                 continue
-            seen = f"{self._name(lost)} has left the job"  # by a rank, which is told no more
+            seen = f"{self._name(lost)} has left the job"  # what a rank reports: it knows no more
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)
             if words not in text:
@@ -245,7 +249,9 @@ class Judge:
         return text
 
     def _root(self) -> _Symptom:
-        """Follow "q lost r, r lost s" from the first symptom to a silent rank; in a circle the first counts."""
+        """Follow "q lost r, r lost s" from the first symptom to the one that names a silent rank. In a circle, the
+        first symptom counts.
+        """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
         seen = {symptom.reporter}
@@ -259,7 +265,7 @@ class Judge:
             seen.add(symptom.reporter)
 
     def _circular(self) -> bool:
-        """Each rank that a symptom names has spoken: nobody is left who could say more."""
+        """Whether every rank that a symptom names has reported itself, so that no rank is left that could say more."""
         return all(
             symptom.lost and all(rank in self._spoke for rank in symptom.lost) for symptom in self._symptoms
-        )  # NCCL knows that a rank is lost, and not which
+        )  # a symptom from NCCL names no rank: NCCL does not know which one is lost

@@ -1,7 +1,7 @@
-"""The links for a group's messages: one from each rank to each that it sends to, made when it first does.
+"""The links for a group's messages: one from a rank to each peer that it sends to, made at the first message.
 
-The sender listens, and asks the other rank through the hub to connect. That rank's program need not be in any call: its
-control thread hears of it, and a thread of its own connects.
+The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in any call:
+its control thread gets the request, and starts a thread that connects.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import LETTERS
 from mscomm.errors import CollectiveTimeout, Error, make
 
-_ANSWER_S = 30.0  # the sender waits for the connection already
+_ANSWER_S = 30.0  # for the receiver to connect; the sender is waiting already
 
 
 class Letters:
-    """Of one group in one epoch. group: its id for the hub."""
+    """The message links of one group in one epoch. group: the group's id for the hub."""
 
     def __init__(self, job: Job, core: _core.Group, group: str, ranks: list[int]) -> None:
         self._job = job
@@ -27,10 +27,10 @@ class Letters:
         self._group = group
         self._ranks = ranks
         self._dialling = [threading.Lock() for _ in ranks]  # one link to a peer is made at a time
-        self.linked = {ranks.index(job.rank)}  # to whom there is a link; a message to oneself needs none
+        self.linked = {ranks.index(job.rank)}  # peers that have a link; a message to oneself needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
-        """Make the link to that rank of the group, unless it is there. If that fails the group is broken."""
+        """Make the link to that rank of the group, unless there is one. A failure breaks the group."""
         core, rank = self._core, self._ranks[peer]
         try:
             while not self._dialling[peer].acquire(timeout=min(deadline.left(), 0.1)):
@@ -45,7 +45,7 @@ class Letters:
             finally:
                 self._dialling[peer].release()
         except Error as symptom:
-            if core.failure() is not None:  # another thread's; it has told the others
+            if core.failure() is not None:  # another thread's, which has told the other ranks
                 raise
             error = make(type(symptom).__name__, f"{self._me}: {what}: {symptom}", symptom.ranks, symptom.waiting_for)
             self._break(error)
@@ -55,13 +55,13 @@ class Letters:
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
-        """That rank of the job wants to send to this one. Returns at once."""
+        """That rank of the job wants to send to this rank. Returns at once."""
         peer = self._ranks.index(rank)
-        # Before the member's thread hears anything more: the rank may say bye as soon as its message is out.
+        # Do this before the member's thread reads on: the sender may say bye as soon as it has sent its message.
         self._core.expect_incoming(peer)
         try:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
-        except RuntimeError as error:  # no room for it; or this process ends, and Python starts no threads any more
+        except RuntimeError as error:  # no memory for a thread, or the interpreter is shutting down
             symptom = self._no_link(rank, error)
             assert self._job.member is not None
             self._job.member.report(type(symptom).__name__, str(symptom), symptom.ranks, self._group)
@@ -73,7 +73,7 @@ class Letters:
             self._core.add_incoming(peer, fd)
         except RuntimeError as error:  # Error is one
             symptom = self._no_link(rank, error)
-            if self._core.failure() is not None and self._job.member is not None:  # else this rank has left the group
+            if self._core.failure() is not None and self._job.member is not None:  # else we left the group
                 self._job.member.settle(self._group, symptom, -1)
 
     def _no_link(self, rank: int, error: RuntimeError) -> Error:

@@ -1,7 +1,7 @@
-"""Ranks that exchange facts among themselves: who waits for whom, and when all have come. No I/O.
+"""Meetings, in which ranks exchange facts: which ranks wait for which, and when all have come. No I/O.
 
-A meeting has a key, which all its ranks use, and a name for people. It ends for all of them at once: with the facts of
-all, or with the reason why it cannot take place.
+A meeting has a key, which all its ranks use, and a name for messages to people. It ends for all its ranks at once:
+either with the facts of all, or with the reason why it cannot take place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 
 def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
-    """The meeting cannot take place. ranks: because of whom."""
+    """The answer that the meeting cannot take place. ranks: those that caused this."""
     return Answer(to, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": list(ranks)})
 
 
@@ -28,10 +28,10 @@ class _Meeting:
     def __init__(self, name: str, ranks: list[int], survivors: bool) -> None:
         self.name = name
         self.ranks = ranks
-        self.survivors = survivors  # those that are lost are not waited for
+        self.survivors = survivors  # the meeting does not wait for lost ranks
         self.facts: dict[int, Message] = {}
-        self.refused: tuple[str, int] | None = None  # why it cannot take place, and because of whom
-        self.told: set[int] = set()  # who knows that; the others hear it when they come
+        self.refused: tuple[str, int] | None = None  # why it cannot take place, and the rank that caused this
+        self.told: set[int] = set()  # ranks that know of the refusal; the others hear it when they come
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -43,7 +43,10 @@ class _Meeting:
 
 
 class Meetings:
-    """`gone(rank)`: why the rank can come to nothing any more, or None. `name(rank)`: for messages."""
+    """All open meetings of a job.
+
+    `gone(rank)`: why the rank can come to no meeting any more, or None. `name(rank)`: what messages call it.
+    """
 
     def __init__(self, gone: Callable[[int], str | None], name: Callable[[int], str]) -> None:
         self._gone = gone
@@ -53,7 +56,7 @@ class Meetings:
     def come(
         self, rank: int, key: str, name: str, ranks: list[int], facts: Message, survivors: bool
     ) -> Iterable[Answer]:
-        """A rank has come."""
+        """A rank comes to the meeting. survivors: the meeting does not wait for lost ranks."""
         meeting = self._open.get(key)
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
             why, culprit = meeting.refused
@@ -81,17 +84,17 @@ class Meetings:
         return self._look(key)
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
-        """A rank has waited long enough: then it is over for all."""
+        """A rank's wait has timed out: the meeting is over for all its ranks."""
         meeting = self._open.get(key)
         if meeting is None or rank not in meeting.facts:
-            return []  # it was over already
+            return []  # the meeting was over already
         missing = meeting.missing
         names = ", ".join(map(self._name, missing))
         why = f"{meeting.name}: {self._name(rank)} waited {seconds:g} s for {names}"
         return self._cancel(key, "CollectiveTimeout", why, missing)
 
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
-        """A rank gives up, perhaps before it came: the others hear why, each when it comes."""
+        """A rank gives up, perhaps before it came: each of the others hears why, now or when it comes."""
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
         answer = unmet(meeting.here, key, "Aborted", why, [rank])
@@ -101,11 +104,11 @@ class Meetings:
         return [answer]
 
     def look(self) -> Iterable[Answer]:
-        """After a rank was lost."""
+        """Look at all meetings again after a rank was lost."""
         return [answer for key in list(self._open) for answer in self._look(key)]
 
     def clear(self, kind: str, why: str, ranks: Iterable[int] = ()) -> Iterable[Answer]:
-        """End all of them."""
+        """End all meetings."""
         return [answer for key in list(self._open) for answer in self._cancel(key, kind, why, ranks)]
 
     @staticmethod
@@ -118,7 +121,7 @@ class Meetings:
         if lost and not meeting.survivors:
             return self._cancel(key, "PeerLost", f"{meeting.name}: {'; '.join(lost.values())}", list(lost))
         for rank in lost:
-            meeting.facts.pop(rank, None)  # it came, and was lost before the others did
+            meeting.facts.pop(rank, None)  # it came, and was lost before the others came
         if any(rank not in lost for rank in meeting.missing):
             return []
         del self._open[key]

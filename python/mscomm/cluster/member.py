@@ -1,6 +1,6 @@
 """One rank's end of its control link: it joins the job, meets other ranks, reports failures, and hears of theirs.
 
-A daemon thread reads the link from join() on. It calls what `Communicator` names and nothing else.
+A daemon thread reads the link from join() on. It calls back only the methods of `Communicator` and `dialled`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
-SETTLE_S = 2.0  # how long a rank that failed waits for the first cause
+SETTLE_S = 2.0  # how long a rank that failed waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # of groups in one bye; without a number the hub takes a rank for behind
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # of a host, or of the way to it
+_NUMBERS = 500  # at most so many groups in one bye; for the others the hub takes the rank to be behind
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # host or network down
 
-# kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that saw it (-1: no call)
+# kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that failed (-1: no call)
 Failure = tuple[str, str, list[int], list[int], bool, int]
 
 
@@ -53,7 +53,7 @@ class Communicator(Protocol):
 
 
 class Welcome(NamedTuple):
-    """What a rank learns when all have joined; `facts` by rank."""
+    """What a rank learns when all ranks have joined. facts: indexed by rank."""
 
     rank: int
     size: int
@@ -64,14 +64,17 @@ class Welcome(NamedTuple):
 
 
 class Met(NamedTuple):
-    """The ranks that met, and what each of them said, in their order."""
+    """The ranks that met, and the facts of each, in the same order."""
 
     ranks: list[int]
     facts: list[dict[str, Any]]
 
 
 class Member:
-    """A rank as the hub knows it. `hub`: what messages call the other end. No rank, no node_id: the hub decides."""
+    """A rank's membership in the job.
+
+    `hub`: what messages call the other end. Without `rank` and `node_id`, the hub assigns the rank.
+    """
 
     def __init__(
         self,
@@ -87,25 +90,25 @@ class Member:
         self._rank = rank
         self._node_id = node_id
         self._hub = hub
-        self._hub_address = ""  # where it is on another host
+        self._hub_address = ""  # the hub's address if it is on another host
         # Guards what the reading thread learns; waiters sleep on it. Never held while a communicator is called.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
-        self._early: dict[str, list[tuple[int, Any]]] = {}  # calls for groups that are not attached yet
-        self._told: set[str] = set()  # groups whose failure the hub has heard from us
+        self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
+        self._told: set[str] = set()  # groups whose failure we have reported to the hub
         self._welcome: Welcome | None = None
-        self._go = -1  # the epoch in which all are ready
+        self._go = -1  # the last epoch in which all ranks are ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
-        self._failure: Error | None = None  # of the whole link: why we were refused, or that the hub is gone
-        self._verdicts: dict[str, Error] = {}  # by group; "": for all of this epoch, also those that come
+        self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
+        self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
         self._ended: str | None = None  # why the link is over
         self._departed: list[int] = []
-        self._closed: dict[str, list[int]] = {}  # by group that is being founded: who has destroyed it already
+        self._closed: dict[str, list[int]] = {}  # by group that is being founded: the ranks that destroyed it already
         self._leaving = False
         self._forked = False
-        # Written by the core when a call that nobody waits for has failed.
+        # The core writes to it when a call has failed that nobody waits for, and when there is a notice.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -113,7 +116,7 @@ class Member:
     # -- the way in
 
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Register with the hub and wait until all ranks have. Raises the verdict, or why the hub refuses us."""
+        """Register with the hub and wait until all ranks have. Raises the verdict, or the hub's reason to refuse us."""
         self._hub_address = _address(self._frames.sock.getpeername())
         known = {**self._known(), **facts}
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
@@ -131,7 +134,7 @@ class Member:
         assert self._welcome
         now = self._welcome.epoch
         self._rejoins += 1
-        key = f"rejoin {self._rejoins}"  # an answer that comes too late is none to the next question
+        key = f"rejoin {self._rejoins}"  # a new key each time: a late answer must not count for the next rejoin
 
         def answered() -> bool:
             return key in self._met or (self._welcome is not None and self._welcome.epoch > now)
@@ -140,12 +143,12 @@ class Member:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
-            # The hub knows who is not there, unless the last one comes at this moment.
+            # The hub knows which ranks are missing, unless the last one comes at this moment.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
         except Error:
             raise  # the link is over
-        except BaseException:  # of a signal's handler: this rank does not wait any more
+        except BaseException:  # raised by a signal handler: this rank stops waiting
             with contextlib.suppress(Error):  # the link is over too
                 self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
@@ -156,7 +159,7 @@ class Member:
         return self._welcome
 
     def ready(self, deadline: Deadline) -> None:
-        """Say that this rank is set up, and wait until all are."""
+        """Tell the hub that this rank is set up, and wait until all ranks are."""
         assert self._welcome
         epoch = self._welcome.epoch
         self._say({"t": "ready", "epoch": epoch}, deadline)
@@ -175,10 +178,10 @@ class Member:
         founds: bool = False,
         survivors: bool = False,
     ) -> Met:
-        """Wait until all these ranks have said the same key, and exchange facts. name: what messages call it.
+        """Wait until all these ranks have sent the same key, and exchange facts. name: what messages call the meeting.
 
-        founds: a group, of which key is the id. survivors: those that are lost are not waited for.
-        Mismatch if the ranks name each other in different lists; PeerLost if one is lost; Aborted if one gives up;
+        founds: the meeting founds a group, and key is the group's id. survivors: do not wait for lost ranks.
+        Raises Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
         CollectiveTimeout.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
@@ -189,12 +192,12 @@ class Member:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name)
         except CollectiveTimeout:
-            # The hub knows who did not come, unless the last one comes at this moment.
+            # The hub knows which ranks did not come, unless the last one comes at this moment.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
         except Error:
             raise  # the link is over
-        except BaseException as error:  # of a signal's handler
+        except BaseException as error:  # raised by a signal handler
             self.refuse(key, name, ranks, error)
             raise
         with self._news:
@@ -204,7 +207,7 @@ class Member:
         return met
 
     def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
-        """Tell the others that this rank gives the meeting up, or does not come to it, and why."""
+        """Tell the other ranks that this rank gives up the meeting, or will not come to it, and why."""
         assert self._welcome
         words = "".join(traceback.format_exception_only(error)).strip()
         why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
@@ -214,19 +217,19 @@ class Member:
             self._met.pop(key, None)
 
     def check(self, group: str) -> None:
-        """Raise what has gone wrong with the group so far, if anything has: for waits before attach()."""
+        """Raise the failure of the group, if there is one. For waits before attach()."""
         with self._news:
             failure = self._verdict(group) or self._failure
         if failure:
             raise _again(failure)
 
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
-        """From now on tell the communicator; what came before is told now.
+        """From now on pass the group's events to the communicator; events that came earlier are passed on now.
 
-        dialled(rank, address): that rank asks for a connection; it must return at once too.
+        dialled(rank, address) is called when that rank asks us to connect to the address; it must return at once too.
         """
         with self._news:
-            self._told.discard(group)  # of an attempt to found it
+            self._told.discard(group)  # an earlier attempt to found the group may have failed
             self._communicators[group] = communicator
             self._dialled[group] = dialled
             early = self._early.pop(group, [])
@@ -240,7 +243,7 @@ class Member:
             dialled(rank, address)
 
     def detach(self, group: str) -> None:
-        """The group is no more, on this rank."""
+        """This rank has destroyed the group."""
         with self._news:
             communicator = self._communicators.pop(group, None)
             for table in (self._dialled, self._early, self._verdicts):
@@ -256,15 +259,17 @@ class Member:
         self._say({"t": "dial", "group": group, "to": rank, "address": address}, deadline)
 
     def address(self) -> str:
-        """Where this rank listens for those of other hosts: interfaces.listen_address."""
+        """The address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
         return listen_address(self._frames.sock)
 
     # -- failures
 
     def settle(self, group: str, symptom: Error, number: int) -> Error:
-        """Report an error of the group's call `number`; returns what to raise: the first failure, caused by this one.
+        """Report an error of the group's call `number`; return the error to raise: the verdict, with this error as its
+        cause.
 
-        Waits at most 2 s. If the hub is gone or silent the symptom itself is the best that is known.
+        Waits at most 2 s, or up to node_timeout_s() + 1 s longer if the hub's host is silent. Returns the symptom
+        itself if there is no verdict by then.
         """
         if self._forked:
             return symptom
@@ -275,7 +280,7 @@ class Member:
         with self._news:
             self._news.wait_for(lambda: self._settled(group), deadline.left())
             if not self._settled(group) and self._hub_is_silent():
-                # Its host is away, as the link finds out soon: that says more than what a neighbour's end looks like.
+                # The hub's host is down, which the link will report soon. That explains more than our symptom.
                 self._news.wait_for(lambda: self._settled(group), node_timeout_s() + 1)
             verdict = self._verdict(group)
             if verdict is None and isinstance(self._failure, PeerLost):
@@ -288,11 +293,11 @@ class Member:
         return error
 
     def report(self, kind: str, text: str, ranks: Sequence[int], group: str = "") -> None:
-        """Tell the hub of a failure outside calls: abort(), an uncaught exception. It is sent when this returns.
+        """Tell the hub of a failure outside calls: abort(), an uncaught exception. The frame is sent when this returns.
 
-        group: "" for all groups of this rank's job.
+        group: "" for all groups of the job.
         """
-        if not group:  # it counts here before the hub has said so
+        if not group:  # it counts on this rank at once, before the hub's verdict
             with self._news:
                 self._verdicts.setdefault("", make(kind, text, ranks))
         self._tell(group, kind, text, ranks, -1, Deadline(SETTLE_S))
@@ -307,7 +312,7 @@ class Member:
         words = {"kind": kind, "ranks": list(ranks), "text": text[:16000], "number": number, "call": call}
         try:
             self._frames.send({"t": "failed", "group": group, **words}, deadline)
-        except OSError as error:  # the reading thread sees the end of the link too, and says so to the communicators
+        except OSError as error:  # the reading thread sees the end of the link too, and tells the communicators
             with self._news:
                 self._ended = self._ended or str(error)
 
@@ -326,7 +331,8 @@ class Member:
             if self._ended is None:
                 self._frames.send({"t": "bye", "number": number, "numbers": numbers}, deadline)
                 self._frames.sock.shutdown(socket.SHUT_WR)
-                # The hub closes when it has read all of it; to close first, with news unread, could throw the bye away.
+                # Wait for the hub to close first. If we closed with unread data in our socket, the kernel could reset
+                # the connection, and the bye could be lost.
                 with self._news:
                     self._news.wait_for(lambda: self._ended is not None, deadline.left())
         except OSError as error:
@@ -335,7 +341,7 @@ class Member:
             self.close()
 
     def close(self) -> None:
-        """End the link without a word: to the hub this rank is lost, unless it said bye before."""
+        """Close the link without a message. The hub takes this rank for lost, unless it has said bye."""
         with contextlib.suppress(OSError):  # the other end closed first
             self._frames.sock.shutdown(
                 socket.SHUT_RDWR
@@ -366,12 +372,12 @@ class Member:
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
-        except BaseException as error:  # none that we know of; without this thread nobody would watch the job
+        except BaseException as error:  # not expected; without this thread nobody would watch the job
             self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
             raise
 
     def _look_at_news(self) -> None:
-        """Of the groups: notices for the user, and failures of calls that perhaps nobody waits for yet."""
+        """Pass on the news of the groups: notices for the user, stuck calls, and failed calls that nobody waits for."""
         try:
             os.eventfd_read(self.news_fd)
         except BlockingIOError:
@@ -393,7 +399,7 @@ class Member:
             failure = communicator.failure()
             if failure and not failure[4]:
                 kind, text, ranks, waiting_for, _, number = failure
-                ranks = ranks or (waiting_for if number < 0 else [])  # as settle()
+                ranks = ranks or (waiting_for if number < 0 else [])  # as in settle()
                 self._tell(group, kind, text, ranks, number, Deadline(SETTLE_S))
 
     def _hear(self, message: Message) -> None:
@@ -440,7 +446,7 @@ class Member:
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
             self._frames.send({"t": "here", "group": message["group"], **place, **called}, Deadline(SETTLE_S))
         elif kind == "left":
-            group, rank = message["group"], message["rank"]  # "": it has left the job
+            group, rank = message["group"], message["rank"]  # group "": the rank has left the job
             with self._news:
                 (self._closed.get(group, []) if group else self._departed).append(rank)
                 communicators = [one for name, one in self._communicators.items() if group in ("", name)]
@@ -455,12 +461,15 @@ class Member:
                 dialled(message["from"], message["address"])
 
     def _beside_the_hub(self) -> list[int]:
-        """The ranks of the hub's host, as far as this rank, of another host, can know."""
+        """The ranks on the hub's host, as far as this rank, on another host, can know."""
         facts = self._welcome.facts if self._welcome and self._hub_address else []
         return [rank for rank, fact in enumerate(facts) if fact.get("link") in ("", self._hub_address)]
 
     def _end(self, why: str, lost: Sequence[int] = ()) -> None:
-        """The link is over. Unless we left, nobody watches this job any more. lost: ranks whose host is silent."""
+        """The link has ended. Unless we said bye, this is a failure: nobody watches the job any more.
+
+        lost: ranks whose host is silent.
+        """
         with self._news:
             self._ended = self._ended or why
             unexpected = not self._leaving
@@ -494,11 +503,11 @@ class Member:
             ) from error
         except OSError as error:
             if self._reader.is_alive():
-                self._reader.join(deadline.within(SETTLE_S).left())  # it reads what the hub said last
+                self._reader.join(deadline.within(SETTLE_S).left())  # it first reads the hub's last messages
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
     def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:
-        """Until met; the failure of the link, or of the group, ends the wait."""
+        """Wait until met() is true. A failure of the link or of the group ends the wait with an error."""
 
         def verdict() -> Error | None:
             return None if group is None else self._verdict(group)
@@ -506,17 +515,17 @@ class Member:
         with self._news:
             while not (met() or self._failure or verdict()) and not deadline.passed:
                 self._news.wait(deadline.left())
-            failure = verdict() or self._failure  # what the hub said, before that it is gone
+            failure = verdict() or self._failure  # prefer the verdict to "the hub is gone"
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
 
     def _settled(self, group: str) -> bool:
-        """Whether nothing more can be learnt of the group's first cause."""
+        """Whether there is nothing more to learn about the group's first failure."""
         over = self._ended is not None and (self._leaving or self._reader is threading.current_thread())
         return over or self._verdict(group) is not None or self._failure is not None
 
     def _hub_is_silent(self) -> bool:
-        """Whether the hub's host has not even acknowledged what was sent."""
+        """Whether data that we sent is still unacknowledged by the hub's host."""
         if self._frames.sock.family == socket.AF_UNIX:
             return False
         try:
@@ -528,7 +537,10 @@ class Member:
         return self._verdicts.get(group) or self._verdicts.get("")
 
     def _disown(self) -> None:
-        """In a forked child: the rank is the parent. No locks here, another thread may have held them."""
+        """Stop being the rank in a forked child: the parent is the rank.
+
+        Take no locks here: another thread of the parent may have held them at the fork.
+        """
         self._forked = True
         self._frames.close()
         fd, self.news_fd = self.news_fd, -1
@@ -537,7 +549,7 @@ class Member:
 
 
 def _address(name: Any) -> str:
-    """The host part of a socket's name; "" where both ends are on one host."""
+    """The host part of a socket's name; "" if both ends are on one host."""
     host = str(name[0]) if isinstance(name, tuple) else ""
     return "" if host == "::1" or host.startswith("127.") else host
 

@@ -1,4 +1,4 @@
-"""Who gets which rank, who shares a host, and whether all agree: pure functions of what ranks say of themselves."""
+"""Pure functions of what ranks say about themselves: which rank each gets, which share a host, whether all agree."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Facts = Mapping[str, Any]
 
 
 class Arrival(NamedTuple):
-    """A worker as it registered: the id that its user gave it (MS_NODE_ID), or None, and its host."""
+    """What a worker registers with: the id that its user gave it (MS_NODE_ID), or None, and its host."""
 
     node_id: str | None
     host: str
 
 
 def assign_ranks(members: Sequence[Arrival]) -> list[int]:
-    """The rank of each member, given in the order of registration.
+    """The rank of each member; the members come in the order of registration.
 
-    If every id is a decimal number it is the rank. Otherwise the members of one host are neighbours, hosts in the order
-    of their first registration, and inside a host those with an id come first, by id (worker_2 before worker_10), the
-    others as they came.
+    If every id is a decimal number, the id is the rank. Otherwise the members of one host get consecutive ranks. Hosts
+    are in the order of their first registration. Inside a host, members with an id come first, sorted by id (worker_2
+    before worker_10); the others follow in the order of registration.
     """
     size = len(members)
     if all(member.node_id is not None and is_number(member.node_id) for member in members):
@@ -58,17 +58,17 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
 
 
 def hosts(facts: Sequence[Facts]) -> list[int]:
-    """The index of each rank's host: equal "host" facts are one host, and hosts are numbered by their lowest rank."""
+    """The index of each rank's host. Ranks with equal "host" facts share a host; hosts are in order of lowest rank."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(fact["host"], len(numbers)) for fact in facts]
 
 
 def world_id(epoch: int) -> str:
-    """What control messages call the group of all ranks; the ids of other groups begin with their epoch too."""
+    """What control frames call the group of all ranks; the ids of other groups begin with their epoch too."""
     return f"{epoch}:world"
 
 
-# What must be equal on every rank, and how a user sets it.
+# The facts that must be equal on every rank, and the advice for a user whose ranks differ.
 SHARED_FACTS = {
     "version": "install the same mscomm everywhere",
     "size": "start every rank with the same number of ranks",
@@ -78,7 +78,7 @@ SHARED_FACTS = {
 
 
 def agree(facts: Sequence[Facts], names: Iterable[str] = tuple(SHARED_FACTS)) -> None:
-    """Mismatch naming the ranks that differ from rank 0 in a fact that all must share."""
+    """Raise a Mismatch that names the ranks that differ from rank 0 in a fact that all must share."""
     for name in names:
         expected = facts[0].get(name)
         differing = [rank for rank, fact in enumerate(facts) if fact.get(name) != expected]

@@ -1,4 +1,4 @@
-"""Who has joined a job: whom to admit, which rank each gets, what to call them, and who is missing. No I/O."""
+"""The members of a job: whom to admit, which rank each gets, what messages call them, and who is missing. No I/O."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Link(Line):
         super().__init__(sock)
         self.adopted = adopted  # inherited from the launcher, not accepted from a listener
         self.rank = rank  # None: the hub will give it one
-        self.seat = -1  # its place in the order of joining
-        self.since = 0.0  # when it joined
+        self.seat = -1  # its place in the order of joining; -1: it has not joined
+        self.since = 0.0  # when it joined, in time.monotonic() seconds
         self.left = False
-        self.welcomed = False  # it takes part in an epoch, or did
-        self.waits = False  # for the next epoch, and takes part in nothing of this one
-        self.rejoin_key = ""  # what it calls the answer
+        self.welcomed = False  # it has taken part in an epoch
+        self.waits = False  # it waits for the next epoch, and takes no part in this one any more
+        self.rejoin_key = ""  # the key under which it expects the answer
         self.node_id: str | None = None
         self.facts: Message = {}
 
@@ -43,7 +43,7 @@ class Link(Line):
 
 
 class Roster:
-    """The members of a job of `size`, also those that have ended, in the order of joining."""
+    """The members of a job of `size` ranks in the order of joining, including those that have ended."""
 
     def __init__(self, size: int, ranks_known: bool) -> None:
         self.size = size
@@ -74,13 +74,13 @@ class Roster:
         return refusal
 
     def _holder(self, link: Link, rank: Any) -> Link | None:
-        """Who has the rank, or the id, that the newcomer says it has."""
+        """The member that already has the rank, or the id, that the newcomer claims."""
         if self._ranks_known:
             return next((other for other in self._members if other.rank == rank), None)
         return next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
 
     def gone(self, rank: int) -> str | None:
-        """Why the rank takes part in nothing any more; None: it does, or may still come."""
+        """Why the rank takes no part in this epoch any more; None if it does, or may still come."""
         link = self.at(rank)
         if link is None or (link.open and not link.left and not link.waits):
             return None
@@ -93,7 +93,7 @@ class Roster:
         return next((link for link in self._members if link.number == number), None)
 
     def forget(self, link: Link) -> None:
-        """It ended before the job began, and may come again."""
+        """Remove a member that ended before the job began; it may come again."""
         self._members.remove(link)
         for seat, member in enumerate(self._members):
             member.seat = seat
@@ -129,14 +129,14 @@ class Roster:
         return None
 
     def assign(self) -> None:
-        """Give every member its rank, once all are there; ValueError if their ids do not make a job."""
+        """Give every member its rank, once all have joined; ValueError if their ids do not fit together."""
         if any(link.rank is None for link in self._members):
             arrivals = [Arrival(link.node_id, str(link.facts.get("host"))) for link in self._members]
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
                 link.rank = rank
 
     def facts(self) -> list[Message]:
-        """By rank."""
+        """The facts of all members, in the order of their ranks."""
         return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
 
     def name(self, number: int) -> str:
@@ -144,7 +144,7 @@ class Roster:
         return str(self.at(number) or f"rank {number}")
 
     def too_few(self, timeout_s: float) -> str:
-        """Who did not come in time."""
+        """The message that says which members did not join in time."""
         came = len(self._members)
         text = f"only {came} of {self.size} {self.plural} joined within {timeout_s:g} s (MS_TOPO_TIMEOUT)"
         if self._ranks_known:

@@ -1,4 +1,4 @@
-"""The job's key: 32 bytes that every rank knows and nobody else. It is never in argv, environment, or on TCP."""
+"""The job's key: 32 bytes that only the ranks of the job know. It is never in argv, in the environment, or on TCP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> tuple[bytes, KeyFile | None]:
-    """The scheduler's key for the numeric address, and the key file that it wrote and has to remove at the end."""
+    """The scheduler's key for the numeric address, and the key file that the caller must remove at the end, if any."""
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path), None
     if is_loopback(host):
@@ -39,7 +39,10 @@ def scheduler_key(env: Mapping[str, str], host: str, port: int, permit_plain: bo
 
 
 def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool) -> bytes:
-    """A worker's key for the scheduler at the numeric address. Call it after connecting: then the file is there."""
+    """A worker's key for the scheduler at the numeric address.
+
+    Call it after connecting: the scheduler writes its key file before it listens.
+    """
     if path := environment.read("MSCOMM_JOB_KEY_FILE", env):
         return read_key(path)
     if is_loopback(host):
@@ -50,7 +53,10 @@ def worker_key(env: Mapping[str, str], host: str, port: int, permit_plain: bool)
 
 
 def read_key(path: str, origin: str = "") -> bytes:
-    """The key in a file of 32 bytes or more, or 64 hex digits, that only we can read; else AuthenticationError."""
+    """The key in the file, which must hold 64 hex digits or at least 32 bytes, and which only our user may read.
+
+    Raises AuthenticationError for any other file.
+    """
 
     def refuse(what: str, advice: str) -> AuthenticationError:
         return AuthenticationError(f"key file {path}: {what}; {advice}{f' ({origin})' if origin else ''}")
@@ -87,7 +93,7 @@ def read_key(path: str, origin: str = "") -> bytes:
 
 
 def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
-    """A key that everybody can compute, for those who said that they want none."""
+    """A key that everybody can compute, for a job whose user has allowed a job without a key."""
     if not permit_plain:
         raise AuthenticationError(
             f"{host}:{port} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
@@ -99,12 +105,12 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
         f"this job has no key: anybody who can reach {host}:{port} can join it. "
         "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
     )
-    # Not from the host: its name and its addresses may differ between the scheduler and the workers.
+    # The host is no part of it: the scheduler and the workers may know it by different names or addresses.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 
 
 def derived_key(key: bytes, job: str) -> bytes:
-    """The key of one of several jobs that have the same key file: a rank of another job is a stranger."""
+    """The key of one of several jobs that share a key file: each job rejects the ranks of the others."""
     return hmac.new(key, b"mscomm job " + job.encode(), hashlib.sha256).digest()
 
 
@@ -112,8 +118,8 @@ def derived_key(key: bytes, job: str) -> bytes:
 
 
 def key_path(name: str) -> str:
-    """Where the processes of one user on one host look for the key of that name."""
-    import tempfile  # slow to import, and the hub's small process never comes here
+    """The path at which all processes of one user on one host look for the key of that name."""
+    import tempfile  # imported here because it is slow to import, and the spawned hub never needs it
 
     return os.path.join(tempfile.gettempdir(), f"mscomm-{os.getuid()}", f"{name}.key")
 
@@ -123,7 +129,7 @@ def _sched_name(host: str, port: int) -> str:
 
 
 class KeyFile:
-    """A new key in a file that only our user can read, in a folder that only our user can enter."""
+    """A new key, in a file that only our user can read, in a folder that only our user can enter."""
 
     def __init__(self, path: str) -> None:
         self.key = new_key()
@@ -140,17 +146,17 @@ class KeyFile:
             raise
 
     def remove(self) -> None:
-        """Take the file away, unless a later scheduler has put its own there."""
+        """Remove the file, unless a later scheduler has replaced it with its own."""
         try:
             if read_key(self.path) == self.key:
                 os.unlink(self.path)
         except (AuthenticationError, FileNotFoundError):
-            return  # somebody tidied up already: nothing of ours is left to remove
+            return  # the file was removed already, or is not a key file of ours any more
 
 
 def _private_folder(path: str) -> None:
-    """Make the folder, or check that the one that is there is a folder, ours, and closed to others."""
-    with contextlib.suppress(FileExistsError):  # checked below, like a new one
+    """Make the folder, or check that the existing one is a folder of our user that others cannot enter."""
+    with contextlib.suppress(FileExistsError):  # the checks below are for an existing folder too
         os.mkdir(path, 0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):

@@ -1,4 +1,6 @@
-"""Many control links in one selector loop: whole messages in, bounded queues out, and nobody who can make it wait."""
+"""Many control links in one selector loop. It reads whole messages, queues what it sends up to a bound, and never waits
+for any one peer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Generic, TypeVar
 from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Message, Parser
 from mscomm.errors import Error
 
-_UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a member that leaves more than this unread is cut off
+_UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a link with more than this unsent is closed: its other end does not read
 
 
 class Line:
@@ -29,7 +31,10 @@ L = TypeVar("L", bound=Line)
 
 
 class Switchboard(Generic[L]):
-    """Calls `message(line, message)` for what comes in, and `ended(line, how)` once; how is "" for a plain end."""
+    """Calls `message(line, message)` for each message, and `ended(line, how)` once when a line ends.
+
+    `how` is "" if the other end closed the line or ended.
+    """
 
     def __init__(
         self, selector: selectors.BaseSelector, message: Callable[[L, Message], None], ended: Callable[[L, str], None]
@@ -45,7 +50,7 @@ class Switchboard(Generic[L]):
         return line
 
     def write(self, line: L, data: bytes) -> None:
-        """Send what the socket takes now and keep the rest for later; a line that is over takes nothing."""
+        """Send what the socket takes now and keep the rest for later. Does nothing if the line has ended."""
         if not line.open:
             return
         line.unsent.append(memoryview(data))
@@ -54,7 +59,7 @@ class Switchboard(Generic[L]):
             self.end(line, "does not read its control link")
 
     def drain(self, line: L) -> None:
-        """Take in all that the other end has sent so far."""
+        """Read and handle everything that the other end has sent so far."""
         while line.open and self._read(line):
             continue
 
@@ -64,7 +69,7 @@ class Switchboard(Generic[L]):
             self._ended(line, how)
 
     def drop(self, line: L) -> None:
-        """Close the line without a word to anybody."""
+        """Close the line without calling `ended`."""
         line.open = False
         self.lines.remove(line)
         self._selector.unregister(line.sock)
@@ -77,12 +82,12 @@ class Switchboard(Generic[L]):
             self._read(line)
 
     def _read(self, line: L) -> bool:
-        """Act on what is there; False when there was nothing, or the line is over."""
+        """Read once and handle the messages. Returns False if there was nothing to read or the line has ended."""
         try:
             received = line.sock.recv(64 << 10)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it ended before it had read everything
+        except ConnectionResetError:  # the other end ended before it had read everything
             self.end(line, "")
             return False
         except OSError as error:
@@ -108,9 +113,9 @@ class Switchboard(Generic[L]):
                 else:
                     line.unsent.popleft()
         except BlockingIOError:
-            pass  # the rest goes when the selector says so
+            pass  # the rest is sent when the selector reports room
         except OSError:
-            line.unsent.clear()  # reading sees the end of the line, after what the peer said last
+            line.unsent.clear()  # _read() will see the end of the line, after the peer's last messages
         key = self._selector.get_key(line.sock)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
         if key.events != events:
