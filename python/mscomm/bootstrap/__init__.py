@@ -1,4 +1,6 @@
-"""How this process learns who it is: one module a launcher; the first that recognises the environment counts."""
+"""How this process finds out its rank and its job. There is one module per launcher; the first that recognises the
+environment is used.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 class Invitation:
     """A way into the job: a socket connected to the hub, the job's key, and what the launcher says about this rank.
 
-    `greeted`: the hello is done, or the socket is an inherited one that needs none. `hub`: the hub's process if this
-    rank started it.
+    `greeted`: the hello is done, or the socket is inherited and needs none. `hub`: the hub's process, if this rank
+    started it.
     """
 
     sock: socket.socket
@@ -32,8 +34,8 @@ class Invitation:
     node_id: str | None
     launcher: str
     hub: subprocess.Popen[bytes] | None = None
-    where: str = "the scheduler"  # how messages call the hub
-    device: int | None = None  # the accelerator's number, where the launcher says it
+    where: str = "the scheduler"  # what messages call the hub
+    device: int | None = None  # the accelerator's number, if the launcher gives one
 
 
 class Launcher(Protocol):
@@ -42,20 +44,20 @@ class Launcher(Protocol):
     NAME: str
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """Whether this launcher started the process; looks at `env` only."""
+        """Whether this launcher started the process. It looks only at `env`."""
 
     def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-        """Connect to the job; an Error that says what was tried if that fails."""
+        """Connect to the job. Raises an Error that says what was tried if that fails."""
 
 
 class Found(Launcher, Protocol):
-    """What a module of this folder has."""
+    """What each launcher module of this folder offers."""
 
     PLACE: tuple[tuple[str, ...], tuple[str, ...]]
     """The variables that tell the rank, and those that tell how many ranks there are; the first that is set counts."""
 
 
-# In this order: what stands before says more about the ranks than what it may have been started by.
+# The order matters: one launcher may have been started by a later one of this list, and it knows more about the ranks.
 LAUNCHERS = (
     "launcher",
     "ms_cluster",
@@ -72,7 +74,7 @@ LAUNCHERS = (
 def find(
     env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
 ) -> Launcher | None:
-    """The launcher that started this process, or what init's arguments say instead; None: it is a job of one."""
+    """The launcher that init's arguments describe, or else the one that started this process; None: a job of one."""
     if init_method not in (None, "env://") or rank is not None or world_size is not None:
         from mscomm.bootstrap import by_hand
 
@@ -89,7 +91,7 @@ def _detected(env: Mapping[str, str]) -> Found | None:
 
 
 class Announced(NamedTuple):
-    """What a launcher says about a process that may not have joined yet; None: it does not say that."""
+    """What a launcher says about a process, which may not have joined yet; None for what it does not say."""
 
     launcher: str
     rank: int | None
@@ -97,7 +99,7 @@ class Announced(NamedTuple):
 
 
 def announced(env: Mapping[str, str]) -> Announced | None:
-    """What the variables alone say; None: no launcher started this process."""
+    """What the environment variables alone say; None: no launcher started this process."""
     launcher = _detected(env)
     if launcher is None:
         return None

@@ -1,7 +1,7 @@
-"""init(init_method=...): a place to meet at, tcp://host:port, or an MPI communicator that carries the address.
+"""init(init_method=...): either tcp://host:port, where the ranks meet, or an MPI communicator that carries the address.
 
-The communicator is known by what it can do, rank, size, Bcast and Allgather of plain buffers, as mpi4py's; nothing of
-MPI is imported here.
+Any object with rank, size, Bcast and Allgather of plain buffers, as in mpi4py, counts as a communicator. This module
+does not import MPI.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PUBLISHED_BYTES = 256
 
 
 def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Launcher | None:
-    """What init's arguments describe; None for a job of one. TypeError or ValueError if they describe nothing."""
+    """The launcher that init's arguments describe; None for a job of one. TypeError or ValueError if they are wrong."""
     if all(hasattr(init_method, name) for name in ("rank", "size", "Bcast", "Allgather")):
         for name, given, own in (("rank", rank, init_method.rank), ("world_size", world_size, init_method.size)):
             if given not in (None, own):
@@ -53,7 +53,7 @@ class _Tcp:
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         if (host, port) in self._used:
-            # The hub of the job before may still be there for the others, and would take us for one of its ranks.
+            # The previous job's hub may still serve its other ranks, and would take us for one of them.
             raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
         self._used.add((host, port))
         self._place = Place(rank, size, None, one_host=False)
@@ -68,7 +68,7 @@ class _Tcp:
 
 
 class _Communicator:
-    """Rank 0's address goes by Bcast; MPI itself has no time limit. Every rank of the communicator must call init()."""
+    """Rank 0 sends its address by Bcast; MPI has no timeout for it. Every rank of the communicator must call init()."""
 
     NAME = "MPI communicator"
 

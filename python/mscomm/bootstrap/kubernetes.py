@@ -1,7 +1,7 @@
-"""A Kubernetes indexed job, one rank a pod: JOB_COMPLETION_INDEX is the rank, WORLD_SIZE says how many there are.
+"""A Kubernetes indexed job with one rank per pod: JOB_COMPLETION_INDEX is the rank, WORLD_SIZE the number of ranks.
 
-Pod 0's name is ours with -0 at the end, in the domain of the job's headless service; MASTER_ADDR names it otherwise.
-The name can be resolved a while after the pod has started: the others try again until the deadline.
+Pod 0's name is our own with -0 at the end, in the domain of the job's headless service, unless MASTER_ADDR names it.
+The name resolves only some time after the pod has started, so the other ranks retry until the deadline.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def pod_0(name: str, index: int) -> str:
-    """The name of the job's first pod, from that of the pod with this index: train-3.svc becomes train-0.svc."""
+    """The name of the job's first pod, made from the name of the pod with this index: train-3.svc gives train-0.svc."""
     pod, dot, domain = name.partition(".")
     if not pod.endswith(f"-{index}"):
         raise BackendUnavailable(

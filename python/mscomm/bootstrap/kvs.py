@@ -1,8 +1,8 @@
 """Joining through a launcher's key-value store: rank 0 starts the hub and publishes its address, the others connect.
 
-What PMI-1 and PMIx share. They publish one string: `mscomm1,unix,NAME,KEY` when all ranks are on one host (an abstract
-unix socket, and the job's key in hex), else `mscomm1,tcp,ADDRESS,PORT`: the key then comes from a file, for it never
-travels through the store.
+PMI-1 and PMIx share this code. Rank 0 publishes one string. If all ranks are on one host, it is
+`mscomm1,unix,NAME,KEY`: an abstract unix socket and the job's key in hex. Otherwise it is `mscomm1,tcp,ADDRESS,PORT`,
+and the key comes from a file: with several hosts, the key never goes through the store.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _FAILED = "mscomm1,failed"
 
 
 class Names(NamedTuple):
-    """The variables that tell a rank its place; of each list the first that is set counts."""
+    """The variables that tell a rank its place. In each list, the first that is set counts."""
 
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]  # not a number, but Slurm's "4(x2)": several hosts
+    local_size: tuple[str, ...]  # Slurm's "4(x2)" is not a number and means several hosts
 
 
 class Store(NamedTuple):
-    """One key of the launcher's store. Rank 0 calls `publish`, the others `fetch`; both end at the deadline."""
+    """One key of the launcher's store. Rank 0 calls `publish`, the others call `fetch`; both stop at the deadline."""
 
     publish: Callable[[str, Deadline], object]
     fetch: Callable[[Deadline], str]
 
 
 def place(env: Mapping[str, str], names: Names, launcher: str) -> Place:
-    """The place that the variables name; BackendUnavailable if they do not make sense."""
+    """The place that the variables give; BackendUnavailable if they are invalid."""
     rank, size, local_rank, local_size = (_first(env, group) for group in names)
     if rank is None or size is None or not 0 <= rank < size:
         said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
@@ -89,11 +89,13 @@ def join(
 def _host(
     launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
-    """Rank 0's part. The hub comes up while the others learn its address; the backlog holds those that are faster."""
+    """Rank 0's part. The hub starts while the others get its address; connections that come before it wait in the
+    listener's backlog.
+    """
     try:
         process, address, key, text = _open(launcher, at, env, deadline, permit_plain)
     except Exception:
-        store.publish(_FAILED, deadline)  # the others need not wait for an address until the deadline
+        store.publish(_FAILED, deadline)  # so that the others do not wait for an address until the deadline
         raise
     try:
         store.publish(text, deadline)

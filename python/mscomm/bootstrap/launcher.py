@@ -1,7 +1,7 @@
-"""Our own launcher, `mscomm run`: MSCOMM_* variables say who we are, and the way in is an inherited descriptor.
+"""Our own launcher, `mscomm run`: MSCOMM_* variables give the rank and the job, and the rank inherits a descriptor.
 
-On one host it is the control link itself. Over several hosts the job's key can be read from it, and MSCOMM_SCHED is
-where the launcher of node 0 listens.
+On one host, this descriptor is the control link itself. Over several hosts, the rank reads the job's key from it, and
+MSCOMM_SCHED is the address at which the launcher of node 0 listens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "mscomm run"
 PLACE = (("MSCOMM_RANK",), ("MSCOMM_WORLD_SIZE",))
-_taken: set[int] = set()  # descriptors that this process took over; their numbers may be somebody else's by now
+_taken: set[int] = set()  # descriptors that this process has used; other files may have these numbers now
 SCHED, KEY_FD, CONTROL_FD = "MSCOMM_SCHED", "MSCOMM_KEY_FD", "MSCOMM_CONTROL_FD"
 VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", CONTROL_FD)
 
@@ -31,7 +31,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Take over the inherited descriptor and read the job's key from it; then, over several hosts, connect."""
+    """Take over the inherited descriptor and read the job's key from it. Over several hosts, then connect."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
@@ -80,7 +80,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _adopt(fd: int, name: str) -> socket.socket:
-    """The socket behind the descriptor; no child of ours inherits it again."""
+    """The socket behind the descriptor, which our children no longer inherit."""
     advice = "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once"
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

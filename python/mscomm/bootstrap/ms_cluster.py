@@ -1,6 +1,6 @@
 """A scheduler and workers with MS_* variables, as MindSpore's dynamic cluster starts them.
 
-The process with MS_ROLE=MS_SCHED serves (`serve`); workers connect to it, in whatever order they are started.
+The process with MS_ROLE=MS_SCHED is the scheduler (`serve`); workers connect to it. They may start in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
 NAME = "MS_* cluster"
-PLACE = ((), ("MS_WORKER_NUM",))  # the scheduler gives the ranks
+PLACE = ((), ("MS_WORKER_NUM",))  # the scheduler assigns the ranks
 
 
 class Settings(NamedTuple):
@@ -45,7 +45,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """A worker's way in. In the scheduler's process this serves the job and never returns."""
+    """Connect a worker to the scheduler. In the scheduler's process, serve the job and never return."""
     role = env["MS_ROLE"]
     if role == "MS_SCHED":
         serve(env, permit_plain=permit_plain)
@@ -88,8 +88,8 @@ def _require_own(worker_ip: str) -> None:
 
 
 def read(env: Mapping[str, str]) -> Settings:
-    """Check every variable; ValueError names it, its value, and what is expected."""
-    host = (environment.read("MS_SCHED_HOST", env) or "").strip("[]")  # as IPv6 addresses stand in URLs
+    """Read and check every variable. A ValueError names the variable, its value, and what is expected."""
+    host = (environment.read("MS_SCHED_HOST", env) or "").strip("[]")  # IPv6 addresses may have brackets, as in URLs
     if not host:
         raise _missing(env, "MS_SCHED_HOST", "the scheduler's address or host name, e.g. 127.0.0.1")
     port = environment.read("MS_SCHED_PORT", env)
@@ -115,7 +115,7 @@ def _missing(env: Mapping[str, str], name: str, expected: str) -> ValueError:
 def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
     """Be the scheduler until the job has ended, then end the process: status 0, or 1 if the job failed.
 
-    What stops it from starting (a wrong variable, a port that is taken) is raised.
+    If the scheduler cannot start (a wrong variable, a port that is taken), this raises an exception instead.
     """
     settings = read(env)
     with ExitStack() as stack:
@@ -123,8 +123,9 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         listener = stack.enter_context(_bind(settings, env, permit_plain))
         host, port = listener.getsockname()[:2]
         try:
-            # Several can bind a port before one listens, and each would write its key file. A name can be bound once:
-            # it has the port's scope, the network namespace, and goes away with the process.
+            # Several schedulers could bind the port before one of them listens, and each would write its key file. An
+            # abstract unix name can be bound only once. Its scope is the network namespace, as for the port, and it
+            # goes away with the process.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         except OSError as error:
             raise _cannot_listen(settings, error, env, permit_plain) from error
@@ -132,7 +133,7 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         if file:
             stack.callback(file.remove)
         try:
-            listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
+            listener.listen(socket.SOMAXCONN)  # after the key file is written: a worker that can connect can read it
         except OSError as error:
             raise _cannot_listen(settings, error, env, permit_plain) from error
         hub = Hub(
@@ -184,20 +185,20 @@ def _where(settings: Settings) -> str:
 
 
 def _log(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a reader that has gone is no reason to end the job
+    with contextlib.suppress(OSError, ValueError):  # the job must not end because nobody reads our output any more
         print(f"mscomm scheduler: {text}", flush=True)
 
 
 def _stop_on_sigterm(stop: Callable[[], None]) -> None:
-    """SIGTERM ends the scheduler in order, so that its key file goes away."""
+    """Make SIGTERM stop the scheduler normally, so that it removes its key file."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: stop())
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process as sys.exit does, but also under pytest, which takes SystemExit for a failed test."""
+    """End the process as sys.exit does, but under pytest too, where SystemExit would only fail a test."""
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads
+        with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
             stream.flush()
     os._exit(status)

@@ -1,10 +1,10 @@
 """MPICH's Hydra and Intel MPI: the PMI-1 text protocol over PMI_FD (or PMI_PORT), spoken in this process.
 
-MPI in the same process speaks it over the same descriptor, before us or after us. So the descriptor stays open with its
-flags as they are, nothing is read from it but the answers to our own questions, and `finalize`, after which MPI_Init
-dies of a broken pipe, waits until this process exits. There it must be sent, unless MPI does it: Hydra kills the other
-ranks when one that spoke to it ends without. PMI_PORT (`mpirun -pmi-port`) leads to a connection of our own; Hydra then
-forgets MPI's, so that way is for processes without MPI.
+An MPI library in the same process may speak it over the same descriptor, before us or after us. So we leave the
+descriptor open with its flags unchanged, and read nothing but the answers to our own questions. We send `finalize` only
+at exit, because an MPI_Init after it fails with a broken pipe. At exit we must send it, unless MPI does: Hydra kills
+the other ranks if a rank that spoke to it ends without `finalize`. PMI_PORT (`mpirun -pmi-port`) is different: there we
+open a connection of our own, and Hydra then forgets the one of MPI, so it works only for processes without MPI.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = kvs.Names(
     local_size=("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
 PLACE = (_NAMES.rank, _NAMES.size)
-_ANSWER_BYTES = 4096  # none is longer; the value that we put has under 200 bytes
+_ANSWER_BYTES = 4096  # no answer is longer; the value that we store has less than 200 bytes
 _GOODBYE_S = 2.0
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
 _farewells: set[int] = set()  # inherited descriptors on which an exit handler says goodbye
@@ -45,14 +45,14 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """The connection to the hub that rank 0 starts; costs one barrier of all ranks."""
+    """Connect to the hub that rank 0 starts. This costs one barrier of all ranks."""
     with _process_manager(env, deadline) as (fd, full_env):
         at = kvs.place(full_env, _NAMES, NAME)
         return kvs.join(NAME, at, _store(fd, at.size, deadline), env, deadline, permit_plain)
 
 
 def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
-    """Introduce ourselves (again, if MPI has done so before: that is allowed), and offer one new key."""
+    """Send cmd=init, which may be repeated if MPI has sent it before, and return a store for one new key."""
     _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
     limit = _ask(fd, "cmd=get_maxes", "maxes", deadline).get("vallen_max", "")
     name = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
@@ -83,7 +83,7 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
 
 
 def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:
-    """The fields of the answer; BackendUnavailable if another one comes, CollectiveTimeout if none comes."""
+    """The fields of the answer. Raises BackendUnavailable for an unexpected answer, CollectiveTimeout for none."""
     asked = question.partition(" ")[0]
     try:
         os.write(fd, f"{question}\n".encode("ascii"))
@@ -102,7 +102,7 @@ def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1
 
 
 def _read(fd: int, lines: int, deadline: Deadline) -> str:
-    """That many lines of printable ASCII; OSError if the other end closes or sends anything else."""
+    """Read that many lines of printable ASCII; OSError if the other end closes or sends anything else."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     text = b""
@@ -123,7 +123,10 @@ def _read(fd: int, lines: int, deadline: Deadline) -> str:
 
 @contextmanager
 def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """The descriptor that leads to mpirun, and env with PMI_RANK and PMI_SIZE; `finalize` follows in time."""
+    """The descriptor that leads to mpirun, and env with PMI_RANK and PMI_SIZE.
+
+    For PMI_FD, `finalize` is sent when the process exits; for PMI_PORT, at the end of the with block.
+    """
     if "PMI_FD" in env:
         fd = _inherited(env["PMI_FD"])
         if fd not in _farewells:
@@ -143,7 +146,7 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 
 
 def _inherited(text: str) -> int:
-    """PMI_FD's descriptor, if it is a socket that is open here: a grandchild of mpirun inherits only the number."""
+    """PMI_FD's descriptor. It must be an open socket: a grandchild of mpirun may inherit only the variable."""
     try:
         fd = int(text)
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -168,16 +171,16 @@ def _dial(address: str, deadline: Deadline) -> socket.socket:
 
 
 def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
-    """At exit: say goodbye on the inherited descriptor, if it is still there and no MPI library here does."""
+    """At exit: send `finalize` on the inherited descriptor, if it is still open and no MPI library here sends it."""
     try:
         if os.getpid() == pid and os.fstat(fd).st_ino == inode and not _mpi_initialized():
             _ask(fd, "cmd=finalize", "finalize_ack", Deadline(_GOODBYE_S))
     except (OSError, BackendUnavailable, CollectiveTimeout):
-        return  # mpirun has gone, or is about to end this job anyway: nobody is left to tell
+        return  # mpirun has ended, or is about to end this job
 
 
 def _mpi_initialized() -> bool:
-    """Whether an MPI library that is loaded here was initialised: then it says goodbye itself, or has done so."""
+    """Whether an MPI library in this process was initialised: then it sends `finalize` itself, or has sent it."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}
     answer = ctypes.c_int(0)

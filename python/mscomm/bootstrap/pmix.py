@@ -1,7 +1,7 @@
-"""Open MPI 4 and 5, PRRTE, Slurm's and LSF's PMIx: one string through the PMIx store, by a short-lived helper process.
+"""Open MPI 4 and 5, PRRTE, Slurm's and LSF's PMIx: a short-lived helper process passes one string through PMIx's store.
 
 PMIx_Init and PMIx_Finalize in this process would break an MPI_Init before or after them. The helper is a C++ program,
-csrc/tools/pmix_helper.cc: 8 ranks on 2 cores were served in 50 ms, by Python and ctypes in 110 ms.
+csrc/tools/pmix_helper.cc: it takes 50 ms for 8 ranks on 2 cores, where Python with ctypes takes 110 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
 _TIMED_OUT = 75  # the helper's exit status
 _ANSWER_MAX = 4096
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
-_connections: list[int] = []  # the last helper's to the server: open until the next helper's; its source says why
+_connections: list[int] = []  # the last helper's, to the server; open until the next one: pmix_helper.cc says why
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -41,7 +41,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """The connection to the hub that rank 0 starts; nobody waits for another rank than 0."""
+    """Connect to the hub that rank 0 starts. A rank waits for no rank but 0."""
     at = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
         raise BackendUnavailable(f"{NAME}: there is a rank, but no PMIX_NAMESPACE to reach mpirun by. {kvs.INSTEAD}")
@@ -54,13 +54,13 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:
-    """The value that the helper got; the text goes to its stdin, because argv can be read by everybody."""
+    """Run the helper and return the value it got. The text goes to its stdin, because everybody can read argv."""
     timeout_s = max(1, math.ceil(deadline.left()))
     command = [_HELPER, what, key, str(timeout_s), *libraries(env)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         try:
-            # The helper ends by itself at the deadline; one second later it hangs in libpmix, and run() kills it.
+            # The helper ends by itself at the deadline. If it has not one second later, it hangs in libpmix: kill it.
             done = subprocess.run(
                 command,
                 input=text.encode(),
@@ -98,15 +98,16 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
 
 
 def libraries(env: Mapping[str, str]) -> list[str]:
-    """Where libpmix may be: the launcher's own, which fits the server; the loader's; the one beside mpirun; ours.
+    """Where to look for libpmix, best first: at PMIX_PREFIX, which fits the server; on the loader's path; beside the
+    daemon that started us; beside mpirun; in this Python's environment.
 
-    On a host to which mpirun sent a daemon neither PMIX_PREFIX nor PATH need lead there, but the daemon is our parent.
+    On a host where mpirun started a daemon, PMIX_PREFIX and PATH may not lead to it, but the daemon is our parent.
     """
     folders = env.get("PATH", "").split(":")
     mpirun = next((folder for folder in folders if os.access(f"{folder}/mpirun", os.X_OK)), "")
     try:
         daemon = os.path.dirname(os.readlink(f"/proc/{os.getppid()}/exe"))
-    except OSError:  # another user's, or it has ended
+    except OSError:  # the daemon is another user's, or has ended
         daemon = ""
     prefixes = [os.path.dirname(daemon), os.path.dirname(mpirun), sys.prefix]
     return [

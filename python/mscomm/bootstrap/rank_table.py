@@ -1,9 +1,9 @@
 """Ascend's rank table: RANK_TABLE_FILE, RANK_ID, and, if they are set, RANK_SIZE and DEVICE_ID.
 
-With one server the ranks meet at a unix socket, and nobody looks at server_id. With several, rank 0's server hosts the
-meeting at its server_id, which is an address or a name that the others can resolve, at MSCOMM_PORT or at one of eight
-ports that follow from the table. What is wrong with the table or with these variables is a ValueError; that the ranks
-do not meet is BackendUnavailable.
+With one server, the ranks meet at a unix socket, and server_id is not used. With several, they meet on rank 0's server,
+whose server_id must be an address or a name that the others can resolve, at MSCOMM_PORT or at one of eight ports that
+are derived from the table. An error in the table or in these variables raises ValueError; if the ranks do not meet,
+BackendUnavailable is raised.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from mscomm.cluster.deadline import Deadline
 
 NAME = "rank table"
 PLACE = (("RANK_ID",), ("RANK_SIZE",))
-_FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the name of today, and an older one
+_FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # the current name, and an older one
 _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether a table is named, or variables are set that make no sense without one: accept() says what is missing.
+    """Whether a table is named, or variables are set that need one. accept() then says what is missing.
 
-    RANK_ID=0 and RANK_SIZE=1 alone are what MindSpore's scripts for one device set: a job of one.
+    RANK_ID=0 and RANK_SIZE=1 without a table do not count: MindSpore's scripts for one device set them for a job of
+    one.
     """
     return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 
@@ -54,7 +55,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 def read(env: Mapping[str, str]) -> tuple[Table, int]:
     """The table that the environment names, and this process's rank in it.
 
-    ValueError if a variable is missing, or does not fit the table, or the table has an error.
+    ValueError if a variable is missing or does not fit the table, or if the table has an error.
     """
     name, path = _path(env)
     if not path:
@@ -91,7 +92,7 @@ def _rank(env: Mapping[str, str], name: str, path: str, size: int) -> int:
 
 
 def _path(env: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that names the table, and its text; ("", "") if there is none."""
+    """The variable that names the table, and its value; ("", "") if none is set."""
     return next(((name, _text(env, name)) for name in _FILES if _text(env, name)), ("", ""))
 
 

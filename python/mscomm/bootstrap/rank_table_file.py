@@ -1,10 +1,10 @@
-"""Ascend's rank table, a JSON file that says which rank runs on which server and device: read strictly, and written.
+"""Reads and writes Ascend's rank table, a JSON file that says which rank runs on which server and device.
 
-What contradicts itself, or is not as the documents of HCCL define it, is an error with its place, on every backend: a
-field that is missing or of another type, a number out of its range, one rank, device or address twice. What can be read
-without doubt, and only HCCL refuses, is a remark: the CPU core has no use for the order of the servers or for the
-addresses of network cards, and takes such a table. What one product cannot run, and HCCL in general can, is asked for
-by `unfit_for_910`. Fields that are not known are left alone.
+Reading is strict. A contradiction, or anything that HCCL's documents do not allow, is an error with its place, on every
+backend: a field that is missing or has another type, a number out of its range, a rank, device or address that is there
+twice. If a table is unambiguous and only HCCL refuses it, that is a remark, and mscomm accepts the table: the CPU core
+does not need the order of the servers or the addresses of network cards. `unfit_for_910` finds what HCCL in general can
+run, but Atlas 910 cannot. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
     >>> text = make([Server("10.0.0.1", [0, 1]), Server("10.0.0.2", [0, 1])])
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, NoReturn
 
 LARGEST_BYTES = 16 << 20  # some 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
-MOST_DEVICES = 1024  # of one server
+MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # of one table; a file of something else has one in each line
-# Tables that are HCCL's too, and hold their servers elsewhere.
+MOST_PROBLEMS = 100  # to report for one table; a file of another kind can have one in each line
+# HCCL's other kinds of tables, known by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
     "cluster_list": "this is a table of several clusters",
@@ -40,16 +40,16 @@ _OTHER_KINDS = {
 
 
 class Seat(NamedTuple):
-    """One rank's line of the table."""
+    """One rank's entry in the table."""
 
     rank: int
     server: str  # server_id: an address or a name
     device: int  # the device's physical number on that server
-    device_ip: str  # of the device's network card; "" if the table has none
+    device_ip: str  # the address of the device's network card; "" if the table has none
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, and where: server_list[0].device[1].rank_id; "" is the file as a whole."""
+    """One error and its place, such as server_list[0].device[1].rank_id; the place "" is the whole file."""
 
     where: str
     what: str
@@ -59,11 +59,11 @@ class Problem(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table without an error. `digest` is the same for copies that differ in spaces and order of keys alone."""
+    """A table without errors. `digest` is the same for copies that differ only in white space and the order of keys."""
 
     version: str
     seats: list[Seat]  # by rank
-    remarks: list[Problem]  # what HCCL refuses
+    remarks: list[Problem]  # what HCCL would refuse
     digest: str
 
     @property
@@ -73,7 +73,7 @@ class Table(NamedTuple):
 
 
 class InvalidTable(ValueError):
-    """The text has the first of `problems`, and how many there are."""
+    """The message shows the first of `problems` and how many more there are."""
 
     def __init__(self, path: str, problems: Sequence[Problem]) -> None:
         more = f" (and {len(problems) - 1} more: mscomm ranktable check {path})" if len(problems) > 1 else ""
@@ -82,9 +82,9 @@ class InvalidTable(ValueError):
 
 
 def load(path: str, named_by: str = "") -> Table:
-    """The table in a file; InvalidTable, a ValueError, if it cannot be read or has an error.
+    """The table in a file; InvalidTable, which is a ValueError, if it cannot be read or has an error.
 
-    named_by: the variable that names the file, for the message if there is none.
+    named_by: the variable that names the file, for the message if the file cannot be read.
     """
     try:
         content = _content(path)
@@ -95,7 +95,7 @@ def load(path: str, named_by: str = "") -> Table:
 
 
 def parse(content: bytes, path: str) -> Table:
-    """The same from the content of a file; `path` is what messages call it."""
+    """As load(), from the content of a file; `path` is what messages call it."""
     document, digest = _document(content, path)
     walk = _Walk()
     with contextlib.suppress(_EnoughError):
@@ -110,7 +110,7 @@ def parse(content: bytes, path: str) -> Table:
 
 
 def _content(path: str) -> bytes:
-    """The bytes of a regular file, one more than allowed if it is too long; a FIFO is not waited for."""
+    """The bytes of a regular file; one byte more than allowed if it is too long. Does not wait on a FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -119,7 +119,7 @@ def _content(path: str) -> bytes:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object, and the keys that it has more than once: JSON lets the last one count, without a word."""
+    """A JSON object and its duplicate keys: Python's JSON parser silently keeps only the last value of each."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -128,7 +128,7 @@ class _Object(dict[str, Any]):
 
 
 def _document(content: bytes, path: str) -> tuple[Any, str]:
-    """The file's JSON value, and a digest of it."""
+    """The file's JSON value and a digest of it."""
 
     def fail(where: str, what: str) -> NoReturn:
         raise InvalidTable(path, [Problem(where, what)]) from None
@@ -141,7 +141,7 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         fail("", "it is in UTF-16; save it as UTF-8")
     try:
-        text = content.decode("utf-8-sig")  # editors of Windows write a byte order mark, which HCCL takes, too
+        text = content.decode("utf-8-sig")  # editors on Windows write a byte order mark, which HCCL accepts too
     except UnicodeDecodeError as error:
         fail(f"byte {error.start}", f"it is not UTF-8: {error.reason}; save it as UTF-8")
     if not text.strip():
@@ -157,7 +157,7 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
 
 
 def _integer(text: str) -> int | str:
-    """Python refuses thousands of digits; as text they are refused with their place."""
+    """Keep a very long number as text: Python refuses thousands of digits, and we report it with its place."""
     return int(text) if len(text) < 20 else text
 
 
@@ -174,19 +174,19 @@ def _why(text: str, error: json.JSONDecodeError) -> str:
 
 
 class _EnoughError(Exception):
-    """As many errors as anybody reads."""
+    """Raised when MOST_PROBLEMS errors have been found."""
 
 
 class _Walk:
-    """One reading of a table: the errors, in the order of the file, and the ranks that were found."""
+    """One pass over a table: collects the errors, in the order of the file, and the ranks."""
 
     def __init__(self) -> None:
         self.errors: list[Problem] = []
-        self.unquoted: list[str] = []  # places of numbers that should be text
+        self.unquoted: list[str] = []  # the places of numbers that should be in quotes
         self.seats: list[Seat] = []
         self._size = 0
         self._several = False
-        self._places: dict[tuple[str, Any], str] = {}  # where a value stood first that may be there once
+        self._places: dict[tuple[str, Any], str] = {}  # the first place of each value that must be unique
 
     def error(self, where: str, what: str) -> None:
         self.errors.append(Problem(where, what))
@@ -214,7 +214,7 @@ class _Walk:
             self._super_pods(table)
 
     def _server_count(self, table: _Object, servers: int) -> None:
-        if "server_count" not in table and table.get("version") == "1.2":  # optional there
+        if "server_count" not in table and table.get("version") == "1.2":  # optional in 1.2
             return
         count = self._number(table, "", "server_count", 1, 1 << 20, "the number of servers")
         if count is not None and count != servers:
@@ -276,7 +276,7 @@ class _Walk:
             self.seats.append(Seat(rank, server, -1 if number is None else number, ip))
 
     def _optional(self, holder: _Object, at: str) -> None:
-        """The fields that mscomm has no use for, if they are there."""
+        """Check the optional fields, which mscomm does not use."""
         for key, what in _ADDRESSES.items():
             if not (key == "host_nic_ip" and holder.get(key) == "reserve"):
                 self._address(holder, at, key, what)
@@ -302,7 +302,7 @@ class _Walk:
                 self.error("super_pod_list", f"server {_shown(name)} is in none of the super pods")
 
     def _member(self, member: Any, at: str) -> None:
-        """A server of a super pod."""
+        """Check one server of a super pod."""
         if not self._is_object(member, at, "an object with server_id"):
             return
         name = self._get(member, at, "server_id", (str,), "a server_id of the table's server_list")
@@ -323,7 +323,7 @@ class _Walk:
         return True
 
     def _get(self, holder: _Object, at: str, key: str, kinds: tuple[type, ...], expected: str) -> Any:
-        """holder[key] if it is of one of these types; None after an error."""
+        """holder[key] if it has one of these types; else note an error and return None."""
         where = f"{at}.{key}".lstrip(".")
         if key not in holder:
             there = ", ".join(_shown(other) for other in list(holder)[:8])
@@ -335,7 +335,7 @@ class _Walk:
         return None
 
     def _number(self, holder: _Object, at: str, key: str, low: int, high: int, what: str, why: str = "") -> int | None:
-        """The number that the field has as text; also without quotes, which is as clear, and remarked upon."""
+        """The number in the field, which should be in quotes; without quotes it is accepted, with a remark."""
         expected = f"{what} from {low} to {high}, as text{why}"
         value = self._get(holder, at, key, (str, int), expected)
         if value is None:
@@ -354,7 +354,7 @@ class _Walk:
         return None
 
     def _address(self, holder: _Object, at: str, key: str, what: str) -> str | None:
-        """An IP address that may be left out."""
+        """An IP address; the field is optional."""
         if key not in holder:
             return None
         expected = f"{what}, an IP address, or no {key} at all"
@@ -365,7 +365,7 @@ class _Walk:
         return None
 
     def _once(self, kind: str, value: Any, where: str, name: str) -> bool:
-        """Whether it is the first of its kind with this value; an error if not."""
+        """Whether this value is the first of its kind; else note an error."""
         first = self._places.setdefault((kind, value), where)
         if first != where:
             self.error(where, f"{name} is there twice; it is at {first}, too")
@@ -381,7 +381,7 @@ _PORTS = frozenset({"device_port", "backup_device_port", "host_port"})
 
 
 def is_address(text: str) -> bool:
-    """Whether it is an IP address, of version 4 or 6."""
+    """Whether the text is an IP address, of version 4 or 6."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -390,13 +390,13 @@ def is_address(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Whether it is an address, or can be a host's name; 10.0.0.300 is neither."""
+    """Whether the text is an address or a possible host name; 10.0.0.300 is neither."""
     name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", text)
     return is_address(text) or bool(name and not re.fullmatch(r"[0-9.]+", text))
 
 
 def _shown(value: Any) -> str:
-    """For messages; the values of JSON by their names there, and a long text cut off."""
+    """The value as messages show it: null, true and false as in JSON, and a long text cut off."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, str):
@@ -431,7 +431,7 @@ def _remarks(seats: list[Seat], version: str, unquoted: list[str]) -> list[Probl
 
 
 def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
-    """What the servers of Atlas 910 cannot run: they have 8 devices each, 0 to 3 and 4 to 7 on two networks."""
+    """What Atlas 910 servers cannot run. They have 8 devices each: 0 to 3 on one network and 4 to 7 on another."""
     devices: dict[str, list[int]] = {}
     for seat in seats:
         devices.setdefault(seat.server, []).append(seat.device)
@@ -453,7 +453,7 @@ def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
 
 
 class Server(NamedTuple):
-    """What `make` is told of a server."""
+    """What `make` needs to know about a server."""
 
     server_id: str
     devices: Sequence[int]
@@ -461,9 +461,9 @@ class Server(NamedTuple):
 
 
 def make(servers: Iterable[Server]) -> str:
-    """The text of a table of version 1.0; the servers are put in the order that HCCL wants, and ranks follow it.
+    """The text of a table of version 1.0. It sorts the servers as HCCL wants them, and numbers the ranks in that order.
 
-    InvalidTable if what it is told makes no table, as a server_id that is there twice.
+    InvalidTable if the servers make no valid table, for example if a server_id is there twice.
     """
     ranked = sorted(servers, key=lambda server: server.server_id)
     ranks = itertools.count()

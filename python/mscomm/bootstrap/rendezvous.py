@@ -1,8 +1,9 @@
 """Meeting at a place that every rank can work out: rank 0 starts the hub there, the others connect, in any order.
 
-What launchers without a key-value store share. Ranks of one host meet at an abstract unix socket whose name has the
-job in it; its key is in a file that only this user can read. Over several hosts they meet at a TCP port of rank 0's
-host: at the first that is free of a few, so that the others try these in turn, and the hello tells which one is theirs.
+Launchers without a key-value store share this code. The ranks of one host meet at an abstract unix socket whose name is
+derived from the job; the key is in a file that only this user can read. Ranks on several hosts meet at a TCP port of
+rank 0's host. Rank 0 takes the first free port of a few; the others try these in turn, and the hello tells them which
+one is their job's.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ if TYPE_CHECKING:
     import psutil
 
 _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
-_ATTEMPT_S = 5.0  # for one of several addresses: a firewall that swallows packets must not take all the time
+_ATTEMPT_S = 5.0  # per address if there are several: one behind a firewall must not use up all the time
 _SAYS_WAITING_AFTER_S = 10.0
-_LAST_JOB_S = 5.0  # the hub of the job before may hold the address for a moment
+_LAST_JOB_S = 5.0  # the previous job's hub may hold the address for a moment
 _HIGH_PORTS = range(61440, 1 << 16)  # above the ephemeral ports, which begin at 32768 and end at 60999
-_TELL_S = 2.0  # for a hub that has bound the address and does not listen yet
-_SILENCES = 3  # a listener that closes without a word may be the last job's, which just ended
+_TELL_S = 2.0  # to reach a hub that has bound the address but may not listen yet
+_SILENCES = 3  # a listener that closes without an answer may be the previous job's, which has just ended
 
 
 class Place(NamedTuple):
-    """Where this process stands in the job, as the launcher says."""
+    """This process's place in the job, according to the launcher."""
 
     rank: int
     size: int
@@ -49,20 +50,20 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where the ranks meet. `job` is unlike that of every other job that could be met there."""
+    """Where the ranks meet. `job` must differ from that of every other job that might use the same place."""
 
     job: str
-    host: str = ""  # rank 0's, as the others reach it
+    host: str = ""  # rank 0's host, as the others reach it
     ports: Sequence[int] = ()
-    key_path: str = ""  # on a folder that all hosts share: where rank 0 leaves the key if the user gave none
+    key_path: str = ""  # a file on a shared file system, in which rank 0 leaves the key if the user gave none
 
 
 def meet(
     launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """The connection to this job's hub, which rank 0 starts. `advice`: what to look at if there is none."""
+    """Connect to this job's hub, which rank 0 starts. `advice`: for the error message, what the user should check."""
     if at.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
-        spot = spot._replace(job=f"{spot.job} {job_id}")  # then two jobs do not even meet
+        spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
     if at.rank == 0:
         return _host(launcher, at, spot, env, deadline, permit_plain, advice)
     key = b""
@@ -88,12 +89,12 @@ def invitation(
     greeted: bool = False,
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
-    """What accept() returns, for a rank that knows its place."""
+    """The Invitation that accept() returns for a rank that knows its place."""
     return Invitation(sock, key, greeted, at.rank, at.size, at.local_rank, None, launcher, process, where)
 
 
 def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
-    """The variable's value; BackendUnavailable if it is no whole number from low to high."""
+    """The variable's value; BackendUnavailable if it is not a whole number from low to high."""
     text = env.get(name, "").strip()
     if not (text.isascii() and text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)):
         value = f"{name}={env[name]!r}" if name in env else f"{name} is not set"
@@ -103,33 +104,31 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """Where the hub may listen when that port is somebody else's: eight of MSCOMM_PORTS, else the next ones."""
+    """Where the hub may listen if that port belongs to another program: eight of MSCOMM_PORTS, else the next eight."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
 
 
 def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
-    """Where the hub may listen if the launcher names no port: MSCOMM_PORT, else eight that follow from the job."""
+    """Where the hub may listen if the launcher names no port: MSCOMM_PORT, else eight ports derived from the job."""
     if port := environment.read("MSCOMM_PORT", env):
         return range(port, port + 1)
     return _eight_of(environment.read("MSCOMM_PORTS", env) or _HIGH_PORTS, job)
 
 
 def _eight_of(ports: range, job: str) -> range:
-    """Of these ports, eight neighbours that every rank of the job works out."""
+    """Eight consecutive ones of these ports; every rank of the job gets the same eight."""
     place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 8)
     return ports[place : place + 8]
 
 
 def port_range(ports: Sequence[int]) -> str:
-    """For messages."""
+    """The ports as messages name them."""
     return f"ports {ports[0]} to {ports[-1]}" if len(ports) > 1 else f"port {ports[0]}"
 
 
-# -- the others
-
-
+# -- the other ranks
 def reach(
     targets: Sequence[links.Address],
     deadline: Deadline,
@@ -139,13 +138,14 @@ def reach(
     *,
     source: str | None = None,
 ) -> socket.socket:
-    """A connection to the first target that listens and with which `admit`, the hello, is content.
+    """A connection to the first target that listens and that passes `admit`, the hello.
 
-    Tries until the deadline: who listens may start after us. Then BackendUnavailable: "<absent> within 3 s: what was
-    tried. <advice>". With one target alone, what is wrong with who listens there is raised at once.
+    Retries until the deadline, because the listener may start after us. Then raises BackendUnavailable: "<absent>
+    within 3 s: what was tried. <advice>". With a single target, an Error from its listener is raised at once, unless
+    that closed without an answer.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # what was wrong with those that did listen, who may be gone at the end
+    heard: dict[links.Address, str] = {}  # why targets that did listen failed; they may be gone later
     while True:
         problems = {}
         for target in targets:
@@ -183,21 +183,21 @@ def reach(
 def _connect(target: links.Address, deadline: Deadline, source: str | None) -> socket.socket:
     sock = links.connect(target, deadline, source=source)
     if isinstance(target, tuple) and sock.getsockname() == sock.getpeername():
-        # Without a listener, TCP may connect a port of the ephemeral range to itself.
+        # If nobody listens, TCP may connect a port of the ephemeral range to itself.
         sock.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     return sock
 
 
 def words(error: OSError) -> str:
-    """What is wrong, for messages."""
+    """What messages say about the error."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     return error.strerror or str(error)
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """Each different problem once, and of several targets those that have it."""
+    """Each different problem once; if there are several, with the ports that have it."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]
@@ -211,7 +211,7 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 def _host(
     launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """Rank 0's part; the backlog holds those that are faster than the hub."""
+    """Rank 0's part. Connections that come before the hub serves wait in the listener's backlog."""
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
@@ -251,13 +251,13 @@ def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
 
 
 def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
-    """A socket that listens at the spot, at the first of its ports that is free, and the job's key."""
+    """A socket that listens at the spot, at its first free port, and the job's key."""
     for port in (0,) if at.one_host else spot.ports:
         with contextlib.ExitStack() as failing:
             try:
                 listener = failing.enter_context(_bind(at, spot, port, env))
                 key = _new_key(spot, _address(listener), env, permit_plain)
-                listener.listen(at.size + 64)  # after the key file: who can connect can read it
+                listener.listen(at.size + 64)  # after the key file is written: a rank that can connect can read it
                 failing.pop_all()
                 return listener, key
             except OSError as error:
@@ -273,16 +273,16 @@ def _bind(at: Place, spot: Spot, port: int, env: Mapping[str, str]) -> socket.so
 
 
 def own_address(host: str, env: Mapping[str, str]) -> str:
-    """The numeric address that others reach this host by, which they call so."""
+    """The numeric address of this host, which the other hosts reach under the name `host`."""
     address = str(_resolve(host, 0)[1][0])
     if security.is_loopback(address) and not is_loopback_name(host):
-        # /etc/hosts often gives a host's own name a loopback address, at which the others do not find it.
+        # /etc/hosts often maps a host's own name to a loopback address, which the other hosts cannot reach.
         return interfaces.host_address(env)
     return address
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to exactly this address of this host; OSError as the kernel, or the resolver, says."""
+    """A socket bound to exactly this address of this host; OSError from the kernel or the resolver."""
     return _bound(*_resolve(host, port))
 
 
@@ -314,9 +314,10 @@ def is_loopback_name(host: str) -> bool:
 
 
 def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, str]) -> str:
-    """The address is taken: tell the hub there, if it is one, that another job wanted it; who has it, for messages.
+    """The address is taken. If a hub has it, tell it that another job wanted it. Returns who has it, for messages.
 
-    Ranks of both jobs may have joined that hub, which cannot tell them apart. key: its key, read once it listens.
+    Ranks of both jobs may have joined that hub, which cannot tell them apart. key: gives the hub's key; called once the
+    hub listens.
     """
     import psutil
 
@@ -328,7 +329,7 @@ def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, st
         links.greet(sock, key(), links.LAUNCHER, links.newcomer(env), deadline)
 
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error: there is no hub, or one that does not let our ranks in, and needs no word.
+    # An error means that there is no hub, or one that refuses our ranks too and so need not be told.
     with contextlib.suppress(Error, OSError), reach([(host, port)], deadline, admit, "", "") as sock:
         Frames(sock).send(words, deadline)
     return _holder(host, port)
@@ -350,7 +351,7 @@ def _holder(host: str, port: int) -> str:
 
 
 def _words_of(process: psutil.Process) -> str:
-    words = " ".join(" ".join(process.cmdline()).split())  # python -c has lines
+    words = " ".join(" ".join(process.cmdline()).split())  # the script of python -c may have several lines
     return f"pid {process.pid} ({words if len(words) < 100 else words[:97] + '...'})"
 
 
@@ -358,7 +359,7 @@ def _words_of(process: psutil.Process) -> str:
 
 
 def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """Rank 0's: the user's, else a new one in a file, else one that everybody can compute, if that is permitted."""
+    """Rank 0's key: the user's, else a new one in a file, else, if permitted, one that everybody can compute."""
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
@@ -373,7 +374,7 @@ def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_
 
 
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """The same for another rank, once it is connected; FileNotFoundError if rank 0's file is not there yet."""
+    """The same key on another rank, once it is connected; FileNotFoundError if rank 0's file is not there yet."""
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
@@ -388,7 +389,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -
 
 
 def _path(spot: Spot, address: Any) -> str:
-    """The file in which rank 0 leaves the key; "" if there can be none that the others see and nobody else."""
+    """The file in which rank 0 leaves the key; "" if no file is visible to the other ranks and to nobody else."""
     if not isinstance(address, tuple):
         return security.key_path(_unix_name(spot.job)[1:])
     if security.is_loopback(address[0]):

@@ -1,6 +1,6 @@
-"""Slurm's srun without an MPI plugin: the variables of a job step. Task 0 runs on the first node of the step's list.
+"""Slurm's srun without an MPI plugin: reads the variables of a job step. Task 0 runs on the first node of its list.
 
-With --mpi=pmix and --mpi=pmi2 the launchers PMIx and PMI come first. Over several nodes the key is in
+With --mpi=pmix or --mpi=pmi2, the launchers PMIx and PMI come first. Over several nodes, the key is in
 MSCOMM_JOB_KEY_FILE, or else in a file that rank 0 writes to ~/.mscomm, which the nodes must share.
 """
 
@@ -18,12 +18,14 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-_SPECIAL_STEPS = 0xFFFFFFF0  # batch script, interactive shell and the like: no steps that srun started with tasks
+_SPECIAL_STEPS = 0xFFFFFFF0  # from here on: batch script, interactive shell and the like, which srun did not start
 _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks: the batch script alone has SLURM_PROCID too."""
+    """Whether srun started this process as one of several tasks. SLURM_PROCID alone is not enough: the batch script has
+    it too.
+    """
     step, tasks = (env.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
     return (
         "SLURM_PROCID" in env
@@ -58,7 +60,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def hosts(text: str) -> list[str]:
-    """The nodes of a list as Slurm writes it: node[001,007-015],x[1-2]-ib. BackendUnavailable if it is none."""
+    """The nodes of a list as Slurm writes it: node[001,007-015],x[1-2]-ib. BackendUnavailable if it cannot be read."""
     found: list[str] = []
     at = 0
     while at < len(text):

@@ -1,7 +1,7 @@
 """torchrun, and programs that set torch's variables by hand: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 MASTER_PORT is the port of torch's own store, which torchrun's agent or the script's init_process_group() binds, before
-us or after us: it is never touched. Over several hosts the hub listens at one of the next ports.
+us or after us, so we never use it. Over several hosts, the hub listens at one of the next ports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mscomm.cluster.deadline import Deadline
 NAME = "torchrun"
 PLACE = (("RANK",), ("WORLD_SIZE",))
 DEFAULT_PORT = 29500
-_calls = itertools.count()  # a process that joins again, after release(), meets the others at another place
+_calls = itertools.count()  # a process that joins again, after release(), meets its peers at a new place
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -35,7 +35,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     port = number(launcher, env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else DEFAULT_PORT
     one_agent = size == 1 or env.get("LOCAL_WORLD_SIZE") == str(size)
     life = f"{env.get('TORCHELASTIC_RUN_ID', '')} {next(_calls)}"
-    if one_agent:  # several agents do not count their restarts alike
+    if one_agent:  # several agents may have different restart counts
         life += f" {env.get('TORCHELASTIC_RESTART_COUNT', '')}"
     ports = ports_after(port, env)
     advice = (
