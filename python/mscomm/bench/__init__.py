@@ -1,1 +1,1 @@
-"""What `mscomm bench` measures with. A collective is a row in table.py, a peer to compare with one in peers.py."""
+"""The measurements of `mscomm bench`. A collective is a row in table.py, a peer to compare with is one in peers.py."""

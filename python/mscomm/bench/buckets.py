@@ -1,8 +1,8 @@
-"""`mscomm bench buckets`: the gradients of a network, fused against one by one, and by size of the fusion bucket.
+"""`mscomm bench buckets`: reduces a network's gradients, fused and one by one, and with several sizes of fusion bucket.
 
-The second part runs steps of training whose backward pass is a stand-in: products of small matrices, as many for a
-gradient as it has elements, that take as long in all as the communication by itself. A step then takes twice the
-backward pass where nothing overlaps, and as long as it where all of the communication is hidden behind the computing.
+The second part runs training steps with a stand-in for the backward pass: products of small matrices, in proportion to
+each gradient's elements, which together take as long as the communication alone. A step without overlap then takes
+twice as long as the backward pass. A step that hides all communication behind computing takes as long as that pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
-BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # the last: a small first bucket, and all the rest
-_MATRIX = np.full((48, 48), 1 / 48, np.float32)  # small enough that BLAS computes it in the calling thread
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # 128: a small first bucket, and one for the rest
+_MATRIX = np.full((48, 48), 1 / 48, np.float32)  # small enough for BLAS to stay in the calling thread
 
 
 def gradients() -> list[int]:
-    """Elements of each gradient of a ResNet-50, in the order of its layers: 161 arrays, 25 557 032 elements."""
+    """The number of elements of each gradient of a ResNet-50, in layer order: 161 arrays, 25 557 032 elements."""
     sizes = [64 * 3 * 7 * 7, 64, 64]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -43,7 +43,7 @@ def gradients() -> list[int]:
 
 
 def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
-    """The lists that are measured, by name."""
+    """The lists of gradients to measure, by name."""
     whole = gradients()
     return {
         f"up to {_SMALL >> 10} KiB": [count for count in whole if count * dtype.itemsize <= _SMALL],
@@ -52,7 +52,7 @@ def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """Both ways in turn, in place."""
+    """Measure both ways in turn, in place, and then the overlap."""
     dtype = dtype_of(plan.dtype)
     case = Case(COLLECTIVES["all_reduce"], dtype, plan.op, 0, ranks, rank)
     contents = Contents(case)
@@ -70,7 +70,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
         for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
             for way, call in ways.items():
                 for array in arrays:
-                    array[...] = 0  # stays as it is, however often it is summed
+                    array[...] = 0  # zeros stay zero, however often they are summed
                 for _ in range(plan.least_warmup):
                     call()
                 mscomm.barrier()
@@ -113,15 +113,15 @@ def _each(arrays: list[Array], op: str) -> Callable[[], object]:
 
 
 def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
-    """For each size of bucket the times of the backward pass alone, of the communication alone, and of both, in us."""
-    counts = gradients()[::-1]  # as a backward pass makes them
+    """For each bucket size: the times of the backward pass alone, of the communication alone, and of both, in us."""
+    counts = gradients()[::-1]  # in the order in which a backward pass computes them
     works = _works(counts, _step(counts, dtype, plan.op, max(BUCKETS_MB)))
     rows: list[dict[str, Any]] = [
         {"bucket_mb": megabytes, "samples_us": {"backward": [], "communication": [], "step": []}}
         for megabytes in BUCKETS_MB
     ]
     for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
-        for row in rows:  # one after the other, so that the memory of one is that of the next
+        for row in rows:  # one step at a time, so that each can reuse the memory of the one before
             step = _step(counts, dtype, plan.op, row["bucket_mb"])
             row["buckets"] = step.bucket_count
             for way, call in _ways(works, step).items():
@@ -129,7 +129,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
                 mscomm.barrier()
                 slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 3), "max")
                 row["samples_us"][way] += [float(ns) / 1e3 for ns in slowest]
-            del step, call  # which hold its buckets
+            del step, call  # they hold the buckets
     for row in rows:
         row["us"] = {way: statistics.median(samples) for way, samples in row["samples_us"].items()}
     return rows
@@ -145,7 +145,7 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """What GradientReducer has inside; its reduce() takes all gradients at once, this takes each as it is made."""
+    """The Step inside GradientReducer, whose reduce() takes all gradients at once; a Step takes them one by one."""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -159,7 +159,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 
 def _works(counts: list[int], step: Step) -> list[int]:
-    """Products of matrices for each gradient: the same on all ranks, by the speed of the slowest."""
+    """How many matrix products stand for each gradient: the same on all ranks, from the times of the slowest rank."""
     product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
     communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")
@@ -179,7 +179,7 @@ def _compute(products: int) -> None:
 
 
 def _backward(works: list[int], step: Step | None) -> None:
-    """Compute each gradient; tell the step of it."""
+    """Compute each gradient and report it to the step."""
     for index, products in enumerate(works):
         _compute(products)
         if step is not None:

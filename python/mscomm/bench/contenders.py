@@ -1,7 +1,7 @@
-"""Who is measured: mscomm itself, and peers whose ranks are these processes.
+"""The contenders that are measured: mscomm itself, and peers whose ranks are these processes.
 
-A contender makes a cell for each size; all ranks of the job make the same cells and call the same methods of them in
-the same order. A cell's results are those of rank 0; the others' mean nothing.
+A contender makes one cell for each size. All ranks of the job make the same cells and call the same methods on them in
+the same order. Only rank 0's results of a cell count.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mscomm.group import Group
 
 
 class Cell(Protocol):
-    """One contender's messages of one size."""
+    """One contender at one size."""
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
-        """Microseconds of each call, the mean over ranks."""
+        """The time of each call in microseconds, averaged over the ranks."""
 
     def wrong(self) -> int:
-        """How many elements of one call's results are wrong, over all ranks."""
+        """Make one call and count the wrong elements of its results on all ranks."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class Contender(Protocol):
@@ -36,7 +36,7 @@ class Contender(Protocol):
     about: str  # versions and settings, for the header
 
     def plan(self, case: Case) -> None:
-        """The cells from here on are of that case."""
+        """Cells that are made from now on measure this case."""
 
     def cell(self, count: int, in_place: bool) -> Cell: ...
 
@@ -44,9 +44,9 @@ class Contender(Protocol):
 
 
 class Local:
-    """A contender whose ranks are those of the mscomm job. `bind(case, buffers)` gives the call.
+    """A contender that runs in the ranks of the mscomm job. `bind(case, buffers)` returns the call to measure.
 
-    Without has_result it only takes time: there is nothing that could be wrong.
+    Without has_result, only its time counts: there are no results to check.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Local:
         return _LocalCell(buffers, self.call(buffers), self._has_result)
 
     def call(self, buffers: Buffers) -> Callable[[], object]:
-        """One call on these buffers, for those who time it themselves."""
+        """The call on these buffers, for code that measures the time itself."""
         return self._bind(self._case, buffers)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class _LocalCell:
 
     def wrong(self) -> int:
         self._buffers.fill()
-        mscomm.barrier()  # a peer's memory may be written from here on
+        mscomm.barrier()  # after it, a call may write to a peer's memory
         self._call()
         wrong = self._buffers.wrong() if self._has_result else 0
         return int(mscomm.all_reduce(np.array([wrong]))[0])
@@ -110,7 +110,7 @@ def _functions(row: Collective) -> tuple[str, ...]:
 
 
 def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
-    """One call of mscomm on these buffers, in the world or a group of all ranks."""
+    """The mscomm call on these buffers, in the world or in another group of all ranks."""
     functions = [getattr(mscomm, name) for name in _functions(case.row)]
     x, out = buffers.x, buffers.out
     if case.row.name == "barrier":
@@ -130,7 +130,7 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
 
 
 def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
-    """mscomm, on arrays of mscomm.empty or on ordinary ones."""
+    """mscomm as a contender, on arrays of mscomm.empty (`shared`) or on ordinary ones."""
     from mscomm.groups import resolve
 
     chosen = assemble.chosen(resolve(None).core).get(case.row.name, "not known")
@@ -140,6 +140,6 @@ def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
 
 
 def by(algorithm: str, case: Case, shared: bool, group: Group) -> Contender:
-    """mscomm by that algorithm, in a group of all ranks which has it."""
+    """mscomm as a contender, in a group of all ranks that uses this algorithm."""
     bind = functools.partial(mscomm_call, group=group)
     return Local(algorithm, "", case, mscomm.empty if shared else np.empty, bind)

@@ -1,8 +1,9 @@
 """The peers to compare with: torch.distributed's gloo in the ranks' own processes, and MPIs in processes of their own.
 
-Of each: where it is looked for and what to install if it is not there, which is found out before anything is
-measured, and how its ranks do a call. Some are there twice, as they come and in another setting. Two are no peers:
-`private`, mscomm itself on ordinary arrays, and `memory`, NumPy that moves the bytes which the collective has to move.
+Each peer has a check, which runs before anything is measured and says what to install if the peer is missing, and a way
+to start it. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers:
+`private` is mscomm itself on ordinary arrays, and `memory` is NumPy, which moves the bytes that the collective must
+move.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ _LAST_LINES = 12
 
 
 class Missing(Exception):
-    """A peer is not installed; the text says what to do."""
+    """A peer is not installed; the message says what to do."""
 
 
 class Unfit(Exception):
-    """A peer cannot do what is asked; the text says what."""
+    """A peer cannot do what is asked; the message says what."""
 
 
 def lacks(peer: str, collective: str) -> bool:
-    """gloo has no scans, and MPI leaves the result of rank 0 undefined in exscan."""
+    """Whether the peer lacks the collective: gloo has no scans, and MPI's exscan leaves rank 0's result undefined."""
     if peer in GLOO_INTERFACES:
         return collective in ("scan", "exscan")
     return collective == "exscan" and peer.removesuffix(SINGLE) in FLAVOURS
 
 
 class Peer(NamedTuple):
-    """One row: `check` raises Missing; `start` is called by all ranks, after init, and raises Unfit on all."""
+    """One row. `check` raises Missing; all ranks call `start` after init, which may raise Unfit on some of them."""
 
     check: Callable[[Path | None], object]
     start: Callable[[Case, Path | None], Contender]
@@ -62,8 +63,8 @@ class Peer(NamedTuple):
 # -- gloo --------------------------------------------------------------------------------------------------------------
 
 
-# How often GLOO_SOCKET_IFNAME names the interface. Each name is a set of connections, which calls take in turn: a
-# blocking call uses one of them, however many there are.
+# How often GLOO_SOCKET_IFNAME names the interface. Each name adds a set of connections, and calls use the sets in turn:
+# a blocking call uses only one of them, however many there are.
 GLOO_INTERFACES = {"torch-gloo": 1, "torch-gloo-4": 4}
 
 
@@ -89,13 +90,13 @@ def _start_gloo(name: str, case: Case) -> Contender:
         raise Unfit(f"torch-gloo has no {case.row.name}")
     if case.row.reduces and case.op not in ops:
         raise Unfit(f"torch-gloo has no {case.op}")
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about functions that it renames
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about functions that it renames
     torch.set_num_threads(1)
     given = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     interfaces = ",".join([given] * GLOO_INTERFACES[name])
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     limit = timedelta(seconds=ROUND_S)
-    if not dist.is_initialized():  # a second setting is a group of the same job, which needs its files
+    if not dist.is_initialized():  # a second torch-gloo peer only makes another group in the same torch job
         folder = tempfile.mkdtemp(prefix="mscomm-bench-") if case.rank == 0 else ""
         if case.rank == 0:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -132,7 +133,7 @@ def _start_gloo(name: str, case: Case) -> Contender:
 def _end_gloo() -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():  # the first of several ends all
+    if dist.is_initialized():  # the first torch-gloo peer to close ends the job for all of them
         dist.destroy_process_group()
 
 
@@ -154,8 +155,8 @@ def _said_by_rank_0(text: str) -> str:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-# Parts of 1/n of the message that each of n ranks has to read and to write if they share the work evenly: each rank's x
-# is read once, each out is written once. all_reduce does both at the same place.
+# How many parts, each 1/n of the message, each of n ranks must read and write if they share the work evenly: each x is
+# read once and each out is written once. all_reduce reads and writes the same place.
 _MOVES: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda n: (n, n),
     "reduce": lambda n: (n, 1),
@@ -170,14 +171,14 @@ _MOVES: dict[str, Callable[[int], tuple[int, int]]] = {
     "send_recv": lambda n: (n, n),
     "barrier": lambda n: (0, 0),
 }
-_BLOCK = 256 << 10  # bytes: what several passes go over stays in a core's cache between them
+_BLOCK = 256 << 10  # bytes; a block stays in a core's cache while several passes go over it
 
 
 def _start_memory(case: Case) -> Contender:
-    """All ranks at once read and write what the collective has to, each in memory of its own, and wait for nobody.
+    """All ranks read and write as many bytes as the collective must, each in its own memory, without waiting.
 
-    A yardstick, no bound: stores that bypass the cache can be faster. Where ranks share CPUs, a rank may do a short
-    call while the others do not run.
+    This is a yardstick, not a bound: stores that bypass the cache can be faster. If ranks share CPUs, a rank may finish
+    a short call while the others do not run.
     """
     reads, writes = _MOVES[case.row.name](case.ranks)
     if case.row.name == "all_reduce":
@@ -212,12 +213,12 @@ def _memory_call(case: Case, buffers: Buffers) -> Callable[[], object]:
 
 
 class Flavour(NamedTuple):
-    """One MPI: the words by which its mpirun and its library give themselves away, and what to install."""
+    """One MPI: how to recognise its mpirun and its library, and what to install."""
 
     name: str
     words: str  # a regular expression
     package: str
-    flags: Callable[[int], list[str]]  # for so many ranks
+    flags: Callable[[int], list[str]]  # of its mpirun, for that many ranks
 
 
 def _openmpi_flags(ranks: int) -> list[str]:
@@ -225,7 +226,7 @@ def _openmpi_flags(ranks: int) -> list[str]:
     return [*root, "--oversubscribe", "--bind-to", "none"]
 
 
-SINGLE = "-single"  # of the name: mpi4py asks for MPI_THREAD_SINGLE, not for MULTIPLE as by default
+SINGLE = "-single"  # suffix of a peer's name: mpi4py asks for MPI_THREAD_SINGLE instead of its default, MULTIPLE
 
 FLAVOURS = {
     "openmpi": Flavour("Open MPI", r"Open MPI|PRRTE|OpenRTE", "openmpi", _openmpi_flags),
@@ -241,7 +242,7 @@ class Installed(NamedTuple):
 
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
-    """In prefix; else beside this Python; else on PATH. Missing says what to install."""
+    """Look in prefix if it is given; else beside this Python, then on PATH. Missing says what to install."""
     peer = peer.removesuffix(SINGLE)
     flavour = FLAVOURS[peer]
     on_path = shutil.which("mpirun")
@@ -266,7 +267,7 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
     if prefix:
         raise Missing(f"{peer}: {prefix}/bin has no mpirun of {flavour.name}")
     advice = f"pip install {flavour.package} mpi4py"
-    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # each wheel brings a bin/mpirun
+    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # the wheels of both MPIs bring a bin/mpirun
         advice = (
             f"python -m venv {peer}; {peer}/bin/pip install {flavour.package} mpi4py numpy;"
             f" and give --{peer}-prefix {peer}"
@@ -277,8 +278,8 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
 class Mpi:
     """An MPI job with one process for each rank, under its own mpirun.
 
-    Rank 0 of the mscomm job drives it: each MPI rank has a unix socket to it, reads a command, obeys, answers, and
-    sleeps in the next read; the other mscomm ranks sleep in a barrier meanwhile.
+    Rank 0 of the mscomm job drives it. Each MPI rank has a unix socket to rank 0: it reads a command, obeys, answers,
+    and sleeps in the next read. The other mscomm ranks sleep in a barrier meanwhile.
     """
 
     def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
@@ -335,7 +336,7 @@ class Mpi:
         self._all(_words_of(self._case))
 
     def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
-        """Every MPI rank obeys; the answers, when all have come."""
+        """Send each MPI rank its command, and return the answers of all."""
         if isinstance(commands, dict):
             commands = [commands] * len(self._links)
         try:
@@ -357,14 +358,14 @@ class Mpi:
         return RuntimeError(f"{self.name}: {what}; mpirun {state}. Its last lines:\n{last}")
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
-        """On rank 0 the MPI ranks' answers. The others wait without using a CPU."""
+        """On rank 0, returns the MPI ranks' answers. The other ranks wait without using a CPU, and get []."""
         try:
             return self._all(command) if self._case.rank == 0 else []
         finally:
             mscomm.barrier()
 
     def plan(self, case: Case) -> None:
-        """The cells from here on are of that case."""
+        """Cells that are made from now on measure this case."""
         self.ask(**_words_of(case))
 
     def cell(self, count: int, in_place: bool) -> Cell:
@@ -404,7 +405,7 @@ class _MpiCell:
 
 
 class _Link:
-    """A line of JSON each way."""
+    """A connection to one MPI rank, with one line of JSON per command and per answer."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(ROUND_S)
@@ -435,7 +436,9 @@ def _words_of(case: Case) -> dict[str, Any]:
 
 
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """env without what a launcher around us has set. OMPI_MCA_* stay, the user's own, unless an mpirun is around us."""
+    """env without the variables of the launcher that started us. OMPI_MCA_* are the user's own and stay, unless an
+    mpirun started us.
+    """
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env
     return {
@@ -446,7 +449,7 @@ def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _affinity_of_ranks(ranks: int) -> list[list[int]]:
-    """The CPUs that each rank may use, on every rank: an MPI's rank r gets those of ours."""
+    """The CPUs that each rank may use, known on every rank: an MPI's rank r gets those of our rank r."""
     mine = np.zeros((1, 8192), np.uint8)
     mine[0, sorted(os.sched_getaffinity(0))] = 1
     return [[int(cpu) for cpu in np.flatnonzero(row)] for row in mscomm.all_gather(mine)]

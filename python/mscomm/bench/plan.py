@@ -1,4 +1,4 @@
-"""What to measure: the options of `mscomm bench`, checked. Every rank makes the same plan of the same words."""
+"""What to measure: the checked options of `mscomm bench`. Every rank makes the same plan from the same options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mscomm.bench.table import COLLECTIVES, Case, moves_data
 
 BUCKETS = "buckets"
 TUNE = "tune"
-ROUNDS_WITH_PEERS = 5  # fewer say little on a machine that does other things too
+ROUNDS_WITH_PEERS = 5  # fewer rounds say little on a machine that has other work too
 
-WARMUP_CALLS = 5  # at least, where nothing is asked for
+WARMUP_CALLS = 5  # at least, if the user sets no number
 _WARMUP_US = 50e3
 _ROUND_US = 100e3
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# As nccl-tests calls them.
+# nccl-tests' names.
 _DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -31,14 +31,14 @@ _DTYPES = {
 
 
 class Plan(NamedTuple):
-    """The options, as values."""
+    """The options, converted to values."""
 
     collective: str
     sizes: tuple[int, ...]
     dtype: str
     op: str
     root: int
-    iterations: int | None  # None: by the time that a call takes, as calls() says
+    iterations: int | None  # None: calls() derives it from the time of a call
     warmup: int | None  # the same
     rounds: int
     check: bool
@@ -52,13 +52,14 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """Elements of a part for each size; sizes that come to the same count are measured once."""
+        """The elements of one part, for each size; sizes with the same count are measured once."""
         return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
 
     def calls(self, us: float) -> tuple[int, int]:
-        """How many of a contender's calls in a round come before the timed ones, and are timed, if one takes so long.
+        """The warm-up calls and the timed calls of a contender in one round, if a call takes that long.
 
-        A round outlasts what the contender before it has left behind: other contents of the caches, ranks on one CPU.
+        The warm-up must outlast the effects of the previous contender, such as its data in the caches or ranks that
+        share a CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
@@ -66,18 +67,18 @@ class Plan(NamedTuple):
 
     @property
     def least_warmup(self) -> int:
-        """Calls before the timed ones, where no time is taken to say how many."""
+        """The warm-up calls of a benchmark that does not derive their number from the time of a call."""
         return WARMUP_CALLS if self.warmup is None else self.warmup
 
     def modes(self, case: Case) -> tuple[bool, ...]:
-        """In place or not; beside peers the form that all of them have."""
+        """Which forms to measure, in place or not. With peers, only the one that all contenders have."""
         if self.peers:
             return (case.row.in_place,)
         return (False, True) if case.row.in_place else (False,)
 
 
 def size_of(text: str) -> int:
-    """64K is 65536. ValueError for what is no size."""
+    """The bytes of a size such as 64K, which is 65536. ValueError if the text is not a size."""
     found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is no size: give bytes, or a number with K, M or G, such as 64M")
@@ -85,7 +86,7 @@ def size_of(text: str) -> int:
 
 
 def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> tuple[int, ...]:
-    """From the smallest, each `factor` times or `step` bytes more than the one before; and the largest."""
+    """The sizes from smallest to largest, each `factor` times the one before, or `step` bytes more."""
     if largest < smallest:
         raise ValueError(f"the largest size, {largest}, is less than the smallest, {smallest}")
     if step is None and (factor or 2) < 2:
@@ -99,7 +100,7 @@ def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> 
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of that name, NumPy's or nccl-tests'; ValueError, or ImportError for bfloat16 without ml_dtypes."""
+    """The dtype with that name, in NumPy or nccl-tests. ValueError if there is none; ImportError without ml_dtypes."""
     name = _DTYPES.get(name, name)
     if name == "bfloat16":
         try:

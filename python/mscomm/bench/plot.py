@@ -16,7 +16,7 @@ from typing import Any
 SUFFIXES = (".svg", ".png", ".pdf")
 MISSING = "a plot needs matplotlib, which is not in this environment. Run: pip install 'mscomm[plot]'"
 
-# Label, colour, marker. Blue and orange differ for every kind of colour vision.
+# Label, colour, marker. Blue and orange can be told apart with every kind of colour vision.
 _LINES = {
     "mscomm, shared": ("mscomm, arrays of mscomm.empty", "#08519c", "o"),
     "mscomm, private": ("mscomm, ordinary NumPy arrays", "#6baed6", "s"),
@@ -31,8 +31,8 @@ _LINES = {
     "memory": ("memory (NumPy, no collective)", "#666666", "x"),
 }
 _GREY = "#666666"
-_X_TICKS = 4  # of 64 KiB and the like there is room for so many under a panel
-_FEW_DECADES = 100.0  # the slowest over the fastest
+_X_TICKS = 4  # a panel has room for so many labels such as "64 KiB"
+_FEW_DECADES = 100.0  # the slowest time over the fastest; below it, there are labels between the powers of ten
 
 Panel = dict[str, dict[int, float]]  # by line, by size: microseconds
 
@@ -42,7 +42,7 @@ def missing() -> bool:
 
 
 def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
-    """The cells of all files by collective and number of ranks. In place where there is such a form."""
+    """The cells of all files, by collective and number of ranks; the in-place ones if there are any."""
     panels: dict[tuple[str, int], Panel] = {}
     for document in documents:
         plan = document["plan"]
@@ -56,7 +56,7 @@ def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
 
 
 def _line_of(name: str, shared: bool) -> str:
-    """The key in _LINES of a contender of a run with --shared, or without."""
+    """The key in _LINES of a contender; `shared`: the run had --shared."""
     if name == "private" or (name == "mscomm" and not shared):
         return "mscomm, private"
     return "mscomm, shared" if name == "mscomm" else name
@@ -72,7 +72,7 @@ def _in_units(value: float, units: tuple[str, ...], step: int) -> str:
 
 
 def draw(documents: list[dict[str, Any]], picture: Path) -> None:
-    """Write the picture; the same numbers make the same file."""
+    """Write the picture. The same numbers always give the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +113,7 @@ def draw(documents: list[dict[str, Any]], picture: Path) -> None:
 
 
 def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
-    """The axes are the same in all panels."""
+    """Style the axes alike in all panels."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     cells = [cell for panel in panels.values() for cell in panel.values()]
@@ -121,7 +121,7 @@ def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
     times = [us for cell in cells for us in cell.values()]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    # Sizes that were measured, some four of them; times at each power of ten, and between them where those are few.
+    # Label about four of the measured sizes; label times at powers of ten, and between them if the range is small.
     ax.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, (len(sizes) + 1) // _X_TICKS)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("B", "KiB", "MiB", "GiB"), 1024)))

@@ -1,4 +1,4 @@
-"""What each rank of `mscomm bench` does: join, make the contenders, measure them in turn. Rank 0 reports."""
+"""What each rank of `mscomm bench` does: it joins, makes the contenders, and measures them in turn. Rank 0 reports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _measure(plan: Plan, case: Case) -> Result:
 
 
 def rehearse(contender: Contender, count: int, in_place: bool) -> None:
-    """What the contender cannot do shows here, before anything is measured."""
+    """Make one call before anything is measured; Unfit if the contender cannot do it."""
     cell = contender.cell(count, in_place)
     try:
         cell.measure(1, 1)
@@ -83,12 +83,14 @@ def rehearse(contender: Contender, count: int, in_place: bool) -> None:
 
 
 def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
-    """For each contender and mode: the calls' times by round, and the wrong elements. Round by round in turn."""
+    """Measure the contenders in turn, round by round. Returns, by contender and mode, the times of each round and the
+    number of wrong elements.
+    """
     found: Result = {contender.name: {} for contender in contenders}
     for in_place in plan.modes(case):
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
-        # An MPI's samples are on rank 0 alone, and it is rank 0 that tells the MPI how often.
+        # An MPI's samples exist only on rank 0, and only rank 0 tells the MPI how many calls to make.
         trials = {name: [1.0] for name in cells}
         if plan.warmup is None or plan.iterations is None:
             trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
@@ -108,7 +110,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 @contextlib.contextmanager
 def telling(rank: int) -> Iterator[None]:
-    """If any rank finds in here that something cannot be done, all end; the lowest of those that know why says so."""
+    """If any rank raises Unfit in here, all ranks end; the lowest rank that did prints the reason."""
     problem = ""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What `mscomm bench` says: nccl-tests' columns, a table beside peers, and a file with everything that was measured."""
+"""The output of `mscomm bench`: nccl-tests' columns, a table with peers, and a file with all measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _cpu_model() -> str:
                 if line.lower().startswith(("model name", "cpu model")):
                     return line.partition(":")[2].strip()
     except OSError:
-        pass  # not there in some containers
+        pass  # some containers do not have it
     return platform.processor() or "unknown"
 
 
@@ -177,7 +177,7 @@ def buckets_row(plan: Plan, row: dict[str, Any]) -> None:
 
 
 def overlap(rows: list[dict[str, Any]]) -> None:
-    """How much of the communication is hidden, for each size of bucket, and which size has the shortest step."""
+    """For each bucket size, how much of the communication is hidden; and the size with the shortest step."""
     say("#")
     say("# a step of training with that network: backward computes as long as the communication takes by itself")
     say(f"# {'bucket':>8}{'buckets':>9}{'backward':>14}{'communication':>16}{'step':>14}{'exposed':>14}{'hidden':>9}")
@@ -221,7 +221,7 @@ def tune_row(row: dict[str, Any]) -> None:
 
 
 def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
-    """The table by which init chooses for these ranks, and where another algorithm was faster beyond noise."""
+    """What init chooses for these ranks, and where another algorithm was faster by more than noise."""
     say("#")
     say("# What init chooses for these ranks and hosts")
     for what, rows in choices.items():
@@ -237,7 +237,7 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
 
 
 def finish(plan: Plan, result: dict[str, Any]) -> int:
-    """The files and the last lines; how many elements were wrong."""
+    """Write the files and print the last lines. Returns how many elements were wrong."""
     document = {"schema": SCHEMA, "plan": _as_json(plan), **result}
     if plan.json:
         write(plan.json, document)
@@ -273,7 +273,7 @@ def _comparison(plan: Plan, result: dict[str, Any]) -> Iterator[str]:
 
 
 def _average_busbw(plan: Plan, result: dict[str, Any]) -> float:
-    """Over all rows and modes of mscomm, as nccl-tests averages."""
+    """The mean over all rows and modes of mscomm, as in nccl-tests."""
     name, ours = ("all_reduce", "fused") if plan.collective == BUCKETS else (plan.collective, "mscomm")
     ranks = result["environment"]["ranks"]
     factor = COLLECTIVES[name].bus(ranks)
@@ -290,7 +290,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(document, indent=1) + "\n")
     partial.replace(path)

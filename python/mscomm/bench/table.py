@@ -1,7 +1,7 @@
-"""The collectives that can be measured: what each rank gives and gets, how its bandwidth counts, and what is right.
+"""The collectives that can be measured: each rank's input and output, the bandwidth factor, and the right result.
 
-Needs NumPy alone, because the ranks of other libraries' launchers use it too. Sizes are those of nccl-tests: all that
-one rank sends or all that it receives, whichever is more.
+This module needs only NumPy, because the ranks of an MPI use it too. Sizes are defined as in nccl-tests: everything
+that one rank sends, or everything that it receives, whichever is more.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PERIOD = 127  # prime, so that a part in a wrong place of a power of two is seen
-POISON = 127  # what out holds before a call: no element that is moved has this value
+PERIOD = 127  # prime, so that a part that is misplaced by a power of two is noticed
+POISON = 127  # out is filled with it before a call; no element that is moved has this value
 
 
 class Collective(NamedTuple):
-    """One row. In parts: has a part of `count` elements for each rank, else one part."""
+    """One row. An array "in parts" has one part of `count` elements for each rank; another array has one part."""
 
     name: str
     bus: Callable[[int], float]  # bus bandwidth over algorithm bandwidth, for n ranks
@@ -27,7 +27,7 @@ class Collective(NamedTuple):
     out_in_parts: bool
     expected: Callable[
         [Contents, int, int], Array
-    ]  # (contents, rank, count): what out must hold at a rank that gets it
+    ]  # (contents, rank, count): the right out of a rank that gets a result
     reduces: bool = False
     rooted: bool = False
     out_at_root: bool = False  # no other rank gets a result
@@ -35,7 +35,7 @@ class Collective(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is measured, and by whom."""
+    """What is measured, and on which rank."""
 
     row: Collective
     dtype: np.dtype[Any]
@@ -45,13 +45,13 @@ class Case(NamedTuple):
     rank: int
 
     def count(self, size: int) -> int:
-        """Elements of a part for a message of so many bytes: at least 1, or 0 where nothing is moved."""
+        """The elements of one part of a message of `size` bytes: at least 1, or 0 if the collective moves no data."""
         if not moves_data(self.row):
             return 0
         return max(1, size // (self.dtype.itemsize * self._parts))
 
     def size(self, count: int) -> int:
-        """The bytes of the message whose parts have so many elements."""
+        """The bytes of a message whose parts have `count` elements."""
         return count * self.dtype.itemsize * self._parts
 
     @property
@@ -65,9 +65,9 @@ class Case(NamedTuple):
 
 
 class Contents:
-    """What the ranks' arrays hold: for each rank a pattern of PERIOD elements, repeated; results are exact in any type.
+    """What the ranks' arrays hold: each rank repeats its own pattern of PERIOD elements. Results are exact in any type.
 
-    Up to 128 ranks sums stay below 257, which bfloat16 still holds: the order in which they are added does not matter.
+    Up to 128 ranks, sums stay below 257, which bfloat16 represents exactly, so the order of additions does not matter.
     """
 
     def __init__(self, case: Case) -> None:
@@ -76,11 +76,11 @@ class Contents:
         self._op = case.op if case.row.reduces else ""
 
     def of(self, rank: int, start: int, count: int) -> Array:
-        """Elements start to start + count of that rank's x."""
+        """The elements from start to start + count of that rank's x."""
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
     def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
-        """The same elements, combined over all ranks, or over the first so many."""
+        """The same elements, combined over all ranks, or over the first `ranks` of them."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 0 and self._op in ("min", "max"):
             return np.full(count, _limit(self._dtype, self._op), self._dtype)
@@ -116,7 +116,7 @@ OPS = (*_REDUCE, "avg")
 
 
 def _wide(dtype: np.dtype[Any]) -> type:
-    """A type in which the reference is computed: exact, and cut to dtype as dtype wraps."""
+    """The type in which to compute the reference: it is exact, and converting it to dtype wraps as dtype does."""
     for kind, wide in ((np.bool_, np.bool_), (np.integer, np.int64), (np.complexfloating, np.complex128)):
         if np.issubdtype(dtype, kind):
             return wide
@@ -124,7 +124,7 @@ def _wide(dtype: np.dtype[Any]) -> type:
 
 
 def _limit(dtype: np.dtype[Any], op: str) -> Any:
-    """What min or max over no rank gives."""
+    """The result of min or max over no ranks."""
     if np.issubdtype(dtype, np.integer):
         return np.iinfo(dtype).max if op == "min" else np.iinfo(dtype).min
     return op == "min" if dtype == np.bool_ else np.inf if op == "min" else -np.inf
@@ -135,7 +135,7 @@ def _repeated(pattern: Array, start: int, count: int) -> Array:
 
 
 class Buffers:
-    """One rank's x and out for messages of one size. `make(count, dtype)` gives the memory."""
+    """One rank's x and out for messages of one size. `make(count, dtype)` allocates them."""
 
     def __init__(self, case: Case, count: int, in_place: bool, make: Callable[..., Array]) -> None:
         self.case, self.count, self.in_place = case, count, in_place
@@ -147,27 +147,27 @@ class Buffers:
             self.out = self.x if in_place else make(count * (n if row.out_in_parts else 1), case.dtype)
 
     def fill(self) -> None:
-        """x as the others expect it; out poisoned."""
+        """Fill x with the values that the other ranks expect, and out with POISON."""
         if self.out is not None:
             self.out[...] = POISON
         self.x[...] = self._contents.of(self.case.rank, 0, self.x.size)
 
     def fill_for_repetition(self) -> None:
-        """Contents that any number of calls leaves as they are: sums in place would grow without end."""
+        """Fill the arrays so that repeated calls do not change the values: sums in place would grow without end."""
         if self.in_place and self.case.row.reduces:
             self.x[...] = 0
         else:
             self.fill()
 
     def wrong(self) -> int:
-        """How many elements of out are not what they should be after one call on filled buffers."""
+        """The number of wrong elements in out after one call on filled buffers."""
         if self.out is None:
             return 0
         return int((self.out != self.case.row.expected(self._contents, self.case.rank, self.count)).sum())
 
 
 def times_ns(call: Callable[[], object], iterations: int) -> Array:
-    """How long each of so many calls took on this rank."""
+    """The time in ns that each of `iterations` calls took on this rank."""
     clock = time.perf_counter_ns
     spent = np.empty(iterations)
     for i in range(iterations):
@@ -251,7 +251,9 @@ def moves_data(row: Collective) -> bool:
 
 
 def ring(send: Callable[[int], object], recv: Callable[[int], object], rank: int, ranks: int) -> None:
-    """send_recv: to the right, from the left. Ranks of even number send first, so that no sends wait in a circle."""
+    """send_recv: send to the right and receive from the left. Even ranks send first, so that not all sends wait in a
+    circle.
+    """
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     if rank % 2 == 0:
         send(right)

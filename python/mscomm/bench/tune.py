@@ -1,7 +1,7 @@
-"""`mscomm bench tune`: each collective by each of its algorithms, beside the one that init chooses.
+"""`mscomm bench tune`: measures each collective with each of its algorithms, and shows which one init chooses.
 
-The choice follows from the ranks, the hosts and the size of the message alone, so that all ranks make the same one
-without a word. This says how good it is here; MSCOMM_ALGO is the way to another.
+The choice depends only on the ranks, the hosts and the size of the message, so that all ranks make the same choice
+without communication. This command shows how good the choice is here; MSCOMM_ALGO forces another one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mscomm.bench.ranks import of_size, rehearse, telling
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
-_FASTER = 0.9  # of the chosen one's time, in every round: more than noise
+_FASTER = 0.9  # another algorithm that takes less than this share of the chosen one's time, in every round, is faster
 
 
 def algorithms(hosts: list[int]) -> dict[str, list[str]]:
-    """By collective, those that ranks on these hosts can use, where there is more than one."""
+    """By collective, the algorithms that ranks on these hosts can use, if there is more than one."""
     alone, apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
     fit = {"arena": alone, "both": not alone and not apart, "mesh": True}
     names: dict[str, list[str]] = {}
@@ -36,7 +36,7 @@ def algorithms(hosts: list[int]) -> dict[str, list[str]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """All of them in turn. Collective: every rank calls it."""
+    """Measure all collectives in turn. Every rank must call this."""
     world = groups.resolve(None)
     with telling(rank):
         if any(world.job.forced):
@@ -75,7 +75,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
     rows = []
     for count in counts:
         size = case.size(count)
-        # Where only the result has parts, x is what the choice depends on.
+        # If only the result has parts, the choice depends on the size of x.
         message = size if case.row.x_in_parts else count * case.dtype.itemsize
         row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
         row["chosen"] = core.chosen(message)[what]
@@ -87,7 +87,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """(algorithm, the size in bytes from which it is chosen) for messages of up to the last of these sizes."""
+    """(algorithm, the size in bytes from which it is chosen), for messages up to the last of these sizes."""
 
     def chosen(size: int) -> str:
         return core.chosen(size)[what]
@@ -106,7 +106,7 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
 
 
 def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:
-    """(collective, size, chosen, best, its share of the time) where another one was faster beyond noise."""
+    """(collective, size, chosen, best, best's share of chosen's time) where another was faster by more than noise."""
     found = []
     for row in rows:
         ours, best = (_cell(row, row[which])["rounds_us"] for which in ("chosen", "best"))
@@ -117,7 +117,7 @@ def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]
 
 
 def _cell(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """The one way, in place or not, in which that algorithm was measured."""
+    """The algorithm's results in the one mode, in place or not, in which it was measured."""
     (cell,) = row["results"][name].values()
     found: dict[str, Any] = cell
     return found

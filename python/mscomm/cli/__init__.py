@@ -1,4 +1,4 @@
-"""The command `mscomm`: a table of subcommands, each imported when it is called."""
+"""The command `mscomm`: a table of subcommands, each of which is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Imports a subcommand's module, whose `command` it is, only when that subcommand is used."""
+    """Imports a subcommand's module, which defines it as `command`, only when that subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

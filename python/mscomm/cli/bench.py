@@ -13,7 +13,7 @@ import click
 
 from mscomm import bootstrap
 
-# The tables of the bench package need numpy, and its rows are the words that are allowed here: imported when used.
+# The bench package needs numpy, so the functions below import it when they need it.
 
 _HELP = """Measure COLLECTIVE: all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all,
 scan, exscan, send_recv, barrier; or `buckets`: all_reduce_many over the gradients of a network against one call for
@@ -67,7 +67,7 @@ def command(ranks: int | None, vs: str, **options: Any) -> None:
 
 
 def _plan(vs: str, **options: Any) -> Any:
-    """The options as a Plan; ClickException for what makes no sense, before a rank is started."""
+    """The options as a Plan; ClickException for invalid options, before any rank is started."""
     from mscomm.bench import plan
     from mscomm.bench.contenders import available
     from mscomm.bench.peers import PEERS, SINGLE
@@ -145,7 +145,9 @@ def _check_peers(plan: Any) -> None:
 
 
 def _start(ranks: int) -> int:
-    """This command again, as so many ranks under `mscomm run`; its exit status. Rank 0's lines lose their prefix."""
+    """Run this command again as so many ranks under `mscomm run`, and return its exit status. Removes the prefix from
+    rank 0's lines.
+    """
     line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]
     launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")
     assert launcher.stdout
@@ -154,7 +156,7 @@ def _start(ranks: int) -> int:
         launcher.send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the launcher too, which ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends it to the launcher, which ends the ranks
     with launcher.stdout:
         for text in launcher.stdout:
             click.echo(text.removeprefix("[0] "), nl=False)

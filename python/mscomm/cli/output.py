@@ -1,7 +1,7 @@
-"""What the ranks write: whole lines behind a rank prefix on the terminal, the bytes as they came in the log files.
+"""The ranks' output: whole lines with a rank prefix on the terminal, and the unchanged bytes in the log files.
 
-Nobody here waits for a reader: an `Output` has a thread that does, and while it has much to write, the ranks' pipes are
-left alone, so that the ranks wait and nothing is lost.
+The launcher's loop never waits for a reader: each `Output` has a thread for that. While an output has much left to
+write, the launcher does not read the ranks' pipes, so that the ranks wait and nothing is lost.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO, TextIO
 
 _LONGEST_LINE_BYTES = 64 << 10  # a longer one, or a progress bar that never ends its line, is shown in pieces
-_FULL_BYTES = 1 << 20  # with this much unwritten an output wants no more
+_FULL_BYTES = 1 << 20  # an output with this much unwritten is full
 _PIECE_BYTES = 16 << 10
-_PROMPT_S = 0.1  # a line that has not ended for so long, from the rank that has our stdin, is a prompt
+_PROMPT_S = 0.1  # an unfinished line that is this old, from the rank that has our stdin, is a prompt
 
 
 class Output:
@@ -48,14 +48,14 @@ class Output:
                 self._news.notify_all()
 
     def flush(self, stalled_s: float) -> int:
-        """Wait until all is written, or the reader takes nothing for so long; how many bytes it did not take."""
+        """Wait until all is written, or the reader has taken nothing for so long. Returns how many bytes are left."""
         with self._news:
             while self._unwritten and self._news.wait(stalled_s):
                 continue
             return len(self._unwritten)
 
     def close(self, within_s: float) -> bool:
-        """End the thread when all is written; False: it still writes."""
+        """Let the thread end when all is written; returns False if it is still writing after `within_s`."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -63,7 +63,7 @@ class Output:
         return not self._thread.is_alive()
 
     def _write(self, piece: bytes) -> int:
-        """Some of it; how many bytes that were."""
+        """Write some of it; returns how many bytes."""
         return os.write(self._fd, piece)
 
     def _serve(self) -> None:
@@ -75,7 +75,7 @@ class Output:
                     return
             try:
                 written = self._write(piece)
-            except BlockingIOError:  # somebody made it non-blocking
+            except BlockingIOError:  # some process made the descriptor non-blocking
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
@@ -91,7 +91,10 @@ class Output:
 
 
 class TextOutput(Output):
-    """Python's sys.stdout or sys.stderr, which in a notebook or a test are no descriptors; None, as there, for none."""
+    """Writes to sys.stdout or sys.stderr, which in a notebook or a test may have no descriptor.
+
+    stream: may be None, as sys.stdout may be; then the output is dropped.
+    """
 
     def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
         self._stream = stream
@@ -107,13 +110,13 @@ class TextOutput(Output):
                 except UnicodeEncodeError as error:  # a character that its encoding does not have
                     self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
                 self._stream.flush()
-            except Exception as error:  # it was closed, or is no stream at all
+            except Exception as error:  # it was closed, or is not a stream
                 raise BrokenPipeError from error
         return len(piece)
 
 
 class Log:
-    """A log file. A full disk is no reason to end a job: what does not fit is counted."""
+    """A log file. A full disk must not end the job, so we only count the bytes that do not fit."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +125,7 @@ class Log:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
-        """All of it, or as much as there is room for."""
+        """Write the data, or as much of it as there is room for."""
         rest = memoryview(data)
         try:
             while rest:
@@ -133,7 +136,7 @@ class Log:
 
     @property
     def complaint(self) -> str:
-        """What the user must know, if anything was dropped."""
+        """A message for the user if anything was dropped, else ""."""
         return f"{self.path} is incomplete: {self.dropped} bytes were dropped: {self._why}" if self.dropped else ""
 
     def close(self) -> None:
@@ -147,7 +150,7 @@ class Stream:
     """One rank's stdout or stderr on its way to ours."""
 
     def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
-        """hold: of the next lines, those that are to be shown now. prompts: show a line that does not end."""
+        """hold: given the next lines, returns those to show now. prompts: also show a line that does not end."""
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output
@@ -159,9 +162,9 @@ class Stream:
         self.prompt_at_s = float("inf")
 
     def pump(self) -> bool:
-        """Pass on what is there; False at the end."""
+        """Pass on what has come; returns False at the end of the stream."""
         data = self.pipe.read(64 << 10)
-        if data is None:  # nothing there after all
+        if data is None:  # nothing to read
             return True
         if self._log:
             self._log.write(data)
@@ -174,17 +177,17 @@ class Stream:
         return bool(data)
 
     def named(self, line: bytes) -> bytes:
-        """The line as it is shown."""
+        """The line with its prefix."""
         return self._prefix + line
 
     def prompt(self) -> None:
-        """Show what has come of a line. The user answers it with Enter, so what follows is a new one."""
+        """Show the unfinished line. The user answers it with Enter, so what follows starts a new line."""
         self.output.write(self.named(self._line))
         self._line, self.prompt_at_s = b"", float("inf")
 
 
 class Streams:
-    """All of them, in the launcher's selector. Its turns raise BrokenPipeError when nobody reads our own output."""
+    """All streams, in the launcher's selector. Its callbacks raise BrokenPipeError when nobody reads our own output."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -199,11 +202,11 @@ class Streams:
         self._watch(stream)
 
     def wake(self) -> None:
-        """Any thread: look at the outputs."""
+        """Any thread: make the launcher look at the outputs."""
         os.eventfd_write(self._wake_fd, 1)
 
     def take_all(self) -> None:
-        """The ranks have ended: what is in the pipes now is not much, and needs no reader."""
+        """The ranks have ended: read what is left in the pipes, which is not much, even if our outputs are full."""
         self._may_pause = False
         self._resume()
 
@@ -212,11 +215,11 @@ class Streams:
 
     @property
     def prompt_at_s(self) -> float:
-        """When the next prompt is to be shown."""
+        """When to show the next prompt."""
         return min((stream.prompt_at_s for stream in self._open), default=float("inf"))
 
     def prompt(self) -> None:
-        """Show those that it is time for."""
+        """Show the prompts that are due."""
         for stream in self._open:
             if stream.prompt_at_s <= time.monotonic():
                 stream.prompt()
@@ -245,7 +248,7 @@ class Streams:
             self._watch(stream)
 
     def close(self) -> None:
-        """Give up on what is still open: only a process that escaped its group can hold it."""
+        """Close the pipes that are still open: only a process that left its rank's process group can hold them."""
         for stream in self._open:
             if stream not in self._paused:
                 self._selector.unregister(stream.pipe)
@@ -253,5 +256,5 @@ class Streams:
         self._open.clear()
 
     def release(self) -> None:
-        """After the last wake()."""
+        """Close the wake-up descriptor; call it after the last wake()."""
         os.close(self._wake_fd)

@@ -1,7 +1,7 @@
-"""What a launcher has to do with the rest of its job: all of it, the part of node 0, or that of another node.
+"""A launcher's part in its job: the whole job, the part of node 0, or the part of another node.
 
-On one host each rank inherits its control link. Over several hosts node 0 serves the hub at a TCP port, all ranks
-connect there, and what they inherit is a descriptor from which they read the key.
+On one host, each rank inherits its control link. Over several hosts, node 0 serves the hub at a TCP port and all ranks
+connect there; each rank inherits a descriptor from which it reads the key.
 """
 
 from __future__ import annotations
@@ -27,54 +27,57 @@ from mscomm.cluster.hub import Hub
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 
-LOOK_S = 0.2  # how often node 0 looks for news that no event brings to its launcher: failures on other hosts
+LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, which no event reports to it
 
 Log = Callable[[str], None]
 
 
 class Part(Protocol):
-    """One launcher's part in a job. `size`: of the job; `first`: the rank of this host's first process."""
+    """One launcher's part in a job.
+
+    `size`: the number of ranks in the job; `first`: the first rank of this host; `look_s`: how often to call over().
+    """
 
     size: int
     first: int
     look_s: float | None
 
     def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
-        """Before anything is started: listen, or see that there is somebody who does. May wait.
+        """Before any rank is started: listen, or connect to the launcher that does. May wait.
 
-        log: a line for the scheduler's log; tell: a line for the user.
+        log: writes a line to the scheduler's log; tell: writes a line for the user.
         """
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        """The descriptor that the rank inherits, and the variables that tell it what that is."""
+        """The descriptor that the rank inherits, and the variables that tell the rank about it."""
 
     def serve(self, stack: ExitStack) -> None:
-        """All ranks of this host are started."""
+        """Called when all ranks of this host have been started."""
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
-        """What launchers of other hosts write, if this one started them."""
+        """The output of launchers on other hosts, if this launcher started them."""
 
     def forward(self, number: int) -> None:
-        """A signal for all ranks: for those of other hosts that this launcher has started."""
+        """Pass a signal on to the ranks of other hosts, if this launcher started their launchers."""
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
-        """One of them has ended; again: it is started again after this."""
+        """A rank of this host has ended. again: the launcher restarts it after this call."""
 
     def can_restart(self) -> bool:
-        """Whether a rank that is started again now can take part in the job."""
+        """Whether a rank that is restarted now can take part in the job."""
 
     def verdict(self) -> Verdict | None:
         """The job's first failure, if it is known here."""
 
     def over(self) -> Verdict | None:
-        """Why the job cannot go on, on no host, if that is so."""
+        """Why the job cannot go on, on any host; None if it can."""
 
     def needed(self, well: bool) -> bool:
-        """Whether ranks of other hosts still need this launcher, now that its own have ended (all of them well)."""
+        """Whether other hosts still need this launcher after its own ranks have ended. well: all of them ended well."""
 
 
 class _OneHost:
-    """A launcher that starts nothing elsewhere."""
+    """A launcher that starts nothing on other hosts."""
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
         return []
@@ -84,7 +87,7 @@ class _OneHost:
 
 
 class _WithHub(_OneHost):
-    """What both say to the hub that they serve themselves."""
+    """What WholeJob and Node0 share: they serve the hub themselves."""
 
     _hub: Hub
 
@@ -128,7 +131,7 @@ class WholeJob(_WithHub):
 
 
 class Node0(_WithHub):
-    """Serves the hub at host:port, for its own ranks as for those of the other nodes; says so when it listens."""
+    """Serves the hub at host:port for the ranks of all nodes, and prints the announcement when it listens."""
 
     first = 0
     look_s: float | None = LOOK_S
@@ -152,9 +155,9 @@ class Node0(_WithHub):
         self._address = (host, port)
         self._permit_plain = permit_plain
         self._topo_timeout_s = topo_timeout_s
-        self._keys: list[socket.socket] = []  # our ends of what the ranks read their key from
-        self._local: set[int] = set()  # ranks
-        self._job_began: bool | None = None  # known when they have ended
+        self._keys: list[socket.socket] = []  # our ends of the sockets from which the ranks read the key
+        self._local: set[int] = set()  # the ranks of this host
+        self._job_began: bool | None = None  # whether a local rank called init(); known once they have ended
 
     def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
         try:
@@ -173,7 +176,7 @@ class Node0(_WithHub):
         self._key, file = security.scheduler_key(os.environ, host, port, self._permit_plain)
         if file:
             stack.callback(file.remove)
-        listener.listen(socket.SOMAXCONN)  # after the key file: who can connect can read it
+        listener.listen(socket.SOMAXCONN)  # after the key file is written: a node that can connect can read it
         self._serve_at(listener, log, tell)
         print(self._announcement, file=sys.stderr, flush=True)
 
@@ -185,7 +188,7 @@ class Node0(_WithHub):
         self._until = float("inf")
 
     def _others_key(self) -> bytes:
-        """Of whoever has our address."""
+        """The key of the job that has our address."""
         return security.worker_key(os.environ, *self._address, self._permit_plain)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
@@ -198,13 +201,13 @@ class Node0(_WithHub):
         self._thread = _serve(self._hub, stack)
 
     def needed(self, well: bool) -> bool:
-        """Until the other nodes' ranks have left too; after a failure only until they have had time to hear of it."""
-        if self._job_began is None:  # asked once: the kernel tells of a reset once
+        """Needed until the ranks of the other nodes have left too; after a failure, only until they can have heard."""
+        if self._job_began is None:  # look only once, because the kernel reports a reset only once
             self._job_began = any(_was_read(ours) for ours in self._keys)
-        if not self._job_began:  # ranks that never called init(), without which there is none
+        if not self._job_began:  # no local rank called init(), so there is no job to wait for
             if self._hub.attended >= self.size - len(self._local):
                 return False
-            # A node that comes later would look for us in vain.
+            # A node whose launcher has not come yet still needs us, at most until the join timeout.
             self._until = min(self._until, time.monotonic() + self._topo_timeout_s)
         if not well:
             self._until = min(self._until, time.monotonic() + _HEAR_S)
@@ -212,7 +215,7 @@ class Node0(_WithHub):
 
 
 class OtherNode(_OneHost):
-    """Has a link to node 0's hub before it starts its ranks: tells it how they end, and hears when the job is over."""
+    """Connects to node 0's hub before it starts its ranks, tells it how they end, and hears when the job is over."""
 
     look_s: float | None = LOOK_S
 
@@ -228,7 +231,7 @@ class OtherNode(_OneHost):
         topo_timeout_s: float,
         key: bytes = b"",
     ) -> None:
-        """name: for messages; layout: what must be the same everywhere; key: the job's, if it was handed over."""
+        """name: what messages call this node; layout: must be equal on all nodes; key: the job's, if it was given."""
         self.size = size
         self.first = ranks.start
         self._ranks = ranks
@@ -258,14 +261,14 @@ class OtherNode(_OneHost):
             raise Error(f"the job at {self._where} has failed already: {self._over.text}")
 
     def give_up(self, why: str) -> None:
-        """In place of open(): tell node 0, if it is there, why this node starts no ranks."""
-        with contextlib.suppress(Error, OSError):  # this node's own message says all
+        """Called instead of open(): tell node 0, if it is there, why this node starts no ranks."""
+        with contextlib.suppress(Error, OSError):  # this node prints the reason too
             self._connect(Deadline(_GIVE_UP_S))
             self._tell_why(why)
             self._leave()
 
     def _explain(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """At the end: leave, and say why if this launcher failed."""
+        """At the end: close the link, after telling node 0 the reason if this launcher failed."""
         if isinstance(error, Exception) and self._over is None:
             with contextlib.suppress(OSError):
                 self._tell_why(str(error))
@@ -341,7 +344,9 @@ class OtherNode(_OneHost):
             self._leave()
 
     def _leave(self) -> None:
-        """Close the link when node 0 has read all of it; to close first, with news unread, could throw it away."""
+        """Close the link once node 0 has read everything. If we closed it with unread data on our side, the kernel
+        could reset the connection, and node 0 could miss what we sent.
+        """
         link, self._link = self._link, None
         if link is None:
             return
@@ -353,13 +358,13 @@ class OtherNode(_OneHost):
         link.close()
 
 
-_TELL_S = 2.0  # for node 0 to read what we say
-_GIVE_UP_S = 5.0  # for node 0 to be found, by a node that fails
+_TELL_S = 2.0  # for node 0 to read our message
+_GIVE_UP_S = 5.0  # for a node that fails to reach node 0
 _HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, report, and end
 
 
 def layout(nodes: int, each: int) -> str:
-    """What must be the same on every node."""
+    """The options that must be the same on every node."""
     return f"--nnodes {nodes} -n {each}"
 
 
@@ -386,19 +391,19 @@ def _serve(hub: Hub, stack: ExitStack) -> threading.Thread:
 
 
 def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """Our end, the rank's, and its variables: the key waits in the socket until the rank reads it."""
+    """Our end of a socket pair, the rank's end, and the rank's variables. The key waits in the socket for the rank."""
     ours, theirs = socket.socketpair()
     ours.sendall(key)
     return ours, theirs, {launcher.SCHED: where, launcher.KEY_FD: str(theirs.fileno())}
 
 
 def _was_read(ours: socket.socket) -> bool:
-    """Whether the rank at the other end, which has ended, had read its key: the kernel resets what was not read."""
+    """Whether the rank at the other end, which has ended, read its key. If it did not, the kernel reports a reset."""
     try:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:
         return False
-    except BlockingIOError:  # something that it started still has the descriptor
+    except BlockingIOError:  # a process that the rank started still has the descriptor
         return True
 
 

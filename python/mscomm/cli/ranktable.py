@@ -1,4 +1,4 @@
-"""`mscomm ranktable`: writes Ascend's rank tables, tells all that is wrong with one, and which ranks belong here."""
+"""`mscomm ranktable`: writes Ascend's rank tables, lists the errors of one, and prints the ranks of this host."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mscomm.cluster import interfaces
 if TYPE_CHECKING:
     from rich.console import Console
 
-HCCN = Path("/etc/hccn.conf")  # where Ascend's driver keeps the addresses of this host's devices
+HCCN = Path("/etc/hccn.conf")  # where Ascend's driver keeps the addresses of this host's devices' network cards
 
 
 def _devices(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
-    """8: devices 0 to 7; 4-7 or 0,2: these."""
+    """The device numbers of --devices: 8 means 0 to 7; 4-7 or 0,2 means just these."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
         raise click.BadParameter(f"{text!r}: give their number, as 8, or which, as 4-7 or 0,2")
     if text.isdecimal():
@@ -116,7 +116,7 @@ def make_command(
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
-    """The addresses of each server's devices."""
+    """The given addresses, dealt out to the devices of each server in order."""
     per = len(devices)
     if len(device_ips) != servers * per:
         raise click.UsageError(f"{len(device_ips)} times --device-ip for {servers * per} devices; give one for each")
@@ -132,7 +132,7 @@ def _hccn_files(given: Sequence[Path], servers: int) -> Sequence[Path | None]:
 
 
 def _hccn(path: Path | None, devices: list[int]) -> dict[int, str]:
-    """The addresses of these devices in a file with lines as address_0=192.1.27.6; without a file none."""
+    """The addresses of these devices, from a file with lines like address_0=192.1.27.6; {} without a file."""
     if path is None:
         return {}
     try:
@@ -148,7 +148,7 @@ def _hccn(path: Path | None, devices: list[int]) -> dict[int, str]:
 
 
 def _write(path: Path, text: str, force: bool) -> None:
-    """The file as a whole or not at all; one that is there stays, unless it may be replaced."""
+    """Write the file completely or not at all. An existing file is replaced only with `force`."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(partial, "x") as file:
@@ -192,7 +192,7 @@ def check_command(files: tuple[str, ...], product: str | None) -> None:
 
 
 def _check(console: Console, name: str, product: str | None) -> bool:
-    """Whether the table is a good one."""
+    """Show the table or its errors. Returns whether the table is valid."""
     try:
         table = load(name)
     except InvalidTable as error:
@@ -212,7 +212,7 @@ def _check(console: Console, name: str, product: str | None) -> bool:
 
 
 def _show(console: Console, name: str, table: Table) -> None:
-    """A table on a terminal, else a line a rank."""
+    """Print a table on a terminal, else one line per rank."""
     from rich.markup import escape
     from rich.table import Table as Grid
 
@@ -252,7 +252,7 @@ def ranks_command(file: str, server: str | None, size: int | None) -> None:
 
 
 def here(table: Table, file: str, server: str | None = None) -> list[Seat]:
-    """The ranks of this host: of the server of that server_id, or of the only one, or of that whose address we have."""
+    """The ranks of this host: those of the given server, else of the only one, else of the one with our address."""
     found = [server] if server else table.servers
     if not server and len(found) > 1:
         own = {interface.address for interface in interfaces.interfaces()}

@@ -1,8 +1,8 @@
 """`mscomm run --hosts`: this host serves the hub, and ssh starts a launcher on each other host.
 
-What such a launcher has to know, the job's key among it, goes through ssh's stdin: nothing of it is on a command line
-or in an environment. After that each byte is the number of a signal for its ranks, and the end of stdin ends them. Its
-output, the lines of its ranks with their prefixes, comes back through ssh.
+Everything that such a launcher needs, including the job's key, goes through ssh's stdin, so that none of it is on a
+command line or in an environment. After that, each byte on stdin is the number of a signal for its ranks, and the end
+of stdin ends them. Its output, its ranks' lines with their prefixes, comes back through ssh.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from mscomm.cluster import links, security
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import BackendUnavailable, Error
 
-HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # beginnings of variables' names
-_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # and what tells ranks apart, which is set anew
-_ENDS_S = 10.0  # for a launcher whose stdin has ended: its ranks get SIGTERM, and SIGKILL after 7 s
+HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # prefixes of the variables' names
+_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # variables that each host has its own of
+_ENDS_S = 10.0  # for a launcher to end after its stdin has ended: its ranks get SIGTERM, and SIGKILL after 7 s
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 20
 
 
 class Share(NamedTuple):
-    """One host of the list, and the ranks that it gets. `name`: as ssh is told it."""
+    """One host of the list, and the ranks that it gets. `name`: the host as given to ssh."""
 
     name: str
     ranks: range
 
     @property
     def address(self) -> str:
-        """The name without a user, or the brackets of an IPv6 address."""
+        """The name without the user, and without the brackets of an IPv6 address."""
         return self.name.rpartition("@")[2].strip("[]")
 
 
@@ -59,12 +59,12 @@ class Share(NamedTuple):
 
 
 def listed(text: str) -> list[tuple[str, int | None]]:
-    """The hosts of --hosts, a:4,b:4, each with its slots; ClickException for what is none."""
+    """The hosts of --hosts, a:4,b:4, each with its number of ranks; ClickException for an invalid one."""
     return [_host(item.strip(), f"--hosts {text}") for item in text.split(",")]
 
 
 def read_hostfile(path: Path) -> list[tuple[str, int | None]]:
-    """The hosts of a file as Open MPI (host slots=4) or MPICH (host:4) reads it; # begins a comment."""
+    """The hosts of a file in the format of Open MPI (host slots=4) or MPICH (host:4); # begins a comment."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def _host(text: str, where: str) -> tuple[str, int | None]:
 
 
 def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Share]:
-    """Which ranks each host gets, in the list's order; each: -n, for hosts without a number of their own."""
+    """The ranks that each host gets, in the list's order. each: -n, for hosts without a number of their own."""
     slots: dict[str, int] = {}
     for name, number in hosts:
         if number is None and each is None:
@@ -110,7 +110,7 @@ def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Sh
 
 
 def own_place(hosts: Sequence[Share]) -> int:
-    """Which of the hosts this one is: the first one with an address that this host has."""
+    """The index of this host: the first of the list whose name or address is this host's."""
     for place, host in enumerate(hosts):
         if host.address == socket.gethostname() or _is_here(host.address):
             return place
@@ -122,7 +122,7 @@ def _is_here(name: str) -> bool:
     try:
         rendezvous.bind(name, 0).close()
         return True
-    except OSError:  # another host's, or a name that nobody knows: ssh will say so
+    except OSError:  # another host's, or an unknown name, which ssh will report
         return False
 
 
@@ -130,7 +130,7 @@ def _is_here(name: str) -> bool:
 
 
 class Hosts(Node0):
-    """This host's ranks and the hub, as node 0 has them, and an ssh for each other host."""
+    """Like node 0, it has this host's ranks and the hub; in addition, it runs one ssh per other host."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Hosts(Node0):
         restarts: bool,
         task: Mapping[str, Any],
     ) -> None:
-        """task: what every host does: the script and the options."""
+        """task: what every host runs: the script and the options."""
         super().__init__(1, hosts[-1].ranks.stop, hosts[own].address, port or 0, False, topo_timeout_s, restarts, "")
         self.first = hosts[own].ranks.start
         self._layout = "--hosts"
@@ -170,7 +170,7 @@ class Hosts(Node0):
         self._tell = tell
 
     def _listener(self) -> socket.socket:
-        """At the address that the list has for this host, at the port that was asked for, else at any."""
+        """A listener at the address that the list gives for this host, at the requested port, or else at any."""
         name, port = self._address
         host = rendezvous.own_address(name, os.environ)
         if port == 0:
@@ -189,7 +189,7 @@ class Hosts(Node0):
             self._agents.append(agent)
 
     def _close(self) -> None:
-        """End what runs on the other hosts, on all of them at the same time."""
+        """End the launchers of all other hosts at the same time."""
         for agent in self._agents:
             agent.hang_up()
         until = time.monotonic() + _ENDS_S
@@ -215,7 +215,9 @@ class Hosts(Node0):
         return super().over()
 
     def _ended(self, agent: _Agent, status: int) -> None:
-        """Its launcher tells the hub itself how its ranks ended, if it came as far as that."""
+        """An ssh has ended. If its launcher never reached the hub, report its ranks to the hub as ended; otherwise that
+        launcher has reported them itself.
+        """
         if not self._hub.attends(agent.share.ranks):
             why = f"no rank could be started on host {agent.share.name}: ssh ended with status {status}"
             if status == 255:  # ssh's own errors
@@ -227,7 +229,7 @@ class Hosts(Node0):
                 self._hub.process_ended(rank, why, badly=True)
 
     def needed(self, well: bool) -> bool:
-        """Until the other hosts' launchers have ended, and their output is here."""
+        """Needed until the other hosts' launchers have ended and all their output has come."""
         self.over()
         if not well or super().over():
             self._until = min(self._until, time.monotonic() + _ENDS_S)
@@ -238,7 +240,7 @@ class Hosts(Node0):
 
 
 class _Agent:
-    """The ssh to one host. told: its end was looked at."""
+    """The ssh to one host. told: we have noticed that it ended."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(task))
@@ -257,7 +259,7 @@ class _Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C comes to us, and goes on through stdin
+            start_new_session=True,  # Ctrl-C reaches only us; we pass it on through stdin
         )
         self._write(_LENGTH.pack(len(body)) + body)
 
@@ -277,12 +279,12 @@ class _Agent:
     def _write(self, data: bytes) -> None:
         assert self.process.stdin
         rest = memoryview(data)
-        with contextlib.suppress(OSError, ValueError):  # it has ended: its status is looked at
+        with contextlib.suppress(OSError, ValueError):  # ssh has ended; over() looks at its status
             while rest:
                 rest = rest[self.process.stdin.write(rest) :]
 
     def hang_up(self) -> None:
-        """Its launcher ends its ranks, and then itself."""
+        """Close its stdin: the launcher there ends its ranks, and then itself."""
         assert self.process.stdin
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -296,7 +298,7 @@ class _Agent:
 
 
 class _Passed(Stream):
-    """Lines that have the numbers of their ranks before them already; others get the host's name."""
+    """The output of another host's launcher. Lines without a rank prefix get the host's name as prefix."""
 
     def __init__(self, pipe: IO[bytes], name: str, output: Output) -> None:
         super().__init__(pipe, -1, output, None, hold=lambda lines: lines, prompts=False)
@@ -315,7 +317,7 @@ def handed_over(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """What ssh starts."""
+    """What ssh starts on another host."""
     task = _read_task()
     threading.Thread(target=_obey, name="mscomm-stdin", daemon=True).start()
     try:
@@ -340,7 +342,7 @@ def _run(task: Mapping[str, Any]) -> int:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
         except (click.ClickException, OSError):
-            with ExitStack() as stack:  # node 0 hears why, and ends the job
+            with ExitStack() as stack:  # node 0 hears the reason and ends the job
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
@@ -367,7 +369,7 @@ def _read(count: int) -> bytes:
 
 
 def _obey() -> None:
-    """Signals that the other end names, and SIGTERM when it is gone."""
+    """Raise the signals that the other end sends, and SIGTERM when it has closed stdin."""
     while number := os.read(0, 1):
         os.kill(os.getpid(), number[0])
     os.kill(os.getpid(), signal.SIGTERM)

@@ -44,7 +44,7 @@ DEFAULT_PORT = 8118  # msrun's
 
 
 class Nodes(NamedTuple):
-    """The hosts of the job, and which of them this is. A job of one host has no address."""
+    """The number of hosts in the job, this host's number, and node 0's address. A job on one host has no address."""
 
     number: int
     rank: int
@@ -150,7 +150,7 @@ def command(
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
         topo_timeout_s = join_timeout_s(os.environ)
-        read("MSCOMM_TRACEBACK", os.environ)  # which Launch does too
+        read("MSCOMM_TRACEBACK", os.environ)  # check it here, because Launch reads it later
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     from mscomm.cli.launch import CannotStart, Launch
@@ -205,7 +205,7 @@ def _shares(
     master_addr: str | None,
     worker_num: int | None,
 ) -> tuple[list[Share], int]:
-    """The hosts of --hosts or --hostfile with their ranks, and which of them this is; none without these options."""
+    """The hosts of --hosts or --hostfile with their ranks, and the index of this host; ([], 0) without both options."""
     if hosts is None and hostfile is None:
         return [], 0
     from mscomm.cli import remote
@@ -226,7 +226,7 @@ def _shares(
 def prepare(
     script: str, args: tuple[str, ...], module: bool, local: int, log_dir: Path | None
 ) -> tuple[list[str], dict[str, str]]:
-    """What each rank of this host executes, and its environment; ClickException if this host cannot start it."""
+    """The command that each rank of this host runs, and its environment; ClickException if it cannot be started."""
     line = command_line(script, args, module)
     if log_dir:
         try:
@@ -237,7 +237,7 @@ def prepare(
 
 
 def _open_standard_streams() -> None:
-    """What is closed becomes /dev/null, so that no descriptor of ours takes its number."""
+    """Open /dev/null for each closed standard stream, so that none of our descriptors gets its number."""
     while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
         continue
     os.close(fd)
@@ -246,7 +246,7 @@ def _open_standard_streams() -> None:
 def sizes(
     per_node: str | None, worker_num: int | None, local_worker_num: int | None, nnodes: str | None
 ) -> tuple[int, int]:
-    """How many ranks on this host and how many hosts, from torchrun's words and msrun's."""
+    """The number of ranks on this host and the number of hosts, from torchrun's options and msrun's."""
     local = {"-n": _per_node(per_node), "--local_worker_num": local_worker_num}
     given = {name: value for name, value in local.items() if value is not None}
     count = _nnodes(nnodes)
@@ -280,7 +280,7 @@ def _per_node(text: str | None) -> int | None:
 
 
 def _nnodes(text: str | None) -> int | None:
-    """torchrun also writes 2:2; a job that grows and shrinks, 1:4, is not for us."""
+    """The number of hosts. torchrun's 2:2 is accepted; 1:4, a job that grows and shrinks, is not."""
     if text is None:
         return None
     least, _, most = text.partition(":")
@@ -292,7 +292,7 @@ def _nnodes(text: str | None) -> int | None:
 def nodes_of(
     env: Mapping[str, str], count: int, node_rank: int | None, master_addr: str | None, master_port: int | None
 ) -> Nodes:
-    """The options, else the variables PET_*; ClickException if several hosts are not all named."""
+    """The hosts, from the options, else from the PET_* variables; ClickException if one is missing or wrong."""
     if count == 1:
         return Nodes(1, 0, "", 0)
     text = env.get("PET_NODE_RANK", "")
@@ -316,7 +316,7 @@ def nodes_of(
 
 
 def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
-    """What to type on the other hosts."""
+    """The message that says what to type on the other hosts."""
     others = "1" if nodes.number == 2 else "K"
     words = ["mscomm", "run", "--nnodes", str(nodes.number), "--node-rank", others, "--master-addr", nodes.host]
     words += ["--master-port", str(nodes.port), "-n", str(local), *rest]
@@ -327,7 +327,7 @@ def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
 
 
 def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
-    """What each rank executes; ClickException if that cannot be started."""
+    """The command that each rank runs; ClickException if it cannot be started."""
     if module:
         return [sys.executable, "-m", script, *args]
     if script == "pytest":
@@ -346,14 +346,14 @@ def command_line(script: str, args: tuple[str, ...], module: bool) -> list[str]:
 
 
 def environment(size: int, log_dir: Path | None) -> dict[str, str]:
-    """The ranks' environment, but for what tells them apart."""
+    """The ranks' environment, without the variables that differ between ranks."""
     env = dict(os.environ)
     cpus = len(os.sched_getaffinity(0))
     if "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = str(max(1, cpus // size))
         threads = env["OMP_NUM_THREADS"]
         click.echo(f"mscomm run: OMP_NUM_THREADS={threads} for each rank ({cpus} CPUs, {size} ranks)", err=True)
-    env.setdefault("PYTHONUNBUFFERED", "1")  # a line is shown when it is printed, and not lost when the rank is killed
+    env.setdefault("PYTHONUNBUFFERED", "1")  # show lines when they are printed, and lose none if the rank is killed
     if log_dir:
         env.setdefault("MSCOMM_RECORD", str(log_dir.absolute()))
     return env

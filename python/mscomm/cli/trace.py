@@ -1,4 +1,4 @@
-"""`mscomm trace`: who waited for whom, from the records that the ranks of a failed job left (MSCOMM_RECORD)."""
+"""`mscomm trace`: which rank waited for which, from the records that a failed job's ranks wrote (MSCOMM_RECORD)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Call(NamedTuple):
     call: str  # "all_reduce #17 (float32[1024, 3], sum)"
     state: str  # inside, done, failed
     began_s: float  # since the epoch
-    took_s: float  # 0 while it is inside
+    took_s: float  # 0 if the rank was still inside the call
     line: str  # "train.py:41"; "" if it is not known
 
 
 class Record(NamedTuple):
-    """What one rank left: a file for each group that failed."""
+    """What one rank recorded; it wrote one file for each group that failed."""
 
     rank: int
-    size: int  # of the world; 0 if it left nothing about that
+    size: int  # of the world group; 0 if no record of that group was left
     cause: str
     calls: list[Call]
 
 
 class Late(NamedTuple):
-    """One call number: the rank that came last, and what that cost."""
+    """One call: the rank that came last, and how long the others waited."""
 
     group: str
     number: int
@@ -52,11 +52,11 @@ class Late(NamedTuple):
     call: str
     line: str
     after_first_s: float
-    waited_s: float  # the sum of what the others waited
+    waited_s: float  # the sum of the others' waits
 
 
 class _ShowUnlessNamed(click.Group):
-    """`trace DIR` is `trace show DIR`."""
+    """Makes `trace DIR` mean `trace show DIR`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -117,7 +117,7 @@ def merge(folder: Path, output: Path) -> None:
 
 
 def _records(folder: Path) -> list[Record]:
-    """All that can be read, by rank; what cannot is told on stderr."""
+    """All readable records, by rank. Complaints about other files go to stderr."""
     records, complaints = read(folder)
     for complaint in complaints:
         click.echo(f"mscomm trace: {complaint}", err=True)
@@ -130,10 +130,10 @@ def _records(folder: Path) -> list[Record]:
 
 
 def read(folder: Path) -> tuple[list[Record], list[str]]:
-    """The records of the folder by rank, and what was wrong with the files that are not among them."""
+    """The records of the folder by rank, and the complaints about the files that are left out."""
     records: dict[int, Record] = {}
     complaints = []
-    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):  # the world's first
+    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):  # world first
         try:
             record = parse(path.read_bytes())
             if not re.fullmatch(rf"rank_{record.rank}\D.*", path.name):
@@ -201,7 +201,7 @@ def report(records: list[Record], top: int) -> Iterator[str]:
 
 
 def _end(records: list[Record]) -> Iterator[str]:
-    """Why the job ended, the call each rank was in, and who was behind."""
+    """Why the job ended, the last call of each rank, and which ranks were behind."""
     by_cause: dict[str, list[int]] = defaultdict(list)
     for record in records:
         by_cause[record.cause].append(record.rank)
@@ -217,7 +217,7 @@ def _end(records: list[Record]) -> Iterator[str]:
     for record in records:
         if not record.calls:
             rows.append((str(record.rank), "none", "", "", "", ""))
-        last = {call.group: call for call in record.calls}  # the later ones replace the earlier
+        last = {call.group: call for call in record.calls}  # later calls replace earlier ones
         for group, call in last.items():
             behind = furthest[group] - call.number
             rows.append(
@@ -234,9 +234,9 @@ def _end(records: list[Record]) -> Iterator[str]:
 
 
 def lateness(records: list[Record]) -> list[Late]:
-    """For each call that every rank with a record has reached, and two or more have kept: who came last."""
+    """Which rank came last, for each call that every recorded rank has reached and at least two records contain."""
     arrivals: dict[tuple[str, int], list[tuple[float, int, Call]]] = defaultdict(list)
-    reached: dict[str, int] = {}  # by all of the group's ranks; those that are behind are told apart
+    reached: dict[str, int] = {}  # by group: the last number that all its ranks have reached
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
             reached[group] = min(reached.get(group, number), number)
@@ -253,7 +253,7 @@ def lateness(records: list[Record]) -> list[Late]:
 
 
 def _ranking(late: list[Late]) -> Iterator[str]:
-    """Which rank the others waited for, over all calls."""
+    """How often, and how long, the others waited for each rank, over all calls."""
     yield "Who the others waited for, over all calls:"
     times = Counter(entry.rank for entry in late)
     waited_s: dict[int, float] = defaultdict(float)
@@ -268,7 +268,7 @@ def _ranking(late: list[Late]) -> Iterator[str]:
 
 
 def chrome(records: list[Record]) -> dict[str, Any]:
-    """Trace events: a process a rank, a thread a group, an event a call; times in us from the first call on."""
+    """Trace events: one process per rank, one thread per group, one event per call; times in us from the first call."""
     calls = [call for record in records for call in record.calls]
     start_s = min((call.began_s for call in calls), default=0.0)
     threads = {group: place for place, group in enumerate(sorted({call.group for call in calls}))}
@@ -292,7 +292,7 @@ def chrome(records: list[Record]) -> dict[str, Any]:
                 "tid": threads[call.group],
                 "args": {"call": call.call, "state": call.state, "line": call.line},
             }
-            if call.state == "inside":  # it has no end: drawn as far as the trace goes
+            if call.state == "inside":  # an event without an end is drawn to the end of the trace
                 event["ph"] = "B"
                 del event["dur"]
             events.append(event)
@@ -320,7 +320,7 @@ def _named(entry: Call | Late) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """rank 3; ranks 0, 2 and 3"""
+    """The ranks as text: rank 3; ranks 0, 2 and 3."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"rank {names[0]}"
@@ -340,7 +340,7 @@ def _clock(began_s: float) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
-    """Columns as wide as they must be; the first `right` of them end at one place, the others begin at one."""
+    """A table with columns of the needed width; the first `right` columns are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

@@ -1,7 +1,7 @@
-"""The ranks' tracebacks on their way to the terminal: equal ones are shown once, behind the numbers of all their ranks.
+"""The ranks' tracebacks on their way to the terminal: equal ones are shown once, with the numbers of all their ranks.
 
-From the first line of a traceback on, what a rank writes to stderr is held back for a moment, in which others may say
-the same. Nothing is changed: what is held goes out whole, and all at once when the ranks have ended.
+From the first line of a traceback on, a rank's stderr is held back for a moment, in which other ranks may write the
+same. Held lines are not changed: they are shown together after that moment, at the latest when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from mscomm.cli.output import Output
 from mscomm.tracebacks import innermost
 
-HOLD_S = 1.0  # while no rank has failed: longer would hide what a program shows and goes on
-RECENT_S = 10.0  # a rank that ends so long after a traceback, with Python's status for one, ended by it
-PYTHONS_STATUS = 1  # of a program that ends by an exception
-_MOST_BYTES = 256 << 10  # of one rank; with more held everything is shown
+HOLD_S = 1.0  # while no rank has failed: a longer time would hide the output of a program that goes on
+RECENT_S = 10.0  # a rank that ends within this time after a traceback, with PYTHONS_STATUS, ended by that exception
+PYTHONS_STATUS = 1  # Python's exit status for a program that ends by an exception
+_MOST_BYTES = 256 << 10  # to hold for one rank; beyond it, everything that is held is shown
 _FIRST_LINE = re.compile(
     rb"Traceback \(most recent call last\):|  \+ Exception Group Traceback|Exception in thread |KeyboardInterrupt\b"
     rb'|  File ".+", line \d+$'  # a script that cannot be compiled
     rb"|Exception ignored |Error in sys\.excepthook:"
 )
-_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")  # what follows did not end the program
+_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")  # their exception did not end the program
 _BETWEEN = re.compile(
     rb"\s*$|During handling of the above exception|The above exception was the direct cause|Original exception was:"
 )
@@ -34,15 +34,15 @@ class LastWords(NamedTuple):
     """The exception at the end of a traceback."""
 
     what: str  # "ValueError: no such column: price"
-    place: str  # "train.py:6"; "": the text says it
-    at_s: float  # time.monotonic(), when its first line came
+    place: str  # "train.py:6"; "" if `what` says it
+    at_s: float  # the time.monotonic() at which its first line came
 
     def __str__(self) -> str:
         return f"{self.what} ({self.place})" if self.place else self.what
 
     @property
     def interrupted_at(self) -> str:
-        """Where Ctrl-C found this rank, or its call, if others were interrupted there first; "": it was not that."""
+        """Where Ctrl-C interrupted this rank, or its call if it hit another rank first; "" if it was not Ctrl-C."""
         if not re.match(r"KeyboardInterrupt\b|Aborted: .*(: KeyboardInterrupt\b| was interrupted in )", self.what):
             return ""
         here = re.fullmatch(r"KeyboardInterrupt \((.+)\)", self.what)
@@ -50,19 +50,19 @@ class LastWords(NamedTuple):
 
 
 class Tracebacks:
-    """Those of the ranks of this host, between their stderr and ours. full: none is left out."""
+    """Holds the tracebacks of this host's ranks between their stderr and ours. full: show all, even after Ctrl-C."""
 
     def __init__(self, output: Output, full: bool) -> None:
         self._output = output
         self._full = full
         self._held: dict[int, list[bytes]] = {}  # by rank, in the order of their first lines
-        self._began_s: dict[int, float] = {}  # by rank, time.monotonic(), when the first line came of what is held
+        self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
         self._last: dict[int, LastWords] = {}  # by rank
-        self.due = float("inf")  # when what is held is shown, unless a failure is being reported
-        self._interrupted = False  # by Ctrl-C: the tracebacks in which the ranks say that are left out
+        self.due = float("inf")  # when to show what is held, unless a failure is being reported
+        self._interrupted = False  # by Ctrl-C: then the tracebacks that it causes are left out
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
-        """Hold a rank's next lines, or give them back to be shown now."""
+        """Hold a rank's next lines; returns those to show now."""
         now: list[bytes] = []
         for line in lines:
             held = self._held.get(rank)
@@ -76,17 +76,17 @@ class Tracebacks:
         return now
 
     def show(self) -> None:
-        """Write what is held."""
+        """Write all lines that are held."""
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """The ranks are about to get Ctrl-C. What is held before the first one does not come from that."""
+        """The ranks are about to get Ctrl-C. Show what is held before the first one, which Ctrl-C did not cause."""
         if not self._interrupted:
             self.show()
         self._interrupted = True
 
     def release(self, last: int | None = None) -> bytes:
-        """What is held, which is held no more: equal texts once, that of the rank `last` at the end."""
+        """All held lines, which are then no longer held. Equal texts appear once; the one of rank `last` comes last."""
         by_text: dict[bytes, list[int]] = {}
         for rank, lines in self._held.items():
             words = last_words(lines, self._began_s[rank])
@@ -105,19 +105,19 @@ class Tracebacks:
         )
 
     def of(self, rank: int, ended_at_s: float) -> LastWords | None:
-        """The exception by which a rank ended that had Python's status for one; None: none is known."""
+        """The exception that ended a rank whose exit status says that one did; None if it is not known."""
         words = self._last.get(rank)
         return words if words and ended_at_s - words.at_s < RECENT_S else None
 
 
 def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
-    """The other lines: what a program writes while it ends."""
+    """The lines outside tracebacks, which a program writes while it ends."""
     kept: list[bytes] = []
     inside = False
     for line in lines:
         if _FIRST_LINE.match(line):
-            inside = not line.startswith(b"KeyboardInterrupt")  # which is all that a rank shows of it
-        elif inside:  # to the line of the exception, the first that is not indented
+            inside = not line.startswith(b"KeyboardInterrupt")  # it is a single line
+        elif inside:  # up to the exception's line, the first that is not indented
             inside = not line[:1].strip(b" |+")
         elif not _BETWEEN.match(line):
             kept.append(line)
@@ -150,11 +150,11 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
         line = raw.decode(errors="replace").rstrip()
         if raw.startswith(_NOT_THE_END):
             skipping = True
-        elif skipping:  # to the line of the exception
+        elif skipping:  # up to the exception's line
             skipping = line.startswith("Traceback ") or not line[:1].strip(" |+")
         elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))
-        elif line.startswith("KeyboardInterrupt"):  # alone, or at the end of frames
+        elif line.startswith("KeyboardInterrupt"):  # alone, or after its frames
             what, frames = line, [] if what else frames
         elif _FIRST_LINE.match(raw):
             what, frames = "", []
@@ -165,7 +165,7 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """0,2,5-9: three and more in a row by the first and the last."""
+    """The ranks as 0,2,5-9: three or more consecutive ranks are shown as a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
