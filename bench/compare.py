@@ -37,13 +37,15 @@ MPI = ("openmpi", "openmpi-single", "mpich", "mpich-single")
 GLOO = ("torch-gloo", "torch-gloo-4")
 MEMORIES = {"arena": "mscomm", "foreign": "private"}
 MEMORY = "memory"
-MEMORY_FROM = 64 << 10  # bytes: below, a call's fixed costs are what counts
+MEMORY_FROM = 64 << 10  # bytes; below this, a call's fixed costs dominate
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 SIZES = (8, *(4 << 10 << shift for shift in range(0, 15, 2)))  # 8 B, then 4 KiB to 64 MiB
 
 
 class Goal(NamedTuple):
-    """At least so many times as fast, over the sizes from `smallest` to `largest`: the geometric mean, and each one."""
+    """How many times as fast mscomm must be at least, for sizes from `smallest` to `largest`: in the geometric mean,
+    and at each size.
+    """
 
     collectives: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -73,7 +75,7 @@ GOALS = (
 
 
 class Cell:
-    """All contenders' times for one size."""
+    """The times of all contenders for one size."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.size: int = row["size"]
@@ -93,20 +95,20 @@ class Cell:
         return float(np.median(self._rounds[name]))
 
     def best(self, names: Iterable[str]) -> str | None:
-        """The fastest of those that were measured."""
+        """The fastest of those names that were measured."""
         return min(filter(self.has, names), key=self.us, default=None)
 
     def ratio(self, theirs: str, ours: str) -> Ratio:
-        """Their time over ours."""
+        """The ratio of their time to ours."""
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """NumPy's time for the same memory over ours."""
+        """The ratio of NumPy's time for the same bytes to ours."""
         return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 
 class Series:
-    """One collective on so many ranks."""
+    """The measurements of one collective on one number of ranks."""
 
     def __init__(self, path: Path) -> None:
         document = json.loads(path.read_text())
@@ -117,7 +119,7 @@ class Series:
         self.collective: str = plan["collective"]
         self.ranks: int = self.environment["ranks"]
         self.cells = [Cell(row) for row in document["rows"]]
-        self.wrong: dict[str, int] = {}  # by contender, where there are any
+        self.wrong: dict[str, int] = {}  # by contender, if there are any
         self.checked = True
         for row in document["rows"]:
             for name, modes in row["results"].items():
@@ -130,13 +132,13 @@ class Series:
         return f"{self.collective}, {self.ranks} ranks"
 
     def setting(self) -> dict[str, Any]:
-        """What all series of a report must have in common."""
+        """The facts that all series of a report must share."""
         facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
         about = self.environment["contenders"]
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
 
     def ratios(self, peers: tuple[str, ...], memory: str) -> list[tuple[Cell, str, Ratio]]:
-        """For each size the best of the peers, and its time over mscomm's in that memory."""
+        """For each size: the cell, the best of the peers, and the ratio of its time to mscomm's in that memory."""
         found = []
         for cell in self.cells:
             best = cell.best(peers)
@@ -146,7 +148,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """The folder's series in order; ClickException if they are not of one setting."""
+    """The folder's series in order; ClickException if their settings differ."""
     found = [Series(path) for path in sorted(folder.glob("*-*.json"))]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -238,7 +240,7 @@ def _ratio_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """One line a goal, collective and number of ranks, below it the cells that miss it; and what was not measured."""
+    """One line per goal, collective and number of ranks, then the cells that miss it; and what was not measured."""
     for goal in GOALS:
         who = "MPI" if goal.peers is MPI else "gloo"
         lacking = []
@@ -258,7 +260,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
     mean = geometric_mean(one.value for *_, one in cells)
     missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
     unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
-    if missed:  # whatever else would have been measured
+    if missed:  # the missing cells cannot change that
         verdict = "MISSED"
     elif gaps:
         verdict = "not measured"
@@ -415,11 +417,11 @@ def _check_peers(names: list[str], prefixes: dict[str, Path]) -> None:
 
 
 def _measure(words: list[str], into: Path) -> list[str]:
-    """Two runs of `mscomm bench`: 8 bytes, and 4 KiB to 64 MiB; one file with the rows of both. Those that failed.
+    """Run `mscomm bench` twice, for 8 bytes and for 4 KiB to 64 MiB, and write the rows of both to one file.
 
-    A run whose results are wrong ends with 1, too, and has its file.
+    Returns the runs that failed. A run with wrong results also exits with 1, but it has written its file.
     """
-    into.unlink(missing_ok=True)  # of an earlier run
+    into.unlink(missing_ok=True)  # it is from an earlier run
     documents, failed = [], []
     with tempfile.TemporaryDirectory(prefix="mscomm-compare-") as scratch:
         for smallest, largest in ((SIZES[0], SIZES[0]), (SIZES[1], SIZES[-1])):

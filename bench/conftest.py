@@ -1,7 +1,7 @@
-"""Real ranks for pytest-benchmark: this process is rank 0, the others follow.
+"""Real ranks for pytest-benchmark: this process is rank 0, the others follow it.
 
-For each size of group the others are started once, as workers of a scheduler, and this process joins them; when the
-size changes it leaves. Before a measurement rank 0 broadcasts what will be called and how often (follower.py).
+For each group size, the other ranks are started once, as workers of a scheduler, and this process joins them; when the
+size changes, it leaves. Before a measurement, rank 0 broadcasts the call and the number of calls (follower.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLLOWER = Path(__file__).with_name("follower.py")
 
 
 class Ranks:
-    """A job of `size` ranks, of which this process is rank 0."""
+    """A job of `size` ranks, in which this process is rank 0."""
 
     def __init__(self, size: int, log: Path) -> None:
         self.size = size
@@ -51,11 +51,11 @@ class Ranks:
         return subprocess.Popen([sys.executable, *words], env=env, stdout=self._log, stderr=self._log)
 
     def measure(self, benchmark: Any, name: str, size: int, shared: bool) -> None:
-        """Time one collective of one size, and check what the last call left."""
+        """Time one collective of one size, and check the result of the last call."""
         case = case_of(name)
         rounds, iterations = (50, 20) if size <= 64 << 10 else (20, 1)
-        # As pytest-benchmark's pedantic mode counts: a warm-up round, the rounds, and one more call for the result if a
-        # round has several. Without timing (--benchmark-disable) it makes one call.
+        # pytest-benchmark's pedantic mode makes a warm-up round and the rounds, and one more call for the result if a
+        # round has several calls. Without timing (--benchmark-disable), it makes one call.
         calls = (1 + rounds) * iterations + (iterations > 1) if benchmark.enabled else 1
         mscomm.broadcast(np.array([ROWS.index(name), size, shared, calls]))
         buffers = buffers_of(case, size, shared)
@@ -81,7 +81,7 @@ _now: Ranks | None = None
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """The ranks for the test's parameter `n`; those of the test before, if it was the same."""
+    """The ranks for the test's parameter `n`. Reuses those of the previous test if it had the same n."""
     global _now
     n = request.getfixturevalue("n")
     if _now is not None and _now.size != n:

@@ -32,7 +32,7 @@ from mscomm.dataset import cifar10, transforms, vision
 
 BATCH_SIZE, IMAGES = 32, 50_000
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-RATES = {32: 20_000, 224: 1_500}  # images a second, roughly: how many a measurement takes
+RATES = {32: 20_000, 224: 1_500}  # by size: rough images per second, to choose the number of images
 
 
 def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[Any]:
@@ -46,7 +46,7 @@ def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[An
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """CIFAR-10's images in memory, and torchvision's operations on them."""
+    """CIFAR-10's images in memory, with torchvision's operations on them."""
 
     def __init__(self, folder: Path, size: int, images: int) -> None:
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in cifar10.TRAIN])
@@ -83,12 +83,12 @@ def by_torch(folder: Path, size: int, images: int, workers: int) -> Iterable[Any
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children."""
+    """The CPU seconds of this process and its children."""
     return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
 
 
 def measured(batches: Iterable[Any], images: int) -> tuple[float, float]:
-    """Images per CPU second and per second, in one pass."""
+    """The images per CPU second and per second, in one pass."""
     cpu, began = cpu_seconds(), time.perf_counter()
     count = sum(len(image) for image, _ in batches)
     took, busy = time.perf_counter() - began, cpu_seconds() - cpu
@@ -107,7 +107,7 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # and the workers that each has where the table says so many
+SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: by the table's workers, how many this side starts
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),
 }

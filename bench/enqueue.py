@@ -34,7 +34,7 @@ ROUNDS = 10
 
 
 def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """Of each call, in microseconds."""
+    """The time of each call in microseconds."""
     taken = []
     clock = time.perf_counter_ns
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""A rank other than 0 in bench/: does what rank 0 broadcasts, until it says stop."""
+"""A rank other than 0 in bench/: makes the calls that rank 0 broadcasts, until rank 0 says stop."""
 
 from __future__ import annotations
 

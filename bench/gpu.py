@@ -28,20 +28,20 @@ PARAMETERS = [3 * 3 * 64 * 64] * 20 + [1 << 20] * 4 + [64] * 100  # the gradient
 
 
 def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """Of each call on the host, in microseconds; the device is idle before and caught up with in between."""
+    """The host's time of each call in microseconds. The device is idle before, and now and then we wait for it."""
     taken = []
     for turn in range(calls):
         began = time.perf_counter_ns()
         call()
         taken.append((time.perf_counter_ns() - began) / 1e3)
-        if turn % 100 == 99:  # a full queue would be what is measured
+        if turn % 100 == 99:  # otherwise we would measure a full queue
             cupy.cuda.get_current_stream().synchronize()
     cupy.cuda.get_current_stream().synchronize()
     return taken
 
 
 def in_turn(contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-    """The median of each, over interleaved rounds."""
+    """The median time of each contender, over interleaved rounds."""
     seen: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
         times(call, 200)
@@ -52,7 +52,7 @@ def in_turn(contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, f
 
 
 def step_ms(step: Callable[[], Any], steps: int = 50) -> float:
-    """The device's time of a step, by its events."""
+    """The device's time for a step, measured with its events."""
     taken = []
     for _ in range(steps):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()

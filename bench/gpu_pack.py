@@ -31,8 +31,8 @@ MIB = 1 << 20
 
 
 def sizes_of(kind: str, count: int) -> list[int]:
-    """Elements of each part, `count` in all."""
-    if kind == "network":  # half of it in one part, the rest in ever smaller ones, odd sizes among them
+    """The number of elements of each part; `count` in all."""
+    if kind == "network":  # half of it in one part, the rest in ever smaller parts, some of odd sizes
         sizes = []
         while count > 3:
             sizes.append(count // 2 - (len(sizes) % 2))
@@ -43,7 +43,7 @@ def sizes_of(kind: str, count: int) -> list[int]:
 
 
 def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The device's time of each, the median of interleaved rounds."""
+    """The device's time for each call, the median of interleaved rounds."""
     stream = cupy.cuda.get_current_stream()
     graphs = {}
     for name, call in calls.items():
@@ -61,13 +61,13 @@ def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
             graph.launch()
             end.record()
             end.synchronize()
-            if turn:  # the first warms up
+            if turn:  # the first round is the warm-up
                 seen[name].append(cupy.cuda.get_elapsed_time(begin, end) / repeats)
     return {name: statistics.median(taken) for name, taken in seen.items()}
 
 
 def host_us(call: Callable[[], Any], calls: int = 50) -> float:
-    """What the host takes to enqueue one, the median."""
+    """The host's median time to enqueue a call."""
     taken = []
     for _ in range(calls):
         began = time.perf_counter_ns()
@@ -78,12 +78,12 @@ def host_us(call: Callable[[], Any], calls: int = 50) -> float:
 
 
 def measure(kind: str, total: int) -> dict[str, float]:
-    """Rates in GB/s by name; and the host's time, "host us"."""
+    """The rates in GB/s by name, and the host's time in us as "host us"."""
     core, stream = resolve(None).core, cupy.cuda.get_current_stream()
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]
     parts = [memory(x) for x in arrays]
-    line, begins, room = 16, [], 0  # as buckets of gradients have it
+    line, begins, room = 16, [], 0  # in elements: the alignment of parts in a gradient bucket
     for x in arrays:
         begins.append(room)
         room += -(-x.size // line) * line
@@ -91,7 +91,7 @@ def measure(kind: str, total: int) -> dict[str, float]:
     whole, narrow, residual = memory(full), memory(half).view(ml_dtypes.bfloat16), memory(owed)
     one, other = cupy.ones(count, np.float32), cupy.empty(count, np.float32)
     to_device = cupy.cuda.runtime.memcpyDeviceToDevice
-    calls: dict[str, tuple[Callable[[], Any], int]] = {  # with the bytes of an element that are read and written
+    calls: dict[str, tuple[Callable[[], Any], int]] = {  # with the bytes read and written per element
         "copy": (lambda: cupy.cuda.runtime.memcpyAsync(other.data.ptr, one.data.ptr, total, to_device, stream.ptr), 8),
         "pack": (lambda: core.pack(whole, parts, stream.ptr, begins=begins), 8),
         "unpack": (lambda: core.unpack(whole, parts, stream.ptr, begins=begins), 8),
@@ -113,7 +113,7 @@ def main() -> None:
     runtime = accelerators.opened("nccl").runtime
     print(f"{runtime.version()}, {runtime.device_name(0)}; kernels: {runtime.kernels(0)}")
     found: dict[str, dict[str, float]] = {}
-    stream = cupy.cuda.Stream(non_blocking=True)  # the default one cannot be captured
+    stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
     stream.use()
     for total in (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB):
         for kind in ("1", "16", "250", "1000", "network"):

@@ -37,21 +37,21 @@ from ratio import Ratio, interval
 from mscomm.bench.peers import PEERS, Missing
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, size_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # before this folder, in which this file is `hosts`
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # first, because this file is called `hosts` too
 from hosts import Host, Hosts
 
-LINKS = {"1gbit": "1gbit", "unshaped": ""}  # a host's rate, as tc writes it
+LINKS = {"1gbit": "1gbit", "unshaped": ""}  # each host's rate in tc's notation
 SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 20, 16 << 20)}
 LAYOUTS = ("2x1", "4x1", "2x4")
 INTERFACE = "net0"
-PASSED_ON = ("MSCOMM_ALGO",)  # of the caller's environment, to the ranks
-SENT_FROM = 4 << 10  # bytes: below, headers are what is sent
+PASSED_ON = ("MSCOMM_ALGO",)  # variables of our environment that the ranks get
+SENT_FROM = 4 << 10  # bytes; below this, most of what is sent are headers
 SERIES_S = 900.0
 LAST_LINES = 15
 
 
 class Goal(NamedTuple):
-    """Of each size from `smallest` on, at least: so much of the wire, and so many times as fast as the better gloo."""
+    """For each size from `smallest` on, at least this share of the wire, and this speed relative to the better gloo."""
 
     link: str
     layouts: tuple[str, ...]
@@ -68,7 +68,7 @@ GOALS = (
 
 
 class Series:
-    """One link and layout."""
+    """The measurements of one link and layout."""
 
     def __init__(self, path: Path) -> None:
         document = json.loads(path.read_text())
@@ -93,19 +93,19 @@ class Series:
         return f"{self.link}, {hosts} hosts, {ranks} {'rank' if ranks == '1' else 'ranks'} each"
 
     def setting(self) -> dict[str, Any]:
-        """What all series of a report must have in common."""
+        """The facts that all series of a report must share."""
         names = ("cpu", "cpus", "kernel", "congestion_control", "mscomm", "python", "numpy")
         about = self.environment["contenders"]
         facts = {"variables": self.variables, **{name: self.environment[name] for name in names}}
         return {**facts, **{name: about[name] for name in (*GLOO, WIRE)}}
 
     def sent(self, name: str, size: int) -> float:
-        """What the busiest host sent, over what every host must."""
+        """The bytes that the busiest host sent, over the bytes that every host must send."""
         row = self._rows[size]
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
     def beside_the_wire(self) -> Iterator[str]:
-        """What shows that bytes went between the hosts by another way than their interfaces."""
+        """The signs that bytes went between the hosts by another way than their interfaces."""
         for size in self._rows:
             for name in self.environment["contenders"]:
                 if (sent := self.sent(name, size)) < 1:
@@ -115,7 +115,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """The folder's series in order; ClickException if they are not of one setting."""
+    """The folder's series in order; ClickException if their settings differ."""
     found = [Series(path) for path in folder.glob("*-*.json")]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -175,7 +175,7 @@ def speed(cell: Cell) -> Ratio:
 
 
 def share(cell: Cell) -> Ratio:
-    """How much of mscomm's time the wire takes."""
+    """The ratio of the wire's time to mscomm's."""
     return cell.ratio(WIRE, "mscomm")
 
 
@@ -188,7 +188,7 @@ def _share_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """One line a goal and layout, below it the cells that miss it; and what was not measured."""
+    """One line per goal and layout, then the cells that miss it; and what was not measured."""
     for goal in GOALS:
         for layout in goal.layouts:
             for series in all_series:
@@ -288,8 +288,8 @@ def main(
 
 
 def _measure(plan: dict[str, Any], into: Path) -> list[str]:
-    """One job on new hosts; what failed."""
-    into.unlink(missing_ok=True)  # of an earlier run
+    """Run one job on new hosts. Returns what failed."""
+    into.unlink(missing_ok=True)  # it is from an earlier run
     began = time.monotonic()
     hosts_count, ranks = map(int, plan["layout"].split("x"))
     with tempfile.TemporaryDirectory(prefix="mscomm-hosts-") as scratch:
@@ -302,7 +302,7 @@ def _measure(plan: dict[str, Any], into: Path) -> list[str]:
                 given = Path(scratch, "plan.json")
                 given.write_text(json.dumps(plan))
                 problem = _job(hosts, ranks, given, into, {**plan["variables"], "MSCOMM_JOB_KEY_FILE": str(key)})
-        except pytest.skip.Exception as error:  # tests/hosts.py is made for tests
+        except pytest.skip.Exception as error:  # tests/hosts.py skips the test if it cannot make hosts
             raise click.ClickException(str(error)) from error
     what = f"{plan['link']}, {plan['layout']}"
     click.echo(f"{what}: {time.monotonic() - began:.0f} s", err=True)
@@ -310,7 +310,10 @@ def _measure(plan: dict[str, Any], into: Path) -> list[str]:
 
 
 def _job(hosts: Hosts, ranks: int, plan: Path, into: Path, variables: dict[str, str]) -> str:
-    """Every host a node of `mscomm run`. What went wrong, or nothing; leaving `hosts` ends what still runs there."""
+    """Run the job, with each host as a node of `mscomm run`. Returns what went wrong, or "".
+
+    The caller ends processes that still run when it leaves `hosts`.
+    """
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m", "mscomm", "run", "--nnodes", str(len(hosts)), "--master-addr", hosts[0].address]
     run += ["-n", str(ranks), "--node-rank"]

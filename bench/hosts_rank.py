@@ -1,8 +1,8 @@
-"""What each rank of bench/hosts.py does: join, make the contenders, measure them in turn. Rank 0 writes the file.
+"""What each rank of bench/hosts.py does: it joins, makes the contenders and measures them. Rank 0 writes RESULT.
 
     mscomm run ... hosts_rank.py PLAN RESULT
 
-PLAN is a file of JSON: addresses (of each host, in order), interface, sizes, rounds, iters (null: by size).
+PLAN is a JSON file with addresses (one per host, in order), interface, sizes, rounds, and iters (null: by size).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mscomm.bench.table import Buffers, Case, times_ns
 from mscomm.groups import resolve
 
 WIRE = "wire"
-GLOO_PORT, WIRE_PORT = 29500, 29501  # the hosts are new: nobody else is there
+GLOO_PORT, WIRE_PORT = 29500, 29501  # the hosts are new, so the ports are free
 WARMUP = 2
 START_S = 60.0
 STUCK_S = 60.0
@@ -60,7 +60,7 @@ def main(plan_file: str, result_file: str) -> None:
     job = Job(case, given["addresses"], given["interface"])
     started = [ourselves(case, shared=False), *_gloos(case, given), _wire(job)]
     contenders = [one for one in started if isinstance(one, Local)]
-    assert len(contenders) == len(started)  # all of them in these processes
+    assert len(contenders) == len(started)  # all of them run in these processes
     rows = [_of_size(plan, job, contenders, count) for count in plan.counts(case)]
     carried = resolve(None).core.carried()
     by = {what: [int(one) for one in mscomm.all_gather(np.array([carried[what]]))] for what in ("arena", "mesh")}
@@ -73,7 +73,7 @@ def main(plan_file: str, result_file: str) -> None:
 
 
 class Job:
-    """Which rank is where, and what has left each host."""
+    """Which host this rank is on, and how many bytes have left that host."""
 
     def __init__(self, case: Case, addresses: list[str], interface: str) -> None:
         self.case, self.addresses, self._interface = case, addresses, interface
@@ -83,7 +83,7 @@ class Job:
         self.first_of_host = case.rank % self.local_ranks == 0
 
     def least_bytes(self, size: int) -> int:
-        """What every host must send, and receive, however many ranks it has."""
+        """The bytes that every host must send, and receive, however many ranks it has."""
         return 2 * (self.hosts - 1) * size // self.hosts
 
     def sent(self) -> int:
@@ -123,7 +123,7 @@ def _wire(job: Job) -> Local:
 
 
 class Ring:
-    """Streams of plain bytes: one to the host on the right, one from that on the left."""
+    """Two streams of plain bytes: one to the host on the right, one from the host on the left."""
 
     def __init__(self, job: Job) -> None:
         right = job.addresses[(job.host + 1) % job.hosts]
@@ -137,7 +137,7 @@ class Ring:
             sock.setblocking(False)
 
     def exchange(self, out: memoryview, into: memoryview) -> None:
-        """Both ways at once, until all is sent and all has come."""
+        """Send and receive at the same time, until everything is sent and received."""
         sent = got = 0
         while sent < len(out) or got < len(into):
             came = _moved(self._left.recv_into, into[got:])
@@ -161,7 +161,7 @@ class Ring:
 
 
 def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """How many bytes; None where it would have to wait."""
+    """The number of bytes moved; None if it would have to wait."""
     try:
         return move(bytes_) if bytes_ else 0
     except BlockingIOError:
@@ -169,7 +169,7 @@ def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
 
 
 def _connected(address: str) -> socket.socket:
-    """To the ring's listener there, as soon as it is there."""
+    """Connect to the ring's listener at the address, once it listens."""
     until = time.monotonic() + START_S
     while True:
         try:
@@ -184,9 +184,9 @@ def _connected(address: str) -> socket.socket:
 
 
 def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
-    """A row of the file. `least_bytes`: what every host must send in a call; `sent_bytes`: what the busiest one did."""
+    """A row of the file. `least_bytes`: what every host must send per call; `sent_bytes`: what the busiest one sent."""
     size = job.case.size(count)
-    buffers = Buffers(job.case, count, True, np.empty)  # the same memory for all
+    buffers = Buffers(job.case, count, True, np.empty)  # all contenders use the same memory
     calls = {contender.name: contender.call(buffers) for contender in contenders}
     rounds: dict[str, list[list[float]]] = {name: [] for name in calls}
     sent = dict.fromkeys(calls, 0)
@@ -196,7 +196,7 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
             before = job.sent()
             mscomm.barrier()
             rounds[name].append(_round(job, name, call, buffers, plan))
-            mscomm.barrier()  # all that was sent has come
+            mscomm.barrier()  # everything that was sent has arrived
             sent[name] += job.sent() - before
     results = {}
     for name, call in calls.items():
@@ -211,14 +211,14 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
 
 
 def iterations_of(plan: Plan, size: int) -> int:
-    """Calls in a round; they are as long as links make them."""
+    """The calls in a round: their number depends on the size, because the links decide how long a call takes."""
     if plan.iterations is not None:
         return plan.iterations
     return 100 if size <= 64 << 10 else 20 if size <= 1 << 20 else 4
 
 
 def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, plan: Plan) -> list[float]:
-    """Microseconds of each call, the mean over the ranks that take part."""
+    """The time of each call in microseconds, averaged over the ranks that take part."""
     buffers.fill_for_repetition()
     for _ in range(plan.warmup):
         call()
@@ -230,7 +230,7 @@ def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, pl
 
 
 def _wrong(call: Callable[[], object], buffers: Buffers) -> int:
-    """How many elements of one call's results are wrong, over all ranks."""
+    """Make one call and count the wrong elements of its results on all ranks."""
     buffers.fill()
     mscomm.barrier()
     call()

@@ -1,10 +1,10 @@
-"""How long init() takes: from the first rank's entry to the last rank's return, imports done, all ranks entering at
-one moment.
+"""How long init() takes: from the first rank's entry to the last rank's return. All ranks have done their imports, and
+enter at the same time.
 
     mscomm run -n 8 bench/init_time.py
     mpirun -n 8 python bench/init_time.py
 
-Prints one line on rank 0, in milliseconds.
+Rank 0 prints one line, in milliseconds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import psutil
 
 import mscomm
 
-IMPORTED_AFTER_S = 3  # by then every rank has imported what it needs, also on two cores
+IMPORTED_AFTER_S = 3  # by then every rank has imported what it needs, even on two cores
 
 init = mscomm.init
 time.sleep(
     max(0.0, psutil.Process(os.getppid()).create_time() + IMPORTED_AFTER_S - time.time())
-)  # one parent, one moment
+)  # all ranks have the same parent, and so start at the same time
 entered = time.time()
 init()
 returned = time.time()

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import click
 from ratio import interval, ratio
 
-STEPS = 8  # of a kind, in a row
+STEPS = 8  # of one kind, in a row
 WARM_UP = 5
 PATIENCE_S = 300  # for the answer of a process: MindSpore's cluster needs some seconds, compiling a graph more
 
-# A kind of step: the mode, and who carries the gradients.
+# Who exchanges the gradients.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 
 
@@ -55,7 +55,7 @@ THEIRS = Kind("graph", MINDSPORE)
 
 
 class Place(NamedTuple):
-    """A process among those of its kind."""
+    """The place of one process among those of its kind."""
 
     kind: Kind
     rank: int  # -1: MindSpore's scheduler
@@ -67,16 +67,16 @@ class Place(NamedTuple):
 
 
 def network(name: str) -> tuple[Any, tuple[int, ...]]:
-    """A cell, and the shape of its batch."""
+    """A cell and the shape of its batch."""
     from mindspore import nn
 
-    if name == "mlp":  # much to exchange for little work
+    if name == "mlp":  # much data to exchange for little computing
         cells = [nn.Dense(512, 1024), nn.ReLU(), nn.Dense(1024, 1024), nn.ReLU(), nn.Dense(1024, 10)]
         return nn.SequentialCell(cells), (64, 512)
     if name == "deep":  # many small gradients
         cells = [cell for _ in range(40) for cell in (nn.Dense(128, 128), nn.LayerNorm((128,)), nn.ReLU())]
         return nn.SequentialCell(*cells, nn.Dense(128, 10)), (64, 128)
-    # Small: MindSpore's convolutions on CPUs are oneDNN's reference ones, which are slow.
+    # Small, because MindSpore's convolutions on CPUs use oneDNN's reference code, which is slow.
     cells = []
     for before, after in ((3, 8), (8, 16)):
         cells += [nn.Conv2d(before, after, 3, stride=2, has_bias=True), nn.ReLU()]
@@ -87,7 +87,7 @@ NETWORKS = ("mlp", "deep", "cnn")
 
 
 def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
-    """What trains with this process's batch, and the weights."""
+    """A function that trains one step with this process's batch, and the weights."""
     import mindspore
     import numpy as np
     from mindspore import nn
@@ -109,7 +109,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     cell.set_train(True)
 
     if place.kind.carrier != MSCOMM:
-        # As MindSpore's Model builds it; in data parallel mode it puts a DistributedGradReducer in.
+        # This is what MindSpore's Model builds; in data-parallel mode, it adds a DistributedGradReducer.
         train = nn.TrainOneStepCell(nn.WithLossCell(cell, loss_fn), optimizer)
         train.set_train(True)
         return lambda: float(train(images, labels).asnumpy()), parameters
@@ -117,14 +117,14 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     from mscomm.train import GradientReducer
     from mscomm.train.networks.mindspore import Network
 
-    ours = Network(cell, loss_fn, optimizer)  # what mscomm.Model has inside
+    ours = Network(cell, loss_fn, optimizer)  # what mscomm.Model uses inside
     ours.begin()
     reducer = GradientReducer(ours.trained(), bucket_mb=place.bucket_mb)
     return lambda: float(ours.step((images, labels), reducer)), parameters
 
 
 def be_a_process(pipe: Connection, place: Place) -> None:
-    """Join the others of the kind, then take as many steps as the pipe says, and tell the seconds of one."""
+    """Join the other processes of the kind, take as many steps as the pipe says, and send the seconds of one step."""
     if place.kind.carrier == MINDSPORE:
         cluster = {"MS_WORKER_NUM": place.size, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": place.port}
         role = {"MS_ROLE": "MS_SCHED"} if place.rank < 0 else {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": place.rank}
@@ -187,7 +187,7 @@ class Job:
             raise
 
     def seconds(self, alone: bool) -> float:
-        """Of one step, the slowest process's."""
+        """The seconds of one step in the slowest process."""
         chosen = range(1 if alone else len(self._members))
         for rank in chosen:
             self._members[rank][1].send(STEPS)
@@ -231,7 +231,9 @@ def _start(place: Place) -> tuple[BaseProcess, Connection]:
 
 
 def check_weights(jobs: dict[Kind, Job]) -> None:
-    """What exchanges must have trained the same model: every rank the same bits, every kind up to rounding."""
+    """Check that all kinds that exchange gradients have trained the same model: the ranks of a kind have the same bits,
+    and the kinds agree up to rounding.
+    """
     import numpy as np
 
     exchanging = {kind: job for kind, job in jobs.items() if kind.carrier != NOBODY}
@@ -271,7 +273,7 @@ def report(times: dict[Kind, Any], about: str) -> None:
 @click.option("--without", multiple=True, type=click.Choice(MODES), help="Leave a mode out.")
 def main(size: int, name: str, rounds: int, threads: int | None, bucket_mb: float | None, without: tuple[str]) -> None:
     threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
-    os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # for all processes; MindSpore's errors alone
+    os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # for all processes; 3: show only errors
 
     import numpy as np
 

@@ -1,10 +1,10 @@
-"""How many times as fast one is as another, of times that both took in turn, in rounds."""
+"""The ratio of two contenders' times, which were measured in turn, in rounds, with its interval."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-ENOUGH_ROUNDS = 11  # with fewer, few medians can be drawn: the interval is little else than the range of the rounds
+ENOUGH_ROUNDS = 11  # with fewer, the bootstrap has few distinct medians: the interval is little more than their range
 
 
 class Ratio(NamedTuple):
@@ -14,8 +14,8 @@ class Ratio(NamedTuple):
 
 
 def ratio(theirs: Any, ours: Any) -> Ratio:
-    """The median of their rounds over the median of ours, and where 95 of 100 paired draws of rounds have it."""
-    import numpy as np  # not above: mindspore_step.py first says how many threads it may have
+    """The median of their rounds over the median of ours, and the interval that has 95 % of the paired bootstraps."""
+    import numpy as np  # imported here, because mindspore_step.py first sets the number of threads
 
     theirs, ours = np.asarray(theirs), np.asarray(ours)
     draw = np.random.default_rng(0).integers(0, len(ours), (2000, len(ours)))
@@ -25,5 +25,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """What the interval of so many rounds may be called: 95 % supposes that rounds are independent of each other."""
+    """The name of an interval from so many rounds. "95 %" assumes that the rounds are independent of each other."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

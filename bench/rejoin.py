@@ -1,8 +1,9 @@
 """How fast a killed rank is replaced: `python bench/rejoin.py -n 4 --times 100`.
 
-A job under `mscomm run --max-restarts` whose ranks die in turn, by SIGKILL, at a random point of a loop of all_reduce
-calls on all ranks and on a group of two. Two times are measured each time: from a new rank's call of init() to the end
-of its first all_reduce, and from the survivors' PeerLost to the end of theirs, in which a new Python starts.
+The ranks of a job under `mscomm run --max-restarts` are killed in turn by SIGKILL, at a random point of a loop of
+all_reduce calls on all ranks and on a group of two. Each time, two durations are measured: from a new rank's call of
+init() to the end of its first all_reduce, and from the survivors' PeerLost to the end of their next all_reduce. The
+second includes the start of a new Python.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def be_a_rank(times: int) -> None:
     size = mscomm.get_group_size()
     while True:
         try:
-            epoch = int(mscomm.all_reduce(np.array([epoch]), "max")[0])  # a new rank does not know it
+            epoch = int(mscomm.all_reduce(np.array([epoch]), "max")[0])  # tells a new rank the epoch
             if who:
                 say(who, since)
             who = ""
-            mscomm.barrier()  # all have said it before the next one dies
+            mscomm.barrier()  # every rank has printed before the next one is killed
             if epoch == times:
                 return
             if rank == epoch % size:

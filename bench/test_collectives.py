@@ -1,6 +1,7 @@
-"""Every collective of the table that is here, over sizes, ranks and memory: `pytest bench/ --benchmark-only`.
+"""Times every collective of table.py that mscomm has, by size, ranks and memory: `pytest bench/ --benchmark-only`.
 
-One row of the report is one cell; compare runs with pytest-benchmark's --benchmark-save and --benchmark-compare.
+Each row of the report is one combination. Compare runs with pytest-benchmark's --benchmark-save and
+--benchmark-compare.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from follower import ROWS
 SIZES = {"8B": 8, "4KiB": 4 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
 
 
-# The first decorator varies slowest, so that the ranks are started once for each n.
+# The decorators are in this order so that the ranks are started only once for each n.
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "barrier"])

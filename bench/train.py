@@ -2,10 +2,10 @@
 
     python bench/train.py -n 2 --network mlp
 
-Every rank has each network once for each of the two, and in every round takes a few steps by each, with gradients
-exchanged and without (no_sync). Exposed communication is the difference of these two in the same round: what the
-backward pass did not hide. Times are of the slowest rank, medians over rounds; the intervals of the ratios are a paired
-bootstrap over rounds.
+Every rank has two copies of the network, one for each library. In every round it takes a few steps with each, with the
+gradients exchanged and without (no_sync). Exposed communication is the difference of these two in the same round: the
+part that the backward pass did not hide. Times are those of the slowest rank, as medians over rounds; the intervals of
+the ratios come from a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from ratio import interval, ratio
 
-STEPS = 4  # of a kind, in a row
+STEPS = 4  # of one kind, in a row
 
 
 def network(name: str) -> tuple[Any, Any, Any]:
@@ -31,7 +31,7 @@ def network(name: str) -> tuple[Any, Any, Any]:
     from torch import nn
 
     torch.manual_seed(0)
-    if name == "mlp":  # much to exchange for little work
+    if name == "mlp":  # much data to exchange for little computing
         return (
             nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
             torch.randn(64, 512),

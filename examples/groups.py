@@ -1,9 +1,9 @@
-"""Ranks as a grid: each belongs to the group of its row and to that of its column. y = A x by blocks of A.
+"""Computes y = A x by blocks of A on a grid of ranks. Each rank is in two groups, its row and its column.
 
     mscomm run -n 4 groups.py
 
-Rank (i, j) of a grid of rows x columns holds block (i, j) of the matrix and part j of x. Its row adds up part i of y;
-then its column puts the parts of y together.
+Rank (i, j) of a grid of rows x columns holds block (i, j) of the matrix and part j of x. Its row sums up part i of y;
+then its column gathers the parts of y.
 """
 
 import math

@@ -1,11 +1,11 @@
-"""Data-parallel training with JAX on CPUs: a small convolutional network learns images.
+"""Data-parallel training with JAX on CPUs: a small convolutional network learns to classify images.
 
     mscomm data make --from digits --out digits
     mscomm run -n 2 jax_training.py digits
     mpirun -n 2 python jax_training.py digits
 
-mscomm.Model compiles the loss with its gradient, jax.jit(jax.value_and_grad(loss)), and combines the gradients of the
-ranks outside of what is compiled. With CIFAR-10's binary files nothing changes but the folder.
+mscomm.Model compiles the loss with its gradient, jax.jit(jax.value_and_grad(loss)), and combines the ranks' gradients
+outside of the compiled code. To train on CIFAR-10, give the folder of its binary files instead.
 """
 
 import math
@@ -27,7 +27,7 @@ Parameters = dict[str, jax.Array]
 
 
 def data_path() -> str:
-    """The folder that was given, as argument or in DATA_PATH."""
+    """The folder given as an argument or in DATA_PATH."""
     path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
     if not path:
         sys.exit(
@@ -46,7 +46,7 @@ def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: 
 
 
 def initial(seed: int) -> Parameters:
-    """The weights to begin with: normal, of variance 2 over the number of inputs; biases of zero."""
+    """The initial weights: normally distributed with variance 2 / number of inputs. Biases are zero."""
     shapes = {"convolution1": (3, 3, 3, 8), "convolution2": (3, 3, 8, 16), "dense": (8 * 8 * 16, 10)}
     parameters: Parameters = {}
     for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(shapes)), shapes.items(), strict=True):
@@ -56,14 +56,14 @@ def initial(seed: int) -> Parameters:
 
 
 def convolution(parameters: Parameters, name: str, x: jax.Array) -> jax.Array:
-    """Half as high and wide."""
+    """A convolution with ReLU that halves height and width."""
     kernel = parameters[f"{name}.weight"]
     x = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(x + parameters[f"{name}.bias"])
 
 
 def scores(parameters: Parameters, images: jax.Array) -> jax.Array:
-    """Images of 32 x 32 x 3 to ten classes: two convolutions and a dense layer."""
+    """Scores for ten classes from images of 32 x 32 x 3: two convolutions and a dense layer."""
     x = convolution(parameters, "convolution2", convolution(parameters, "convolution1", images))
     return x.reshape(len(x), -1) @ parameters["dense.weight"] + parameters["dense.bias"]
 
@@ -75,7 +75,7 @@ def loss(parameters: Parameters, images: jax.Array, labels: jax.Array) -> jax.Ar
 
 
 def accuracy(parameters: Parameters, path: str) -> float:
-    """The share of the test's images that the network names rightly."""
+    """The share of the test images that the network classifies correctly."""
     predict = jax.jit(scores)
     right, seen = 0, 0
     for images, labels in create_dataset(path, "test", 0, 1, drop_remainder=False):

@@ -1,12 +1,12 @@
-"""Data-parallel training in MindSpore's PyNative mode on CPUs: a small convolutional network learns images.
+"""Data-parallel training in MindSpore's PyNative mode on CPUs: a small convolutional network learns to classify images.
 
     mscomm data make --from digits --out digits
     mscomm run -n 2 mindspore_pynative.py digits
     mpirun -n 2 python mindspore_pynative.py digits
 
-In PyNative mode a cell runs line by line, as Python. The gradients meet outside of it, in mscomm.Model; MindSpore's own
-communication is not used. ms.GRAPH_MODE works, too, and is faster. With CIFAR-10's binary files nothing changes but the
-folder.
+In PyNative mode, a cell runs line by line as Python code. mscomm.Model combines the gradients outside of the cell;
+MindSpore's own communication is not used. ms.GRAPH_MODE works too, and is faster. To train on CIFAR-10, give the folder
+of its binary files instead.
 """
 
 import os
@@ -25,7 +25,7 @@ LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
 
 def data_path() -> str:
-    """The folder that was given, as argument or in DATA_PATH."""
+    """The folder given as an argument or in DATA_PATH."""
     path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
     if not path:
         sys.exit(
@@ -44,7 +44,7 @@ def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: 
 
 
 class Net(nn.Cell):
-    """Two convolutions and a dense layer: images of 3 x 32 x 32 to ten classes."""
+    """Two convolutions and a dense layer, which classify images of 3 x 32 x 32 into ten classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Net(nn.Cell):
 
 
 def accuracy(net: nn.Cell, path: str) -> float:
-    """The share of the test's images that the network names rightly."""
+    """The share of the test images that the network classifies correctly."""
     net.set_train(False)
     right, seen = 0, 0
     for images, labels in create_dataset(path, "test", 0, 1, drop_remainder=False):

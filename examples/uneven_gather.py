@@ -1,8 +1,8 @@
-"""Results of different length: each rank looks for the primes in its share of the numbers, and rank 0 gets them all.
+"""Results of different length: each rank finds the primes in its share of the numbers, and rank 0 gathers them all.
 
     mscomm run -n 4 uneven_gather.py
 
-A rank that finds none gives an empty array.
+A rank that finds no primes passes an empty array.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def main() -> None:
     primes = np.array([n for n in mine if n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))], dtype=np.int64)
 
     found = mscomm.gather_v(primes)
-    if found is not None:  # at rank 0
+    if found is not None:  # on rank 0
         rows, counts = found
         print(f"{len(rows)} primes below {LIMIT}, by rank {counts}; the largest is {rows[-1]}")
     mscomm.release()

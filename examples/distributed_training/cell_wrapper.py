@@ -8,11 +8,11 @@ from mscomm.train import GradientReducer
 
 
 class TrainAccuStepsWithLossCell:
-    """A training step whose gradients are those of all micro-batches of all ranks, combined once.
+    """A training step that sums the gradients of all micro-batches and combines them over the ranks once.
 
-    The memory is that of one micro-batch. The gradients are those of one batch that holds them all, up to rounding, if
-    the network treats each image by itself and the micro-batches have the same size. BatchNorm does not: its means are
-    those of a micro-batch.
+    It needs only the memory of one micro-batch. The gradients equal those of one large batch, up to rounding, if all
+    micro-batches have the same size and the network treats each image independently. BatchNorm does not: its means are
+    taken over a micro-batch.
     """
 
     def __init__(self, network: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], optimizer: optim.Optimizer):
@@ -22,11 +22,14 @@ class TrainAccuStepsWithLossCell:
         self.reducer = GradientReducer(network.named_parameters())
 
     def __call__(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Take the step; the mean loss over micro-batches and ranks. Every rank gives the same number of them."""
+        """Take one step and return the mean loss over micro-batches and ranks.
+
+        Every rank must give the same number of micro-batches.
+        """
         *first, last = micro_batches
         loss_so_far = 0.0
         self.reducer.zero_grad()
-        with self.reducer.no_sync():  # these add to the rank's own gradients, and nothing is sent
+        with self.reducer.no_sync():  # these only add to the rank's own gradients; nothing is sent
             for micro_batch in first:
                 loss = self._share_of_loss(micro_batch, len(micro_batches))
                 loss.backward()

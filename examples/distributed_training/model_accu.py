@@ -10,7 +10,7 @@ from mscomm.train import broadcast_parameters
 
 
 class Model_ACCU:
-    """As mscomm.Model; a step takes mini_steps batches of the dataset, the last one of an epoch those that are left."""
+    """Like mscomm.Model, but a step takes mini_steps batches of the dataset; an epoch's last step takes the rest."""
 
     def __init__(self, network, loss_fn, optimizer, mini_steps):
         broadcast_parameters(network.state_dict())  # all ranks begin with rank 0's weights
@@ -19,7 +19,7 @@ class Model_ACCU:
         self.mini_steps = mini_steps
 
     def train(self, epoch, train_dataset):
-        """Train to the end of that epoch, and print each step's loss, the mean over the ranks, on all of them."""
+        """Train for that many epochs. Every rank prints each step's loss, which is the mean over the ranks."""
         self.network.train()
         for epoch_num in range(1, epoch + 1):
             batches = iter(train_dataset)
@@ -31,6 +31,6 @@ class Model_ACCU:
                 if not micro_batches:
                     break
                 loss = self.train_step(micro_batches)
-                # In one write: the ranks of mpirun share a pipe, and print() writes the end of the line by itself.
+                # Use one write: under mpirun the ranks share a pipe, and print() writes the newline separately.
                 sys.stdout.write(f"epoch: {epoch_num} step: {step}, loss is {loss}\n")
                 sys.stdout.flush()

@@ -1,9 +1,9 @@
 """What the training scripts of this folder share: their sizes, and the tutorial's create_dataset().
 
-pytest starts the scripts and takes no arguments for them, so sizes come from variables:
+pytest starts the scripts and cannot pass arguments to them, so they read environment variables:
 
 DATA_PATH   the folder cifar-10-batches-bin, or one that `mscomm data make` has written
-IMAGE_SIZE  images become so many pixels wide and high [224]; 32 is 49 times less work
+IMAGE_SIZE  the width and height of the resized images in pixels [224]; 32 means 49 times less work
 BATCH_SIZE  images in a rank's batch [32]
 EPOCH_SIZE  epochs [10]
 """
@@ -35,13 +35,16 @@ def data_path() -> str:
 
 
 def share_cpus() -> None:
-    """As many threads for PyTorch as there are CPUs for each rank of this host, unless OMP_NUM_THREADS says it."""
+    """Give PyTorch this rank's share of the host's CPUs as threads, unless OMP_NUM_THREADS is set."""
     if not os.getenv("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // get_local_rank_size()))
 
 
 def create_dataset(data_path, repeat_num=1, batch_size=BATCH_SIZE, usage=None):
-    """This rank's shard, changed at random; usage: "train", "test", or None for all images, as in the tutorial."""
+    """This rank's shard, randomly augmented unless it is for the test.
+
+    usage: "train", "test", or None for all images, as in the tutorial.
+    """
     resize_height = IMAGE_SIZE
     resize_width = IMAGE_SIZE
     rescale = 1.0 / 255.0

@@ -1,4 +1,4 @@
-"""ResNet-50 on CIFAR-10, data parallel, a step every MINI_STEPS batches [4]: bash run_grad_accu.sh DATA_PATH"""
+"""ResNet-50 on CIFAR-10, data parallel, with one step every MINI_STEPS batches [4]: bash run_grad_accu.sh DATA_PATH"""
 
 import os
 

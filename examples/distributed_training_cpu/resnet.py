@@ -1,8 +1,8 @@
 """ResNet-50 (He et al., Deep Residual Learning for Image Recognition, 2015) in plain torch.nn.
 
-The stride of a stage lies in its first block's 3x3 convolution, where most frameworks have it today ("v1.5"); the paper
-has it in the 1x1 before. The input is (batch, 3, height, width) of 32 x 32 pixels or more: the network makes both
-sides 32 times smaller, and its mean over what is left takes any size.
+A stage's stride is in its first block's 3x3 convolution, as in most frameworks today ("v1.5"); in the paper it is in
+the 1x1 convolution before that. The input is (batch, 3, height, width) with at least 32 x 32 pixels: the network makes
+both sides 32 times smaller, and then takes the mean over whatever size is left.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Norm = Callable[[int], nn.Module]  # the number of channels -> a layer
 
 
 class Bottleneck(nn.Module):
-    """1x1 to fewer channels, 3x3, 1x1 to 4 times as many; the input is added to what comes out."""
+    """A 1x1 convolution to fewer channels, a 3x3, and a 1x1 to 4 times as many; the input is added to the output."""
 
     expansion = 4
 
@@ -42,7 +42,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """blocks: how many bottlenecks each stage has; the channels double and the image halves from stage to stage."""
+    """blocks: the number of bottlenecks of each stage. From stage to stage, channels double and image sides halve."""
 
     def __init__(self, blocks: tuple[int, ...], num_classes: int, norm: Norm) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class ResNet(nn.Module):
         self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, num_classes))
 
-        # torch's own start for convolutions lets the signal fade with depth; this one (He et al., 2015) keeps its size.
+        # With torch's default weights, the signal fades with depth; with these (He et al., 2015), it keeps its size.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Each residual begins as 0 (Goyal et al., 2017); else the loss doubles in the first steps on small images.
+        # Each residual starts as 0 (Goyal et al., 2017); otherwise the loss doubles in the first steps on small images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)
@@ -78,5 +78,5 @@ class ResNet(nn.Module):
 
 
 def resnet50(num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """The weights follow from torch's seed (torch.manual_seed): the same on every rank that sets the same one."""
+    """A new ResNet-50. Its weights depend on torch.manual_seed: ranks with the same seed get the same weights."""
     return ResNet((3, 4, 6, 3), num_classes, norm)

@@ -1,6 +1,6 @@
-"""A network with one hidden layer, trained by any number of ranks on the shards of one batch.
+"""A network with one hidden layer, trained by 1, 2, 4, 8 or 16 ranks on the shards of one batch.
 
-The losses do not depend on how many ranks there are: `python net.py` alone, `mscomm run -n 8 net.py`, `mpirun` (see
+The losses do not depend on the number of ranks: `python net.py` alone, `mscomm run -n 8 net.py`, `mpirun` (see
 run_with_mpi.sh) and a scheduler with workers (run.sh) print the same lines, up to rounding.
 """
 
@@ -44,7 +44,7 @@ class Net:
         return [self.weight, self.weight2]
 
     def loss_and_gradients(self, x: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The mean squared error, and its derivatives by the parameters."""
+        """The mean squared error and its derivatives with respect to the parameters."""
         hidden = np.maximum(x @ self.weight, 0)
         error = hidden @ self.weight2 - label
         by_out = error * np.float32(2 / error.size)
