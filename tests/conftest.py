@@ -21,7 +21,7 @@ def tmpdir_env(tmp_path, monkeypatch):
 def port() -> int:
     """A free port for a process that binds it seconds later, after its imports.
 
-    It is none of those that the kernel gives to whoever asks for any, as other tests do in the meantime.
+    It is outside the ephemeral range, from which the kernel gives ports to other tests in the meantime.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     every = range(10000, 65536)

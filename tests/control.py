@@ -30,7 +30,7 @@ def soon() -> Deadline:
 
 
 def eventually(condition, timeout_s=5.0):
-    """Wait for what another thread does."""
+    """Wait until another thread has made the condition true."""
     deadline = Deadline(timeout_s)
     while not condition():
         assert not deadline.passed, "it did not happen in time"
@@ -38,7 +38,7 @@ def eventually(condition, timeout_s=5.0):
 
 
 def raised(kind, function, *args):
-    """The error that the function must raise; for threads."""
+    """Return the error that the function must raise. Can be used in threads."""
     with pytest.raises(kind) as caught:
         function(*args)
     return caught.value
@@ -55,7 +55,7 @@ def listening(family=socket.AF_INET):
 
 
 class Communicator:
-    """What the core's communicator is to a member."""
+    """Stands in for the core's communicator, as a member uses it."""
 
     def __init__(self, place=(0, False, "")):
         self.aborts: list[tuple] = []
@@ -105,7 +105,7 @@ class Job:
                 ours, self.ends[rank] = socket.socketpair()
                 self.hub.adopt(ours, rank)
         self.members: list[Member] = []
-        self.links: list[Frames] = []  # of others than members, to be closed at the end
+        self.links: list[Frames] = []  # links that belong to no member; closed at the end
         self.outcome = None
         self.thread = threading.Thread(target=self._serve)
 
@@ -139,7 +139,7 @@ class Job:
         return member
 
     def joined(self, ids=None, places=()):
-        """All members, joined, attached and ready, with their communicators, by rank."""
+        """Let all members join, attach and become ready. Returns them with their communicators, by rank."""
         ids = ids or [None] * self.size
         results: dict[int, tuple] = {}
         failures: list[BaseException] = []
@@ -165,7 +165,7 @@ class Job:
         return [results[rank][:2] for rank in range(self.size)]
 
     def again(self, rank):
-        """The member of a process that a launcher has started again."""
+        """The member of a process that a launcher has restarted."""
         ours, theirs = socket.socketpair()
         self.hub.adopt(ours, rank)
         self.ends[rank].close()
@@ -179,7 +179,7 @@ class Job:
 
 
 def greeted(address, rank=-1):
-    """A control link that has proved itself and not joined."""
+    """A control link that has done its hello and has not joined."""
     sock = links.connect(address, soon())
     links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
     return sock
@@ -192,7 +192,7 @@ def key_file(path, content=KEY, mode=0o600):
 
 
 class Waits:
-    """A call on a thread of its own: what it returned, or the mscomm error that it raised."""
+    """A call in its own thread: keeps what it returned, or the mscomm error that it raised."""
 
     def __init__(self, function, *args):
         self.result = self.error = None

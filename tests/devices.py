@@ -1,4 +1,4 @@
-"""Ranks with a device each, over the stand-ins of tests/fakes: the environment of such a job, and its arrays.
+"""Ranks with one device each, over the stand-ins of tests/fakes: the environment of such a job, and its arrays.
 
 @devices(2)
 def test_sum(rank, group):
@@ -24,7 +24,7 @@ from mscomm import _core
 
 BACKENDS = ("nccl", "hccl")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-NCCL = "nccl-22809"  # the version that is taken where a test does not say
+NCCL = "nccl-22809"  # the version for tests that name none
 
 before_joining.append(lambda: library.register(os.environ.get("FAKE_BACKEND", "nccl")))
 
@@ -35,8 +35,11 @@ def built() -> dict[str, str]:
 
 
 def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str, str]:
-    """With which a process takes the stand-ins for the vendor's libraries. library: another one for the collectives."""
-    # A plain delay of the device, so that who does not wait for it reads old values, and few such waits.
+    """The variables with which a process loads the stand-ins instead of the vendor's libraries.
+
+    library: load this one for the collectives.
+    """
+    # A short delay of the device, so that code that does not wait for it reads old values.
     own = {"FAKE_BACKEND": backend, "FAKE_DELAY_US": "50"}
     if backend == "nccl":
         own |= {"MSCOMM_CUDA_LIBRARY": built()["cuda"], "FAKE_CUDA_LIBRARY": built()["cuda"]}
@@ -48,9 +51,9 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 
 
 def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | None = None, **options: Any) -> Any:
-    """As @ranks, after init("nccl"), or of the test's parameter backend.
+    """Like @ranks, with init() for "nccl" or for the test's parameter `backend`.
 
-    env: beside what the stand-ins need; its LIBRARY is another one for the collectives.
+    env: variables besides those that the stand-ins need; its LIBRARY is the library for the collectives.
     """
 
     def whole(rank: int, backend: str = "nccl", **parameters: Any) -> dict[str, str]:
@@ -66,7 +69,7 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# What a process has: kernels by either way of loading them, or none.
+# What a process has: kernels, loaded in either of the two ways, or no kernels.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",
@@ -76,14 +79,14 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """With which the driver has them so."""
+    """The variables with which the driver has, or refuses, kernels in this way."""
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
 
 
 def load_kernels(how: str) -> None:
-    """Before init, in a process with those variables."""
+    """Make init() load the kernels. Call it before init(), in a process with those variables."""
     image = b"" if how == "no image" else _core.embedded_image()[0] or IMAGE
     _core.open_cuda = functools.partial(_core.open_cuda, image=image)
 
@@ -96,16 +99,16 @@ def launches() -> int:
 
 
 def on_device(x: Any) -> DeviceArray:
-    """On this rank's device."""
+    """A copy of x on this rank's device."""
     return DeviceArray.from_numpy(np.asarray(x), device=int(os.environ["MSCOMM_RANK"]))
 
 
 def handles() -> dict[str, int]:
-    """What this process holds of the device."""
+    """The number of device objects of each kind that this process holds."""
     told = counters()
     return {name: told[name] for name in ("streams", "events", "comms", "allocations")}
 
 
 def violations() -> list[str]:
-    """What the stand-ins have seen that the vendor's libraries do not allow."""
+    """The uses that the stand-ins have seen and that the vendor's libraries do not allow."""
     return list(counters()["texts"])

@@ -1,8 +1,8 @@
-"""Every collective function of mscomm as a row: how to call it, and what it must give, said with NumPy.
+"""Every collective function of mscomm as a row: how to call it, and the expected result, computed with NumPy.
 
-The rows are the functions of mscomm._core, which a test compares. What is expected of a reduction is a left-to-right
-fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16), rounded once; over more than one
-host, of each host's ranks first and then of the hosts.
+The rows are the functions of mscomm._core; a test checks that none is missing. The expected result of a reduction is a
+left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16), rounded once. With
+several hosts, it first folds the ranks of each host, and then the hosts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCANS = ("scan", "exscan")
 
 
 def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
-    """Of the collective, if one is given: there is no running mean."""
+    """The ops for this dtype and, if given, this collective: scans have no "avg"."""
     found = [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
     return [op for op in found if op != "avg" or collective not in SCANS]
 
@@ -57,7 +57,7 @@ def real(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def times(a: Array, b: Array) -> Array:
     if a.dtype.kind != "c":
         return np.multiply(a, b)
-    product = np.empty_like(a)  # NumPy's own may use fused multiply-adds
+    product = np.empty_like(a)  # NumPy's complex product may use fused multiply-adds
     product.real = a.real * b.real - a.imag * b.imag
     product.imag = a.real * b.imag + a.imag * b.real
     return product
@@ -76,7 +76,7 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Array:
-    """The canonical reduction of the ranks' arrays, where rank r lives on hosts[r]; None: all on one."""
+    """The canonical reduction of the ranks' arrays. Rank r is on hosts[r]; hosts None: all ranks are on one host."""
     hosts = hosts or [0] * len(inputs)
     dtype = inputs[0].dtype
     accumulator = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
@@ -91,7 +91,7 @@ def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Arra
 
 
 def bits(x: Array) -> Array:
-    """The bits of x, as integers; of a complex number, of its two parts."""
+    """The bits of x as integers; a complex number gives two, one for each part."""
     return np.ascontiguousarray(x).reshape(-1).view(f"u{real(x.dtype).itemsize}")
 
 
@@ -99,9 +99,9 @@ def bits(x: Array) -> Array:
 
 
 class How(NamedTuple):
-    """What a call is told beside x: op, root, and who gives how many rows to whom, a row a sender.
+    """The arguments of a call besides x: op, root, and rows[sender][receiver], the number of rows sent.
 
-    Of the functions whose parts are alike, rows[0][0] is each part.
+    For functions whose parts all have the same size, that size is rows[0][0].
     """
 
     op: str
@@ -113,16 +113,16 @@ class Function(NamedTuple):
     what: str  # the core's collective that moves the data
     has_op: bool
     has_root: bool
-    # How many rows this rank's x has.
+    # The number of rows of this rank's x.
     given: Callable[[How, int], int]
-    # The result without its counts, at this rank; None: it has none.
+    # This rank's result without its counts; None if it gets no result.
     model: Callable[[How, list[Array], int, list[int] | None], Array | None]
-    # The function, called with x (None where a rank may leave it out), how, this rank, and options.
+    # Calls the function with x (None if this rank may leave it out), how, this rank, and options.
     call: Callable[..., Any]
-    # The row of the longer of x and out at which the other one lies, when it works in place; None: it cannot.
+    # For a call in place: the row of the longer of x and out at which the other begins. None: not possible in place.
     place: Callable[[How, int], int | None] = lambda how, rank: 0
-    counts: Callable[[How, int], list[int]] | None = None  # what comes with the result
-    sparing: bool = False  # x is read at the root alone
+    counts: Callable[[How, int], list[int]] | None = None  # the counts that come with the result
+    sparing: bool = False  # x is read only on the root
 
 
 def one_part(how: How, rank: int) -> int:
@@ -307,5 +307,5 @@ FUNCTIONS: dict[str, Function] = {
         counts=received,
     ),
 }
-# Those of the core's functions that have tests of their own, because they take no array, or many, or objects.
+# The core's functions that have tests of their own, because they take no array, several arrays, or objects.
 OTHERS = {"barrier", "all_reduce_many", "all_gather_object", "broadcast_object", "gather_object", "scatter_object"}

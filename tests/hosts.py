@@ -1,11 +1,11 @@
-"""Several hosts on this machine: network namespaces joined by a bridge, each with a host name and addresses of its own.
+"""Several hosts on this machine: network namespaces joined by a bridge, each with its own host name and addresses.
 
     with Hosts(2, tmp_path) as hosts:
         hosts[0].start(["python", "train.py"]).wait()
 
-On network j host i has 10.77.j.(i+1) and fd77:j::(i+1) at its interface net<j>, and the hosts know each other as
-host-0, host-1, ... The namespaces share this machine's files and memory; MSCOMM_HOST_ID and the namespace tell mscomm
-that they are different hosts. With a rate, as 1gbit, that is what each host's interfaces send and receive at most.
+On network j, host i has the addresses 10.77.j.(i+1) and fd77:j::(i+1) on its interface net<j>. The hosts know each
+other as host-0, host-1, ... The namespaces share this machine's files and memory; MSCOMM_HOST_ID and the namespace tell
+mscomm that they are different hosts. A rate such as 1gbit limits what each host's interfaces send and receive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import TracebackType
 import pytest
 
 _serial = itertools.count()
-_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # nothing of a launcher that runs the tests
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # no variables of a launcher that runs the tests
 
 
 def _ip(*words: str, program: str = "ip") -> str:
@@ -34,13 +34,13 @@ def _ip(*words: str, program: str = "ip") -> str:
 
 
 def _shape(space: str, device: str, rate: str) -> None:
-    """The device sends no faster than that, but for the first 256 KiB after a pause."""
+    """Let the device send no faster than that, except for the first 256 KiB after a pause."""
     bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
     _ip("-n", space, "qdisc", "add", "dev", device, "root", *bucket, program="tc")
 
 
 class Host:
-    """One of them. `name`: its host name; `addresses`: the one on each network."""
+    """One host. `name`: its host name; `addresses`: its address on each network."""
 
     def __init__(self, space: str, name: str, addresses: list[str]) -> None:
         self.space = space
@@ -54,7 +54,7 @@ class Host:
         return [*enter, self.name, *map(str, words)]
 
     def start(self, words: Sequence[str | Path], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """The words as a process of this host, its output in pipes."""
+        """Start the words as a process on this host, with its output in pipes."""
         own = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         return subprocess.Popen(
             self.command(words),
@@ -77,7 +77,7 @@ class Host:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def unplug(self) -> None:
-        """Take the host off its networks, without a word to anybody."""
+        """Take the host off its networks, so that the others hear nothing from it any more."""
         for network in range(len(self.addresses)):
             _ip("-n", self.space, "link", "set", f"net{network}", "down")
 
@@ -86,7 +86,7 @@ class Host:
 
 
 class Hosts:
-    """Makes them, and takes everything away again, processes that still run there included."""
+    """Makes the hosts, and removes everything at the end, including processes that still run there."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Hosts:
                 plain = ["nodad"] if self._version == 6 else []
                 length = 24 if self._version == 4 else 64
                 _ip("-n", host.space, "addr", "add", f"{host.addresses[j]}/{length}", "dev", f"net{j}", *plain)
-                if self._rate:  # of what the host sends, and of what is sent to it
+                if self._rate:  # limit what the host sends, and what is sent to it
                     _shape(host.space, f"net{j}", self._rate)
                     _shape(self._switch, port, self._rate)
             # `ip netns exec` shows this file as /etc/hosts there.
@@ -168,19 +168,19 @@ class Hosts:
 
     def _remove(self) -> None:
         for host in self._hosts:
-            with contextlib.suppress(RuntimeError):  # it was not made
+            with contextlib.suppress(RuntimeError):  # the namespace was not made
                 for pid in host.pids():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             shutil.rmtree(f"/etc/netns/{host.space}", ignore_errors=True)
-        with contextlib.suppress(OSError):  # others use it
+        with contextlib.suppress(OSError):  # other hosts still use the folder
             os.rmdir("/etc/netns")
         for space in [*(host.space for host in self._hosts), self._switch]:
             with contextlib.suppress(RuntimeError):
                 _ip("netns", "del", space)
 
     def agent(self) -> Path:
-        """A program in the place of ssh: `agent [options] ADDRESS COMMAND...` runs the command on that host."""
+        """A program to use instead of ssh: `agent [options] ADDRESS COMMAND...` runs the command on that host."""
         cases = "\n".join(
             f"  {'|'.join([*host.addresses, host.name])}) space={host.space} name={host.name};;" for host in self._hosts
         )

@@ -11,13 +11,13 @@ from mscomm.dataset import cifar10
 
 
 def records(labels: Any, seed: int = 0) -> np.ndarray:
-    """A file's contents: random images."""
+    """The contents of a file: random images with these labels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (len(labels), 3072), np.uint8)
     return np.concatenate([np.asarray(labels, np.uint8)[:, None], pixels], axis=1)
 
 
 def write(folder: Path, rows: tuple[int, ...] = (20, 20, 20, 20, 4), test: int = 12) -> Path:
-    """CIFAR-10's files, small."""
+    """Write small files in CIFAR-10's format."""
     folder.mkdir(exist_ok=True)
     for number, (name, count) in enumerate(zip([*cifar10.TRAIN, cifar10.TEST], [*rows, test], strict=True)):
         records(np.arange(count) % 10, number).tofile(folder / name)

@@ -1,10 +1,10 @@
-"""An interpreter that has imported a test's file, and forks the ranks of its tests.
+"""An interpreter that has imported a test file and forks the ranks of its tests.
 
-To fork a rank takes some milliseconds; an interpreter that starts and imports NumPy and the file takes a third of a
-second. A forked rank is a process of its own, which joins, fails and ends as any other.
+Forking a rank takes some milliseconds; starting an interpreter and importing NumPy and the file takes a third of a
+second. A forked rank is a process of its own, which joins, fails and ends like any other.
 
-    python interpreter.py serve FILE DESCRIPTOR    # takes the orders that come by that socket
-    python interpreter.py be ORDER                 # is one rank itself
+    python interpreter.py serve FILE DESCRIPTOR    # obeys the orders that come through that socket
+    python interpreter.py be ORDER                 # runs one rank itself
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any
 
 from mscomm.bootstrap.launcher import CONTROL_FD
 
-ALIKE = 2  # of one file: each hashes strings in another way, so that ranks do not agree by an order that sets have
-AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # what interpreters and libraries read when they start
-_MOST_BYTES = 200_000  # of an order
-_ANSWERS_S = 120.0  # imports of PyTorch on a busy machine included
+ALIKE = 2  # interpreters per file; each hashes strings differently, so that ranks see sets in different orders
+AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # of variables that are read at the start
+_MOST_BYTES = 200_000  # in an order
+_ANSWERS_S = 120.0  # enough to import PyTorch on a busy machine
 
 Order = dict[str, Any]
 
 
 class Interpreter:
-    """The side of the tests."""
+    """An interpreter process, as the tests see it."""
 
     def __init__(self, file: str, env: dict[str, str]) -> None:
         self._env = env
         self._lock = threading.Lock()
-        self._codes: dict[int, int] = {}  # of those that have ended, by process id
+        self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, by process id
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Interpreter:
         self._can_fork = self._socket.recv(1) == b"y"
 
     def suits(self, env: dict[str, str]) -> bool:
-        """Whether a rank with this environment would be the same if it were started anew."""
+        """Whether a forked rank with this environment would behave like a newly started process."""
         names = [name for name in {**env, **self._env} if name.startswith(AT_START)]
         return self._can_fork and all(env.get(name) == self._env.get(name) for name in names)
 
@@ -66,7 +66,7 @@ class Interpreter:
         return Forked(self, pid)
 
     def code(self, pid: int, wait: bool) -> int | None:
-        """The exit code of a rank."""
+        """The exit code of a rank; None if it still runs."""
         with self._lock:
             self._socket.settimeout(_ANSWERS_S if wait else 0.0)
             while pid not in self._codes:
@@ -77,12 +77,12 @@ class Interpreter:
         return self._codes[pid]
 
     def _take(self, answer: bytes) -> int:
-        """The process id of a rank that was started, or 0: one has ended."""
+        """Handle an answer. Returns the process id of a rank that was started, or 0 if it says that one has ended."""
         if not answer:
             raise RuntimeError(f"the interpreter that forks ranks has ended: {self._process.wait()}")
         pid, code = json.loads(answer)
         if code is None:
-            self._codes.pop(pid, None)  # of another that had this number
+            self._codes.pop(pid, None)  # the code of an earlier process with this id
             return int(pid)
         self._codes[pid] = code
         return 0
@@ -93,7 +93,7 @@ class Interpreter:
 
 
 class Forked:
-    """A rank, with what tests use of subprocess.Popen."""
+    """A forked rank, with the methods of subprocess.Popen that the tests use."""
 
     def __init__(self, interpreter: Interpreter, pid: int) -> None:
         self._interpreter = interpreter
@@ -123,7 +123,7 @@ _of_file: tuple[str, list[Interpreter]] = ("", [])
 
 
 def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
-    """For that rank of that file's tests. Those of the file before end."""
+    """The interpreter for that rank of that file's tests. Ends the interpreters of the previous file."""
     global _of_file
     if _of_file[0] != file:
         close()
@@ -149,7 +149,7 @@ def import_tests(file: str) -> None:
 
 
 def _serve(orders: socket.socket) -> Order | None:
-    """Fork a rank for each order. In the rank: its order; None when the tests are over."""
+    """Fork a rank for each order. Returns the order in the rank, and None here when the tests are over."""
     orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")
     with selectors.DefaultSelector() as selector, orders:
         selector.register(orders, selectors.EVENT_READ)
@@ -163,7 +163,7 @@ def _serve(orders: socket.socket) -> Order | None:
                     if pid == 0:
                         for other in [key.fd for key in selector.get_map().values() if key.data]:
                             os.close(other)
-                        os.setsid()  # before anybody can want to kill this group of processes
+                        os.setsid()  # first, because the tests may kill this process group at any time
                         orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}
                     os.close(descriptors[0])
@@ -176,7 +176,7 @@ def _serve(orders: socket.socket) -> Order | None:
 
 
 def _become(order: Order) -> None:
-    """What a new process gets from the one that starts it."""
+    """Set the folder, environment and descriptor that a newly started process would have."""
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["env"])

@@ -4,12 +4,12 @@
     def test_sum(rank, group):
         assert mscomm.all_reduce(np.float32([rank]))[0] == 3
 
-A rank that has returned from a call knows nothing of where the others are: they may still be in it for a while, and
-fail with it if this rank ends or aborts now. Where they must not, everybody_is_here() comes between.
+When a rank has returned from a call, the other ranks may still be in that call, and the call may fail there if this
+rank ends or aborts now. If that must not happen, call everybody_is_here() in between.
 
-Each process writes a log; when one fails the others get a moment to report and are then killed, and the test shows
-the logs. `expect` says how a rank is allowed to end other than with 0. Parameters
-of the test (pytest.mark.parametrize) must be JSON.
+Each process writes a log. When a rank fails, the others get a moment to report and are then killed, and the test shows
+the logs. `expect` says which ranks may end with a code other than 0. Parameters of the test (pytest.mark.parametrize)
+must be JSON.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from interpreter import Forked, Order
 from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
-GRACE_S = 5.0  # for the others to report after the first failure
+GRACE_S = 5.0  # for the other ranks to report after the first failure
 TOLD = "RANKS_TOLD"  # the variable with the folder in which the ranks of a job tell each other where they are
 
 
 class Job:
-    """n rank processes under a hub in this process, as `mscomm run` would start them, with control for the test."""
+    """n rank processes under a hub in this process, started as `mscomm run` would; the test controls them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """test: what the command does, so that an interpreter which is there already can do it."""
+        """test: what the command does, as an order that a running interpreter can carry out instead."""
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -104,7 +104,7 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """The exit code of each rank; None for one that did not end in time, or in the grace after a failure."""
+        """The exit code of each rank; None for a rank that did not end in time, or within GRACE_S after a failure."""
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
         while time.monotonic() < until:
@@ -123,7 +123,7 @@ class Job:
         return codes
 
     def kill(self) -> None:
-        """End everything that this job started, children of the ranks included."""
+        """End everything that this job started, including children of the ranks."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -155,10 +155,10 @@ def ranks(
 ) -> Any:
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
-    n may be the name of a parameter. env: variables of the ranks; a value in braces, "{algo}", is filled in with a
-    parameter, of which a list of n gives each rank its own, or the rank. Or a function of the parameters and the rank.
-    expect: exit codes by rank other than 0, e.g. {1: -signal.SIGKILL}. init: arguments of mscomm.init, or a
-    function of the parameters that gives them; None: the body calls it.
+    n may be the name of a parameter. env: the ranks' variables, or a function of the parameters and the rank that
+    returns them. A name in braces in a value, as "{algo}", is replaced by that parameter, or by the rank; from a list
+    of n values, each rank gets its own. expect: exit codes other than 0 by rank, e.g. {1: -signal.SIGKILL}. init: the
+    arguments of mscomm.init, or a function of the parameters that returns them; None: the body calls init itself.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -199,16 +199,16 @@ def ranks(
     return decorate
 
 
-# -- for the ranks: what they tell each other by files, because mscomm is what the test breaks
+# -- for the ranks: they tell each other things by files, because the test breaks mscomm itself
 
 
 def tell(what: str) -> None:
-    """End until_told(what) on all ranks."""
+    """Let until_told(what) return on all ranks."""
     Path(os.environ[TOLD], what).touch()
 
 
 def until_told(*what: str) -> None:
-    """Wait until all of this was told. The test's own time limit ends it."""
+    """Wait until tell() was called for all of these. Only the test's own timeout limits the wait."""
     for one in what:
         while not Path(os.environ[TOLD], one).exists():
             time.sleep(0.002)
@@ -218,14 +218,14 @@ _meetings = itertools.count()
 
 
 def everybody_is_here() -> None:
-    """Wait until all ranks of the job have come to this call: by then they have returned from every call before it."""
+    """Wait until all ranks of the job are in this function: then all have returned from every earlier call."""
     turn = next(_meetings)
     tell(f"here {turn} {os.environ['MSCOMM_RANK']}")
     until_told(*(f"here {turn} {rank}" for rank in range(int(os.environ["MSCOMM_WORLD_SIZE"]))))
 
 
 def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
-    """Beside the caller: then(), when this rank is in the group's call of that number, or in a later one."""
+    """In another thread, call then() when this rank is in the group's call of that number, or in a later one."""
     from mscomm import groups
 
     core = groups.resolve(group).core
@@ -238,14 +238,14 @@ def when_inside(number: int, then: Callable[[], object], group: Any = None) -> N
     threading.Thread(target=watch, daemon=True).start()
 
 
-before_joining: list[Callable[[], object]] = []  # what a file's ranks do first
+before_joining: list[Callable[[], object]] = []  # functions that a test file's ranks call first
 
 
 def be_a_rank(where: Order) -> None:
-    """The child's side, once the test's file is imported: join, run the body, leave."""
+    """Be a rank, once the test file is imported: join, run the body, leave."""
     import mscomm
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit SIGINT as ignored
     for prepare in before_joining:
         prepare()
     body = getattr(sys.modules["under_test"], where["name"]).body

@@ -1,4 +1,4 @@
-"""run(): a command with all that it starts, which for a shell script or mpirun is more than one process."""
+"""run(): runs a command together with everything that it starts; a shell script or mpirun starts several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 def run(
     command: Sequence[str | Path], timeout_s: float, env: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run(), in a session of its own; what is left of that at the end or after timeout_s is killed."""
+    """Like subprocess.run(), in a new session. Processes left in it at the end, or after timeout_s, are killed."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -31,7 +31,7 @@ def run(
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """The living processes of a session, of all its process groups: mpirun gives each rank one of its own."""
+    """The living processes of a session, from all its process groups: mpirun gives each rank its own group."""
     return [process for process in psutil.process_iter() if _session(process) == leader and _lives(process)]
 
 
@@ -48,7 +48,7 @@ def _session(process: psutil.Process) -> int:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it has not ended; init may take its time to hear of that."""
+    """Whether the process has not ended. A zombie has: init may take a while to reap it."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,14 +1,14 @@
 """Many jobs in a row, each with one fault at a random moment: `python tests/soak.py --faults 1000 --seed 7`.
 
 Every job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. Then one rank
-is killed, stopped for a while, raises, exits, gets Ctrl-C, makes another call than the others, is slow, or does not
-come. Checked: the job ends; no result was wrong; every other rank names the right first cause and raises it again at
-its next call; each process has the right exit code; nothing is left behind. Some jobs have groups, which a rank that is
-no member tries to use, and some have a second job beside them, which must not notice the fault. Some train instead:
-with uneven data, or going on from checkpoints of which one rank's were damaged.
+is killed, is stopped for a while, raises, exits, gets Ctrl-C, makes a different call from the others, is slow, or does
+not come. The checks are: the job ends; no result was wrong; every other rank names the right first cause and raises it
+again at its next call; each process has the right exit code; nothing is left behind. In some jobs, a rank tries to use
+a group of which it is no member. Some jobs have a second job beside them, which must not notice the fault. Others train
+instead: with uneven data, or from checkpoints after those of one rank were damaged.
 
-A failure prints the job and how to run it alone: `--only INDEX`. To be quick the ranks are forked from a process that
-has imported numpy and mscomm and done nothing else; they join the job after that.
+A failure prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from a process that
+has only imported numpy and mscomm; they join the job after the fork.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than 
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
 SIZES = (1, 7, 1000, 5000, 100_000)
-ITERATIONS = 25  # of a job that does not fail
+ITERATIONS = 25  # in a job that does not fail
 BOOM = "the 7th file is empty"
 
 
@@ -66,7 +66,7 @@ def plan(seed: int, index: int) -> dict[str, Any]:
     return {
         "seed": f"{seed}:{index}",
         "work": works.get(fault, "calls"),
-        "steps": steps,  # of each rank, where they train
+        "steps": steps,  # by rank, for jobs that train
         "size": size,
         "algo": algo,
         "hosts": [{"one": 0, "halves": int(2 * rank >= size), "turns": rank % 2}[split] for rank in range(size)],
@@ -75,14 +75,14 @@ def plan(seed: int, index: int) -> dict[str, Any]:
         "at": draw.randrange(ITERATIONS),  # the iteration, or ...
         "after_s": draw.random() * 0.2,  # ... the time after the start
         "pause_s": 0.1 + draw.random() * 0.5,
-        # Beside the world, a group of the even ranks and one of the odd: every rank makes both, or splits off its own.
+        # Besides the world, groups of the even and of the odd ranks. Every rank creates both or splits off its own.
         "groups": draw.choice(("none", "none", "none", "created", "split")),
         "beside": draw.random() < 0.2,  # a second job, which does not fail, runs at the same time
     }
 
 
 def neighbour(job: dict[str, Any]) -> dict[str, Any]:
-    """The second job: two ranks of the same host or hosts, by the same transport, and no fault but a pause."""
+    """The second job: two ranks on the same host or hosts, with the same transport and no fault but a pause."""
     calm = {"fault": "slow", "victim": 0, "work": "calls"}
     return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
 
@@ -91,11 +91,11 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def be_a_rank(job: dict[str, Any]) -> None:
-    """Join, loop until the fault, say what was seen, leave."""
+    """Join, loop until the fault, record what this rank saw, leave."""
     for variable, value in job["env"].items():
         os.environ[variable] = value
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit SIGINT as ignored
     mscomm.init()
     rank, seen = mscomm.get_rank(), Path(job["folder"], f"saw.{mscomm.get_rank()}")
     victim, fault = job["victim"], job["fault"]
@@ -103,7 +103,7 @@ def be_a_rank(job: dict[str, Any]) -> None:
     last = ITERATIONS if fault in ("stop", "slow") else 1 << 30
     group = None
     try:
-        mscomm.barrier()  # the fault may meet another rank that is still in here
+        mscomm.barrier()  # the fault may hit another rank that is still in this barrier
         if job["work"] == "train":
             soak_training.train_unevenly(job, lambda: misbehave(job))
         elif job["work"] == "resume":
@@ -119,7 +119,7 @@ def be_a_rank(job: dict[str, Any]) -> None:
                     refused(other)
                 if i == job["at"] and fault in ("mismatch", "timeout"):
                     group = None
-                    mscomm.barrier()  # so that none is late but the victim
+                    mscomm.barrier()  # so that only the victim is late
                 if i == job["at"] and rank == victim:
                     misbehave(job)
                 if i == job["at"] and fault == "timeout":
@@ -143,7 +143,7 @@ def be_a_rank(job: dict[str, Any]) -> None:
 
 
 def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
-    """The groups of this rank, the world first, and those of which it is no member."""
+    """The groups of this rank, with the world first, and the groups of which it is no member."""
     if how == "none":
         return [None], []
     if how == "split":
@@ -165,7 +165,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """The victim's part of those faults that come at an iteration."""
+    """The victim's part in the faults that come at an iteration."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +184,7 @@ def misbehave(job: dict[str, Any]) -> None:
 
 
 def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> None:
-    """A call drawn alike on all ranks of the group, compared with NumPy."""
+    """Make one random call, the same on all ranks of the group, and compare its result with NumPy."""
     n, me = mscomm.get_group_size(group), mscomm.get_rank(group)
     function = draw.choice(functions)
     each, root = draw.choice(SIZES), draw.randrange(n)
@@ -205,7 +205,7 @@ def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> N
 
 
 def message(x: np.ndarray[Any, Any], group: Any, i: int) -> np.ndarray[Any, Any]:
-    """From each rank to the next."""
+    """Send a message from each rank to the next."""
     n, me, got = mscomm.get_group_size(group), mscomm.get_rank(group), np.empty_like(x)
     if n == 1:
         return x
@@ -219,7 +219,7 @@ def part(x: np.ndarray[Any, Any], n: int, me: int) -> np.ndarray[Any, Any]:
     return x.reshape(n, -1)[me]
 
 
-# name: the call, and what NumPy gives
+# name: the call, and the same with NumPy
 CALLS: dict[str, tuple[Any, Any]] = {
     "all_reduce": (lambda x, root, me, o: mscomm.all_reduce(x, **o), lambda x, root, me: sum(x)),
     "all_reduce in place": (lambda x, root, me, o: mscomm.all_reduce(x, out=x, **o), lambda x, root, me: sum(x)),
@@ -246,11 +246,11 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-# -- the process that ranks are forked from
+# -- the process from which ranks are forked
 
 
 def serve_forks(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork a process for each order; its job in the child, None in the end."""
+    """Fork a process for each order. Returns the job in the child, and None here at the end."""
     children: dict[int, int] = {}  # pidfd: pid
     with selectors.DefaultSelector() as selector:
         selector.register(orders, selectors.EVENT_READ)
@@ -286,7 +286,7 @@ def serve_forks(orders: socket.socket) -> dict[str, Any] | None:
 
 
 class Forks:
-    """That process, from outside. Its socket keeps the bounds of messages."""
+    """That process, as seen from outside. Its socket preserves message boundaries."""
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -313,7 +313,7 @@ class Forks:
         return dict(json.loads(data))
 
     def ended(self, within_s: float) -> int | None:
-        """The pid of the next one that ends, if one does in time."""
+        """The pid of the next process that ends, if one does in time."""
         try:
             answer = self._answer(within_s)
         except TimeoutError:
@@ -326,7 +326,7 @@ class Forks:
         self.process.wait(30)
 
 
-# -- one job, from outside
+# -- one job, as seen from outside
 
 
 class Running:
@@ -340,7 +340,7 @@ class Running:
         size = job["size"]
         self._hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
         self._pids: list[int] = []
-        self._told: set[int] = set()  # ranks of whose end the hub knows
+        self._told: set[int] = set()  # ranks whose end the hub was told
         folder.mkdir()
         for rank in range(size):
             ours, theirs = socket.socketpair()
@@ -363,7 +363,7 @@ class Running:
         self._stop_at = self._began + 0.3 + job["after_s"] if job["fault"] == "stop" else float("inf")
 
     def look(self) -> bool:
-        """Do what is due now; whether processes are left."""
+        """Do what is due now. Returns whether processes are left."""
         for rank, pid in enumerate(self._pids):
             if pid in self._forks.codes and rank not in self._told:
                 self._told.add(rank)
@@ -392,7 +392,7 @@ class Running:
         self._began = float("inf")
 
     def wrong(self) -> list[str]:
-        """When all have ended: what went wrong; empty: nothing."""
+        """When all processes have ended: what went wrong; empty if nothing did."""
         self._serving.join(10)
         if self._serving.is_alive():
             self.faults.append("the hub goes on though all ranks have ended")
@@ -403,7 +403,7 @@ class Running:
 
 
 def run_job(forks: Forks, job: dict[str, Any], folder: Path) -> list[str]:
-    """What went wrong in the job, and in the one beside it; empty: nothing."""
+    """Run the job, and the one beside it. Returns what went wrong; empty if nothing did."""
     jobs = [Running(forks, job, folder / "job")]
     if job["beside"]:
         jobs.append(Running(forks, neighbour(job), folder / "beside"))
@@ -417,7 +417,7 @@ def how(code: int) -> str:
 
 
 def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]:
-    """What the ranks saw, against what the fault must give."""
+    """Compare what the ranks saw with what the fault must cause."""
     fault, victim = job["fault"], job["victim"]
     exits = {"kill": -9, "raise": 1, "os-exit": 7, "interrupt": -2, "exit": 0 if job["pause_s"] < 0.35 else 5}
     kinds = {"raise": "Aborted", "interrupt": "Aborted", "mismatch": "Mismatch", "timeout": "CollectiveTimeout"}
@@ -425,7 +425,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         ("stop", "slow", "uneven", "damage"), "none"
     )
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
-    # A hub that asks before the exception has reached Python learns in which call it came, and not its name.
+    # If the hub asks before the exception has reached Python, it learns only in which call it came, not its name.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
@@ -438,7 +438,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         except FileNotFoundError:
             yield f"rank {rank} saw nothing"
             continue
-        # A group may lose a rank that gave up because another one of its groups had failed: the text says so.
+        # A group may lose a rank that gave up because another of its groups had failed; the text then says so.
         gave_up = job["groups"] != "none" and "before that another group of that rank failed" in saw.get("text", "")
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
@@ -457,14 +457,14 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
 
 
 def shared_files() -> set[str]:
-    """In /dev/shm, but for those of MPIs that run beside us."""
+    """The files in /dev/shm, except those of MPIs that run beside us."""
     return {
         name for name in os.listdir("/dev/shm") if not re.match(r"mpich_shm|sm_segment|vader_segment|Intel_MPI", name)
     }
 
 
 def soak(faults: int, seed: int, only: int | None = None, minutes: float = float("inf")) -> Counter[str]:
-    """How often which fault went well; "failed" counts the others, which are printed."""
+    """Run the jobs. Returns, by fault, how many went well; "failed" counts the others, which are printed."""
     done: Counter[str] = Counter()
     shared_before, until = shared_files(), time.monotonic() + 60 * minutes
     forks = Forks()
@@ -498,7 +498,9 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
 
 
 def main() -> dict[str, Any] | None:
-    """The job of a forked rank, which runs it at the height of the script: its exit is that of a script."""
+    """Run the soak test. In a forked rank, returns its job, to run at the top level of the script so that it exits like
+    a script.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--faults", type=int, default=1000, help="how many jobs (1000)")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random but the machine (1)")

@@ -1,6 +1,6 @@
-"""What the ranks of some jobs of soak.py do: train with uneven data, or go on from checkpoints that were damaged.
+"""What the ranks of some soak.py jobs do: they train with uneven data, or resume from damaged checkpoints.
 
-All ranks of the job call it. WrongResult if they end with different weights, or with others than they should.
+All ranks of the job call these functions, which raise WrongResult if the ranks end with different or wrong weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DAMAGES = ("nothing", "a bit", "the end", "the file", "a bit of each", "all file
 
 
 class WrongResult(Exception):
-    """A collective gave something else than NumPy, or a training other weights."""
+    """A collective differs from NumPy, or a training gives wrong weights."""
 
 
 def same_everywhere(what: str, arrays: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def same_everywhere(what: str, arrays: dict[str, Any]) -> None:
 
 
 def train_unevenly(job: dict[str, Any], misbehave: Callable[[], None]) -> None:
-    """Each rank has steps of its own number, inside join(). The victim misbehaves in one of its steps."""
+    """Each rank takes its own number of steps inside join(). The victim misbehaves in one of its steps."""
     rank, steps = mscomm.get_rank(), job["steps"]
     weights, expected = Weights(), Weights()
     reducer = GradientReducer(weights.parameters)
@@ -72,7 +72,9 @@ def momentum(optimizer: Momentum) -> Any:
 
 
 def go_on_from_damaged(job: dict[str, Any]) -> None:
-    """Train half, damage the victim's newest checkpoint, go on: the bits of a training without a break."""
+    """Train the first half, damage the victim's newest checkpoint, and resume: the result must have the same bits as a
+    training without a break.
+    """
     rank = mscomm.get_rank()
     draw = random.Random(f"{job['seed']}:damage")
     config = CheckpointConfig(draw.randint(1, 3), keep_checkpoint_max=draw.randint(2, 4))
@@ -135,7 +137,7 @@ def flip_a_bit(path: Path, draw: random.Random) -> None:
 
 
 class Line:
-    """A network, and the model that trains it."""
+    """A network and the model that trains it."""
 
     def __init__(self) -> None:
         self.parameters = {"weight": np.zeros((1, 3), np.float32), "bias": np.zeros(1, np.float32)}
@@ -148,7 +150,7 @@ class Line:
 
 
 class Data:
-    """The same batches in each epoch, others on each rank."""
+    """The same batches in each epoch; each rank has different ones."""
 
     def __init__(self, rank: int) -> None:
         rng = np.random.default_rng(rank)

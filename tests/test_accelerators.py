@@ -1,4 +1,4 @@
-"""Which accelerator and device each rank takes, and what it says where there is none; over stand-ins, and without."""
+"""Which accelerator and device each rank uses, and what it says if there is none; with stand-ins and without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = ["rank 0 (pid 1 on host a)", "rank 1 (pid 2 on host a)", "rank 2 (pid 3 
 
 
 def told(uuids: str = "AB", version: str = "2.28.9", shares: str = "", device: int | None = None, **more: Any) -> Any:
-    """What a rank says of nccl, with a device for each letter."""
+    """What a rank says about nccl, with one device for each letter."""
     found = {"version": version, "path": "/lib/libnccl.so.2", "runtime": "CUDA 13.0", "shares": shares}
     found["devices"] = [[f"GPU-{letter}", "H100"] for letter in uuids]
     return {"device": device, "local_rank": None, "accelerators": {"nccl": found}, **more}
@@ -55,7 +55,7 @@ def without(why: str) -> Any:
     }
 
 
-# -- what the ranks come to, by what they have told
+# -- what the ranks choose, from the facts of all ranks
 
 
 def test_each_rank_takes_the_device_of_its_place_on_its_host() -> None:
@@ -149,7 +149,7 @@ def test_a_file_that_is_another_library_lacks_functions(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said_with_every_place_that_was_searched() -> None:
-    """In a process of its own, which has loaded nothing."""
+    """Runs in a new process, which has loaded no library."""
     program = "import mscomm\ntry: mscomm.init('nccl')\nexcept mscomm.BackendUnavailable as e: print(e)"
     env = {name: text for name, text in os.environ.items() if not name.startswith(("MSCOMM_", "NCCL_", "FAKE_"))}
     env |= {"CONDA_PREFIX": "/no/conda", "NCCL_HOME": "/no/home", "CUDA_VISIBLE_DEVICES": ""}
@@ -180,7 +180,7 @@ def test_a_driver_without_a_gpu_says_so() -> None:
 
 @needs_nccl
 def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
-    """In a process of its own, which has no other in it."""
+    """Runs in a new process, which has loaded no other NCCL."""
     program = (
         "from mscomm.accelerators import nccl\nvendor = nccl.vendor({})\n"
         "print(vendor.version(), vendor.origin(), vendor.path())"
@@ -193,7 +193,7 @@ def test_the_real_nccl_of_its_wheel_is_found_and_tells_its_version() -> None:
 
 @needs_nccl
 def test_our_declarations_are_those_of_the_real_header(tmp_path: Path) -> None:
-    """static_asserts on sizes, offsets and numbers."""
+    """Checks sizes, offsets and constants with static_asserts."""
     (include,) = (Path(path) / "nccl/include" for path in importlib.util.find_spec("nvidia").submodule_search_locations)
     (tmp_path / "cuda_runtime.h").write_text(
         "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
@@ -286,7 +286,7 @@ def test_two_ranks_share_a_device_if_nccl_takes_them_for_two_hosts(rank: int, gr
     assert (mscomm.all_reduce(x).to_numpy() == 2).all()
 
 
-# -- what the libraries are told
+# -- what mscomm tells the libraries
 
 
 def test_the_libraries_are_told_the_interface_that_the_job_has_found() -> None:
@@ -314,7 +314,7 @@ def test_over_several_hosts_the_device_of_each_is_its_first(rank: int, group: No
 
 
 def test_the_rank_table_says_which_device_a_rank_has(tmp_path: Path) -> None:
-    """Devices 1 and 3 of a host."""
+    """The table gives devices 1 and 3 of a host."""
     devices = [{"device_id": str(2 * r + 1), "device_ip": f"192.1.27.{r + 6}", "rank_id": str(r)} for r in range(2)]
     server = {"server_id": "10.0.0.1", "device": devices, "host_nic_ip": "reserve", "note": str(tmp_path)}
     table = {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}

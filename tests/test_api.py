@@ -1,4 +1,4 @@
-"""What the public functions accept and refuse. Jobs of one, without a launcher, where one is enough."""
+"""What the public functions accept and refuse. If one rank is enough, the job has one and no launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mscomm.group import Call
 
 
 def many(x: Any, *, out: Any = None, **options: Any) -> Any:
-    """all_reduce_many of one array."""
+    """all_reduce_many with one array."""
     return mscomm.all_reduce_many([x], out=None if out is None else [out], **options)[0]
 
 
@@ -53,7 +53,7 @@ def alone():
 
 @pytest.fixture
 def unharmed(alone):
-    """A job of one in which the test's calls must have sent nothing: no call number used, and the next call works."""
+    """A job of one in which the test's calls must send nothing: they use no call number, and the next call works."""
     before = alone.core.where()
     yield alone
     assert alone.core.where() == before
@@ -61,7 +61,7 @@ def unharmed(alone):
     assert alone.core.where()[0] == before[0] + 1
 
 
-# --- what is no array -----------------------------------------------------------------------------------------------
+# --- arguments that are not arrays ----------------------------------------------------------------------------------
 
 
 @each(WITH_ARRAY)
@@ -100,7 +100,7 @@ def test_a_masked_array_is_refused(unharmed, function):
 )
 def test_a_dtype_that_the_core_does_not_have_is_refused_by_name(unharmed, function, dtype):
     x = np.empty(2, dtype)
-    with pytest.raises(TypeError, match="float32"):  # the message lists the dtypes that there are
+    with pytest.raises(TypeError, match="float32"):  # the message lists the valid dtypes
         function(x)
 
 
@@ -535,7 +535,7 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
     del x
     gc.collect()
     assert heap.in_use() >= 4000
-    mscomm.empty(1000)[...] = -1  # would be put where x was
+    mscomm.empty(1000)[...] = -1  # would get x's memory if that had been freed
     assert part[0, 0] == rank + 1
     assert mscomm.all_reduce(part)[0, 0] == 1 + 2
 
@@ -543,13 +543,13 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
 @ranks(2)
 def test_shared_memory_is_given_back_with_the_last_array(rank, group):
     heap = groups.resolve(None).job.heap
-    before = heap.in_use()  # what the group of all ranks works with
+    before = heap.in_use()  # the memory that the group of all ranks itself uses
     arrays = [mscomm.empty(size) for size in (0, 1, 1000, 1 << 20)]
     assert heap.in_use() >= before + 4 * (1001 + (1 << 20))
     mscomm.all_reduce_many(arrays)
     results = [mscomm.all_reduce(x, out=mscomm.empty(x.shape)) for x in arrays]
     del arrays, results
-    groups.resolve(None).buckets.clear()  # the fused call keeps one for the next
+    groups.resolve(None).buckets.clear()  # the fused call keeps a bucket for the next call
     gc.collect()
     assert heap.in_use() == before
 
@@ -566,7 +566,7 @@ def test_shared_memory_outlives_the_job(rank, group):
 
 
 def in_a_forked_child(body: Any) -> str:
-    """The text of what body raises there."""
+    """The text of the error that body raises in a forked child."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
@@ -600,14 +600,14 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
 def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
     child = os.fork()
     if child == 0:
-        sys.exit(0)  # with exit handlers, mscomm's among them
+        sys.exit(0)  # runs exit handlers, also mscomm's
     os.waitpid(child, 0)
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 
 @ranks(2)
 def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
-    """Its copies of what they wait at must not be waited for: of the group's worker, and of a thread in Work.wait."""
+    """The child must not wait for its copies of the parent's threads: the group's worker, and one in Work.wait."""
     x = np.float32([rank])
     assert mscomm.all_reduce(x, async_op=True).wait()[0] == 1
     if rank == 1:
@@ -628,7 +628,7 @@ def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
 
 
 def ends_within(seconds: float, child: int) -> bool:
-    """Whether the process has ended by itself with 0."""
+    """Whether the process ends by itself with 0 within this time."""
     life = os.pidfd_open(child)
     ended = select.select([life], [], [], seconds)[0]
     os.close(life)
@@ -805,9 +805,9 @@ def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
 def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
     x, works = np.full(50_000, rank + 1.0), []
     for _ in range(20):
-        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place, each on what the one before left
+        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place, each on the result before
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
-    assert mscomm.all_reduce(np.ones(1))[0] == 3  # after all of them
+    assert mscomm.all_reduce(np.ones(1))[0] == 3  # it comes after all of them
     assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
     rows, counts = works[-1].wait()
     assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
@@ -835,7 +835,7 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
         mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
         mscomm.all_gather_v(np.ones(rank + size), async_op=True)
         gc.collect()
-        np.zeros(size)  # would have the memory
+        np.zeros(size)  # would get the memory if it were free
     mscomm.barrier()
 
 
@@ -888,12 +888,12 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         return filled(self, group)
 
     collectives._FusedCall.filled = full
-    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each goes alone
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is sent alone
     with pytest.raises((MemoryError, mscomm.Aborted)):
         mscomm.all_reduce_many(big, async_op=True)
     del big
     gc.collect()
-    [np.zeros(300_000) for _ in range(6)]  # would have the memory
+    [np.zeros(300_000) for _ in range(6)]  # would get the memory if it were free
     with pytest.raises(mscomm.Aborted, match="MemoryError: no more"):
         mscomm.barrier()
 

@@ -1,4 +1,4 @@
-"""Tensors and arrays of PyTorch, JAX and MindSpore in every function, as far as the libraries are installed."""
+"""Tensors and arrays of PyTorch, JAX and MindSpore in every function, for each library that is installed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def values(dtype: str, rank: int) -> np.ndarray[Any, Any]:
 
 
 def test_every_library_is_here():
-    assert set(MADE) | {"cupy"} == set(LIBRARIES.values())  # CuPy's are a GPU's, see tests/gpu
+    assert set(MADE) | {"cupy"} == set(LIBRARIES.values())  # CuPy's arrays need a GPU: see tests/gpu
 
 
 @each_library
@@ -158,7 +158,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
-    if library.writable:  # a view is written, or refused
+    if library.writable:  # a view is either written or refused
         whole = library.made(np.zeros((3, 4), np.float32))
         try:
             assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None

@@ -1,4 +1,4 @@
-"""mscomm bench: its table against plain NumPy, its command on real ranks, and its peers where they are installed."""
+"""mscomm bench: its table against plain NumPy, its command on real ranks, and its peers if they are installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cases(row: table.Collective, ranks: int, dtype: str = "float32", op: str = "
 
 
 def result_by_hand(name: str, x: list[np.ndarray[Any, Any]], rank: int, root: int) -> np.ndarray[Any, Any]:
-    """What a rank gets of the sum's collectives, written down a second time."""
+    """A second, independent definition of what a rank gets from each collective, for op sum."""
     n = len(x)
     parts = [array.reshape(n, -1) if name in ("reduce_scatter", "scatter", "all_to_all") else array for array in x]
     return {
@@ -64,7 +64,7 @@ def test_the_right_result_has_no_wrong_elements(row: table.Collective, ranks: in
     x = [one.x.copy() for one in buffers]
     for rank, one in enumerate(buffers):
         if one.out is not None:
-            assert one.wrong() > 0  # poisoned: nothing has been received
+            assert one.wrong() > 0  # out still has POISON: nothing has been received
             one.out[...] = result_by_hand(row.name, x, rank, root)
             assert one.wrong() == 0
             one.out[-1] += 1
@@ -99,7 +99,7 @@ DEFINED = [
 @pytest.mark.parametrize(("dtype", "op"), DEFINED)
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64])
 def test_the_expected_reduction_is_exact_in_the_type_itself(dtype: str, op: str, ranks: int) -> None:
-    """Added one rank after the other in dtype, forwards and backwards: the order must not matter."""
+    """Adding the ranks one by one in dtype, forwards and backwards, must give the same: the order must not matter."""
     kind = plan.dtype_of(dtype)
     contents = [table.Contents(case) for case in cases(table.COLLECTIVES["all_reduce"], ranks, dtype, op)]
     x = [one.of(rank, 3, 500) for rank, one in enumerate(contents)]
@@ -129,7 +129,7 @@ def test_repeated_calls_in_place_leave_sums_as_they_are() -> None:
 
 
 def test_sizes_are_those_of_nccl_tests() -> None:
-    """The size of all_gather and reduce_scatter is the whole, n parts; the smallest part has one element."""
+    """The size of all_gather and reduce_scatter is that of all n parts; the smallest part has one element."""
     gather = cases(table.COLLECTIVES["all_gather"], 4)[0]
     assert [gather.count(size) for size in (8, 16, 64)] == [1, 1, 4]
     assert gather.size(4) == 64
@@ -166,7 +166,7 @@ def test_what_is_no_size_is_an_error(text: str) -> None:
 def test_sizes_grow_by_a_factor_or_a_step() -> None:
     assert plan.sizes(8, 512, 4, None) == (8, 32, 128, 512)
     assert plan.sizes(8, 30, None, 10) == (8, 18, 28, 30)
-    assert plan.sizes(8, 64 << 20, 4, None)[-2:] == (32 << 20, 64 << 20)  # the one that was asked for
+    assert plan.sizes(8, 64 << 20, 4, None)[-2:] == (32 << 20, 64 << 20)  # the last is the size that was asked for
     assert plan.sizes(8, 8, 2, None) == (8,)
     with pytest.raises(ValueError, match="less than the smallest"):
         plan.sizes(8, 4, 2, None)
@@ -290,7 +290,7 @@ def test_what_mscomm_itself_refuses_is_told_once_without_a_traceback() -> None:
 
 
 def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
-    """A library that sums wrongly: rank 1 gives something else than the check expects."""
+    """In this library sums are wrong: rank 1 passes other values than the check expects."""
     script = tmp_path / "wrong.py"
     script.write_text(
         "import mscomm, sys\n"
@@ -306,7 +306,7 @@ def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
     assert done.returncode == 1
-    assert "Wrong elements       : 4 FAILED" in done.stdout  # one a rank, in place and out of place
+    assert "Wrong elements       : 4 FAILED" in done.stdout  # one per rank, in place and out of place
 
 
 def test_buckets_compares_fused_with_each() -> None:
@@ -418,7 +418,7 @@ def mpich_prefix() -> list[str]:
 
 
 def installed(peer: str) -> list[str]:
-    """The options that this peer needs; skips the test where it is not installed."""
+    """The options that this peer needs. Skips the test if the peer is not installed."""
     peer = peer.removesuffix(peers.SINGLE)
     if peer in ("private", "memory"):
         return []
@@ -439,7 +439,7 @@ def installed(peer: str) -> list[str]:
 @each_moving
 @pytest.mark.parametrize("n", [2, 5])
 def test_memory_reads_each_x_once_and_writes_each_out_once(row: table.Collective, n: int) -> None:
-    """In parts of 1/n of the message, over all ranks."""
+    """Counts parts of 1/n of the message, over all ranks."""
     x = n if row.x_in_parts or not row.out_in_parts else 1
     out = n if row.out_in_parts or not row.x_in_parts else 1
     givers = 1 if row.rooted and not row.out_at_root else n
@@ -549,7 +549,7 @@ peer.close()
 
 @each_peer
 def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) -> None:
-    """The table is checked by libraries that others wrote, also for what mscomm does not have yet."""
+    """Other people's libraries check the table, also for collectives that mscomm does not have yet."""
     prefix = installed(peer)[1:]
     script = tmp_path / "every_row.py"
     script.write_text(EVERY_ROW)
@@ -595,7 +595,7 @@ def test_the_ranks_of_an_mpi_use_no_cpu_while_others_are_measured(peer: str, tmp
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
     assert done.returncode == 0, done.stderr
     spent = float(done.stdout.removeprefix("[0] spent "))
-    assert spent < 1.0  # of 4 CPU seconds that two spinning ranks would take
+    assert spent < 1.0  # two spinning ranks would take 4 CPU seconds
 
 
 # -- the picture
@@ -664,7 +664,7 @@ BENCH = str(Path(__file__).parents[1] / "bench")
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder bench can be imported from."""
+    """Modules of the folder bench can be imported."""
     monkeypatch.syspath_prepend(BENCH)
 
 
@@ -674,13 +674,13 @@ TIMES |= {"mpich-single": 60.0, "torch-gloo": 500.0, "torch-gloo-4": 510.0}
 
 
 def samples(us: float, spread: float = 0.0, wrong: int | None = 0) -> dict[str, Any]:
-    """Eleven rounds whose medians are spread around us."""
+    """Eleven rounds whose medians are spread around `us`."""
     rounds = [us * (1 + spread * (turn - 5) / 5) for turn in (3, 7, 0, 9, 5, 1, 10, 4, 8, 2, 6)]
     return {"in_place": {"us": us, "wrong": wrong, "rounds_us": [[one, one * 1.1, one * 0.9] for one in rounds]}}
 
 
 def measured(folder: Path, rows: dict[int, dict[str, Any]], collective: str = "all_reduce", **facts: Any) -> None:
-    """A file as compare.py keeps it, on two ranks."""
+    """Write a file like compare.py's, for two ranks."""
     names = next(iter(rows.values()))
     environment = {"ranks": 2, "cpus": 2, "cpu": "one", "kernel": "6", "began": "now"}
     environment |= {"mscomm": "1", "python": "3", "numpy": "2", "contenders": {name: f"{name} 1" for name in names}}
@@ -735,7 +735,7 @@ def test_compare_calls_no_goal_met_of_which_something_is_missing(tmp_path: Path)
 @with_scripts
 def test_compare_says_which_cells_of_a_goal_are_within_noise(tmp_path: Path) -> None:
     rows = all_sizes()
-    rows[4096]["mscomm"] = samples(39.0, spread=0.5)  # 60 / 39 is more than 1.5, the interval reaches below
+    rows[4096]["mscomm"] = samples(39.0, spread=0.5)  # 60 / 39 is more than 1.5, but the interval reaches below
     measured(tmp_path, rows)
     found = re.search(r"all_reduce, 2 ranks, arena, 4 KiB.*MPI.*smallest 1.54 \(goal 1.5\)(.*)", compared(tmp_path))
     assert found and found[1] == "; 1 cells within noise"
@@ -747,7 +747,7 @@ def test_a_ratio_is_that_of_the_medians_of_rounds_and_its_interval_holds_it() ->
 
     ours = np.array([1.0, 1, 1, 1, 1, 9, 9, 9, 9, 9, 2])
     found = ratio(ours * 3, ours)
-    assert found == (3.0, 3.0, 3.0)  # paired: what slows a round down slows both
+    assert found == (3.0, 3.0, 3.0)  # paired: a slow round slows both
     found = ratio(np.full(11, 6.0), ours)
     assert found.low < found.value == 3.0 < found.high
     assert (interval(11), interval(5)) == ("95 %", "range")
@@ -810,7 +810,7 @@ def test_compare_checks_for_matplotlib_before_anything_is_measured(
 def test_compare_keeps_what_is_wrong_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run for 8 bytes ends with 1 and has a file, the other one leaves none."""
+    """The run for 8 bytes ends with 1 and writes a file; the other run writes none."""
     import compare
 
     def bench(command: list[str], **options: Any) -> Any:
@@ -855,7 +855,7 @@ def test_compare_measures_and_reports(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_hosts_measures_and_reports(tmp_path: Path) -> None:
-    """Over links of namespaces; not imported here, where `hosts` is that of the tests."""
+    """Uses links between namespaces. Not imported, because here `hosts` is the module of the tests."""
     installed("torch-gloo")
     if os.getuid() != 0 or shutil.which("tc") is None:
         pytest.skip("shaped links need root and iproute2")
@@ -877,7 +877,7 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
 
 @with_scripts
 def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
-    """Without graph mode, too, other weights are found."""
+    """Different weights are found without graph mode too."""
     import click
     from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
 

@@ -1,4 +1,4 @@
-"""The same bits: every rank, every run, every algorithm, fused or not, beside the caller or not, in any pieces."""
+"""The same bits on every rank, in every run, with every algorithm, fused or not, async or not, in any pieces."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fused_beside(x: Array, dice: random.Random) -> Array:
 
 
 def in_pieces(x: Array, dice: random.Random) -> Array:
-    """Other pieces of the message, and so other chunks of memory and other parts for each rank."""
+    """Reduce the message in random pieces, which changes the chunks of memory and each rank's parts."""
     cuts = sorted(dice.randint(0, x.size) for _ in range(3))
     return np.concatenate([mscomm.all_reduce(piece) for piece in np.split(x, cuts)])
 
@@ -87,7 +87,7 @@ WAYS = [
 
 @ranks(4, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
 def write_hashes(rank: int, group: Any, algorithm: str, folder: str) -> None:
-    """To folder/algorithm: the hash of each dtype's sum, after RUNS runs that all gave the same bits."""
+    """Write to folder/algorithm the hash of each dtype's sum, after RUNS runs that all gave the same bits."""
     inputs = {dtype: values_of(wild, dtype, rank, (20_011,)) for dtype in FLOATS}
     together, alone = random.Random(1), random.Random(rank)
     hashes: dict[str, int] = {}
@@ -115,7 +115,7 @@ def test_the_bits_are_the_same_in_every_run_by_every_way_and_algorithm(tmp_path)
 
 @ranks("n", env={"MSCOMM_ALGO": "all_reduce={algorithm}", "MSCOMM_HOST_ID": "{hosts}"})
 def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[int], folder: str) -> None:
-    """To folder/algorithm: a line for each dtype x op x size with the checksum of the fold for these hosts."""
+    """Write to folder/algorithm a line for each dtype x op x size, with the checksum of the fold for these hosts."""
     lines = []
     for dtype in DTYPES:
         for op in ops_of(dtype):
@@ -166,7 +166,7 @@ def test_the_last_scan_is_all_reduce_to_the_bit(rank, group, algorithm):
 
 
 def mixed_list(rank: int, op: str) -> list[Array]:
-    """Arrays of every dtype that has op, of several shapes and kinds of memory, empty and 0-d ones among them."""
+    """Arrays of every dtype that has op, with several shapes and kinds of memory, including empty and 0-d arrays."""
     arrays = []
     for dtype in DTYPES:
         if op not in ops_of(dtype):

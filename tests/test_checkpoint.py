@@ -1,4 +1,4 @@
-"""Checkpoints: the files by themselves, what ModelCheckpoint keeps, and what is said of files that are not whole."""
+"""Checkpoints: the files themselves, what ModelCheckpoint keeps, and the messages about damaged files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_file_that_ends_early_anywhere_is_told(tmp_path):
 
 
 def flip(path: Path, bit: int) -> None:
-    """Change one bit of a file; of a negative number the last ones count."""
+    """Change one bit of a file; a negative number counts from the end."""
     content = bytearray(path.read_bytes())
     bit %= 8 * len(content)
     content[bit // 8] ^= 1 << bit % 8
@@ -116,7 +116,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
             arrays, metadata = tensorfile.read(path)
         except ValueError:
             found += 1
-        else:  # the name of the checksum itself, or the blanks after the header
+        else:  # the bit is in the name of the checksum itself, or in the blanks after the header
             assert set(arrays) == {"x", "y"} and (arrays["x"] == np.arange(3.0)).all() and arrays["y"] == 1
             assert metadata["who"] == "me" and metadata["when"] == "now"
             assert arrays["x"].dtype == np.float64 and arrays["y"].dtype == np.int16
@@ -128,7 +128,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Without a checksum, and without the names of the training."""
+    """Rewrite the file without a checksum and without the names of the training."""
     import safetensors.numpy
 
     arrays, metadata = tensorfile.read(path)
@@ -181,7 +181,7 @@ def test_a_state_comes_back_with_its_types():
 
 def test_a_file_of_mindspore_says_how_to_convert_it(tmp_path):
     path = tmp_path / "resnet.ckpt"
-    path.write_bytes(b"\n\x17\n\x06weight\x12\r\x08\x03\x12\x07Float32")  # a Checkpoint of its protobuf schema
+    path.write_bytes(b"\n\x17\n\x06weight\x12\r\x08\x03\x12\x07Float32")  # a Checkpoint in MindSpore's protobuf schema
     line = re.escape(f'mscomm.save_checkpoint(mindspore.load_checkpoint("{path}"), "{tmp_path}/resnet.safetensors")')
     with pytest.raises(ValueError, match=f"MindSpore's .ckpt. Convert it once, where MindSpore is: {line}$"):
         load_checkpoint(path)
@@ -200,7 +200,7 @@ class Line:
 
 
 class Batches:
-    """Rows about a known line; every pass has the same batches."""
+    """Rows near a known line; every pass has the same batches."""
 
     def __init__(self, number: int = 5) -> None:
         rng = np.random.default_rng(0)
@@ -225,7 +225,7 @@ def test_weights_go_into_a_file_and_back(tmp_path):
     assert weights["accuracy"] == 0.5 and (weights["a"] == [1, 2, 3]).all()
     assert load_param_into_net(other, weights) == ([], ["accuracy"]) and (other.parameters["a"] == [1, 2, 3]).all()
     assert load_param_into_net(other, load_checkpoint(tmp_path / "net", filter_prefix="a"))[0] == ["a"]
-    save_checkpoint({"a": np.ones(3, np.float32)}, tmp_path / "net.ckpt")  # the name is the user's
+    save_checkpoint({"a": np.ones(3, np.float32)}, tmp_path / "net.ckpt")  # the user chooses the name
     load_checkpoint(tmp_path / "net.ckpt", net=other)
     assert (other.parameters["a"] == 1).all() and other.parameters["a"].dtype == np.float64
     load_param_into_net(other, {"a": np.full(3, 2, ml_dtypes.bfloat16)})
@@ -250,7 +250,7 @@ def test_weights_go_into_a_file_and_back(tmp_path):
 
 
 class Drawn(Batches):
-    """Each pass in another order, of the generator that programs share."""
+    """Each pass has another order, drawn from NumPy's global generator."""
 
     def __iter__(self) -> Any:
         return iter([self.all[i] for i in np.random.permutation(len(self.all))])
@@ -415,7 +415,7 @@ def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
     np.random.seed(1)
     begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
     np.random.seed(2)
-    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last, no multiple of 3
+    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last step: no multiple of 3
     going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
     expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
     assert all((bits(got[name]) == bits(expected[name])).all() for name in expected)
@@ -446,7 +446,7 @@ def test_where_to_go_on(tmp_path):
 
 
 class Halving(mscomm.Callback):
-    """A rate that is halved in each step, and at the end of an epoch once more."""
+    """A rate that is halved in each step, and once more at the end of an epoch."""
 
     def __init__(self) -> None:
         self.rates = [1.0]
@@ -463,7 +463,7 @@ class Halving(mscomm.Callback):
     epoch_end = step_end
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # the newest is that of the epoch's end, or one before
+@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # the newest is from the epoch's end, or from before it
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()

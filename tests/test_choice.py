@@ -1,4 +1,4 @@
-"""Which algorithm is chosen, by ranks, hosts and the size of the message."""
+"""Which algorithm is chosen for the ranks, the hosts and the size of the message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_forced_is_not_asked_about_its_size():
 @pytest.mark.parametrize(("n", "chain"), [(2, None), (4, 256 << 10)])
 @ranks("n", env={"MSCOMM_HOST_ID": "{rank}"})
 def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n: int, chain: int | None):
-    """Where n-2 windows of 128 KiB take less time than sending the message log2(n)-1 times more."""
+    """The chain is chosen if n-2 windows of 128 KiB take less time than sending the message log2(n)-1 times more."""
     core = resolve(None).core
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
         assert core.chosen(size)["broadcast"] == ("ring" if chain and size >= chain else "tree")

@@ -1,8 +1,8 @@
-"""Every function gives the right bits by every algorithm: a job for each algorithm and number of ranks, and in it every
-function x dtype x op x size, with all kinds of memory; and with shapes, counts and strides that hypothesis finds.
+"""Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks; it
+tries every function x dtype x op x size, with all kinds of memory, and shapes, counts and strides from hypothesis.
 
-What exists is asked of mscomm._core, what is expected is in functions.py. The `ring` reductions alone may take another
-order: see check_in_any_order.
+mscomm._core says what exists; functions.py says what is expected. Only the `ring` reductions may use another order: see
+check_in_any_order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_every_function_of_the_core_is_here():
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
-STRIDE = 61  # between the values of two ranks in a pool
+STRIDE = 61  # the distance between the values of two ranks in a pool
 
 
 @functools.cache
@@ -56,18 +56,18 @@ def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any]) -> A
 def values_of(
     make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], rank: int, shape: tuple[int, ...]
 ) -> Array:
-    """A rank's values, the same wherever they are asked for."""
+    """A rank's values; every rank computes the same ones for it."""
     return pool(make, dtype)[rank * STRIDE :][: math.prod(shape)].reshape(shape)
 
 
 def raw_bits(dtype: np.dtype[Any], count: int) -> Array:
-    """Any bits at all, NaNs of every payload included: for what moves elements and does not look at them."""
+    """Any bits, including NaNs of every payload: for functions that move elements without looking at them."""
     drawn = np.random.default_rng(1).integers(0, 256, count * dtype.itemsize, np.uint8)
     return drawn % 2 == 1 if dtype.kind == "b" else drawn.view(dtype)
 
 
 def wild(dtype: np.dtype[Any], count: int) -> Array:
-    """Any integers; floats of exponents from 2^-20 to 2^20, with subnormals, both zeros, infinities and NaN."""
+    """Any integers; floats with exponents from 2^-20 to 2^20, subnormals, both zeros, infinities and NaN."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -82,7 +82,7 @@ def wild(dtype: np.dtype[Any], count: int) -> Array:
 
 
 def tame(dtype: np.dtype[Any], count: int) -> Array:
-    """As wild, but eight of them neither overflow nor vanish in a product."""
+    """Like wild(), but a product of eight of them neither overflows nor vanishes."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -99,7 +99,7 @@ def parts_of(x: Array) -> Array:
 
 
 def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -> None:
-    """The same bits; where arithmetic made a NaN its payload does not count."""
+    """The bits must be the same; with `arithmetic`, the payload of a NaN does not count."""
     differ = bits(got) != bits(expected)
     if arithmetic and expected.dtype.kind not in "biu":
         differ &= ~((parts_of(got) != parts_of(got)) & (parts_of(expected) != parts_of(expected)))
@@ -112,10 +112,10 @@ def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -
 
 
 def check_in_any_order(op: str, got: Array, expected: Array, inputs: list[Array], case: object) -> None:
-    """got is the reduction in some order: to the bit where the order does not matter, else within a bound.
+    """got must be the reduction in some order: exact if the order does not matter, else within a bound.
 
-    n-1 roundings in the accumulator type, each of at most half an epsilon of the largest magnitude on the way, and one
-    to the element type; twice that, because the expected value has them too.
+    The bound allows n-1 roundings in the accumulator type, each of at most half an epsilon of the largest intermediate
+    magnitude, and one rounding to the element type; all of it twice, because the expected value has them too.
     """
     dtype, n = got.dtype, len(inputs)
     if dtype.kind in "biu" or op in ("min", "max"):
@@ -162,7 +162,7 @@ def unaligned(values: Array) -> Array:
     return array
 
 
-# How x lies in memory, and how out does. "mixed": not as on the next rank.
+# How x and out lie in memory. "mixed": different from the next rank.
 X: dict[str, Callable[[Array, int], Array]] = {
     "private": lambda values, rank: values.copy(),
     "shared": lambda values, rank: shared(values),
@@ -189,11 +189,11 @@ class Kind(NamedTuple):
 
 
 KINDS = [Kind(x, out) for x, out in itertools.product(X, OUT)]
-TAILS = [(), (3,), (2, 2)]  # of the shape, after axis 0
+TAILS = [(), (3,), (2, 2)]  # the rest of the shape, after axis 0
 
 
 class Case(NamedTuple):
-    """One call; its text names it in a failure."""
+    """One call; str() of it names the call in a failure."""
 
     name: str
     how: How
@@ -225,7 +225,7 @@ SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", 
 
 
 def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Array, Array] | None:
-    """x and out in one array; None where the function cannot."""
+    """x and out in one array; None if the function cannot work in place."""
     place = case.row.place(case.how, rank)
     if place is None or not values.ndim:
         return None
@@ -246,7 +246,7 @@ def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Arr
 
 
 def called(case: Case, inputs: list[Array], expected: Array | None, rank: int, **options: Any) -> Array | None:
-    """The result, with x and out as the kind says; nothing but out was written."""
+    """The result of the call, with x and out of the case's kind. Checks that only out was written."""
     values = inputs[rank]
     x, out = X[case.kind.x](values, rank), None
     both = None
@@ -275,7 +275,7 @@ def called(case: Case, inputs: list[Array], expected: Array | None, rank: int, *
 
 
 class Ledger:
-    """The checksums of this rank's results, to be compared with those of all ranks."""
+    """The checksums of this rank's results, to compare with those of the other ranks."""
 
     def __init__(self) -> None:
         self.cases: list[Case] = []
@@ -292,12 +292,12 @@ class Ledger:
 
 
 def sizes(dtype: np.dtype[Any], n: int) -> list[int]:
-    """Elements: none, one, a few, a number that no part of the message divides evenly, and a little more than 1 MiB."""
+    """Numbers of elements: 0, 1, a few, one that no number of parts divides evenly, and a little more than 1 MiB."""
     return [0, 1, 7, 257 * n + 1, -(-LARGE_BYTES // dtype.itemsize)]
 
 
 def rows_of(name: str, n: int, size: int) -> list[list[int]]:
-    """Who gives how many rows to whom, for about `size` rows in all: alike, or uneven, with nothing for some."""
+    """The rows from each sender to each receiver, about `size` in all: equal, or uneven with 0 for some."""
     row = FUNCTIONS[name]
     if not name.endswith("_v"):
         whole = row.given(How("sum", 0, [[1] * n] * n), 0) == 1
@@ -307,9 +307,9 @@ def rows_of(name: str, n: int, size: int) -> list[list[int]]:
 
 
 def cases(names: list[str], n: int) -> Iterator[Case]:
-    """Every function x dtype x op x size, with the kinds of memory, the shapes and the roots in turn.
+    """Every function x dtype x op x size, taking the kinds of memory, the shapes and the roots in turn.
 
-    For three ranks also every kind of memory x function x size, with the dtypes in turn.
+    For three ranks, also every kind of memory x function x size, taking the dtypes in turn.
     """
     turn = itertools.count()
     kinds, tails, roots, dtypes = map(itertools.cycle, (KINDS, TAILS, range(n), DTYPES))
@@ -348,13 +348,13 @@ def is_long(algorithm: str, n: int) -> bool:
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
     names = [name for name, row in FUNCTIONS.items() if algorithm in algorithms_of(row.what)]
-    hosts = resolve(None).hosts  # all on one, unless somebody runs this on several
+    hosts = resolve(None).hosts  # all ranks are on one host, unless this is run on several
     ledger = Ledger()
     for case in cases(names, n):
         own_order = algorithm in OWN_ORDER and case.row.has_op
         make = tame if own_order else wild if case.row.has_op else raw_bits
         inputs = case.inputs(make, n)
-        # One rank does the arithmetic of what all get; the others have the same bits, or the ledger tells.
+        # If all ranks get the same result, one of them checks it; the ledger checks that the others have the same bits.
         alike = case.row.what == "all_reduce"
         mine = not alike or case.turn % n == rank
         expected = case.row.model(case.how, inputs, rank, hosts) if mine else inputs[rank]
@@ -391,7 +391,7 @@ def drawn_cases(draw: Any, n: int) -> Case:
 def test_any_shape_counts_and_strides(rank, group, algorithm):
     n = 3
 
-    # All ranks draw the same examples, because nothing is random in them, and nothing is tried again after a failure.
+    # All ranks draw the same examples: hypothesis is derandomized here, and retries nothing after a failure.
     @settings(
         max_examples=250,
         derandomize=True,
@@ -422,7 +422,7 @@ def test_a_root_that_has_sent_everything_may_leave(rank, group, algorithm):
     root = os.pidfd_open(int(pids[0])) if rank == 1 else -1
     mscomm.barrier()
     if rank == 1:
-        select.select([root], [], [])  # until it is gone
+        select.select([root], [], [])  # until the root is gone
     for value in range(5):
         assert mscomm.broadcast(np.full(1000, value if rank == 0 else -1))[0] == value
 
@@ -433,7 +433,7 @@ def test_a_root_that_has_sent_everything_may_leave(rank, group, algorithm):
 def test_barrier_lets_nobody_leave_before_everybody_has_come(rank, group, n, algorithm):
     for turn in range(3 * n):
         if turn % n == rank:
-            time.sleep(0.002)  # the others would be gone
+            time.sleep(0.002)  # without the wait, the others would be ahead by now
         came = time.monotonic_ns()  # one clock for all processes of a host
         mscomm.barrier()
         left = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""set_auto_parallel_context: MindSpore's names and defaults, and what is refused."""
+"""set_auto_parallel_context: MindSpore's names and defaults, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a call costs, in instructions as callgrind counts them: no clock, so the same on a busy machine.
+"""The cost of a call in instructions, counted by callgrind: without a clock, it is the same on a busy machine.
 
-On a device it is what it costs to enqueue one, over a driver and an NCCL that do nothing (tests/fakes/idle.cc).
+On a device, it is the cost to enqueue a call, with a driver and an NCCL that do nothing (tests/fakes/idle.cc).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from fakes.build import build
 
-# CPython 3.11 and the core as they are take 5,500, of which the core has 1,500; the general way, of arrays that are not
-# plain, takes 40,000. On a device 9,300, with what the watching thread does, and 112,000. Other builds of Python
-# take more or less.
+# CPython 3.11 with the present core takes 5,500 instructions, 1,500 of them in the core; the general way, for arrays
+# that are not plain, takes 40,000. On a device they take 9,300, including the watching thread's, and 112,000. Other
+# builds of Python take more or less.
 CALLS = (1000, 11_000)
 BODIES = {
     "cpu": (
@@ -48,11 +48,11 @@ for _ in range(int(sys.argv[1])):
 
 
 def instructions(script: Path, calls: int) -> int:
-    """Of a job of one that makes so many calls, from the start of Python to its end."""
+    """The instructions of a job of one that makes so many calls, from the start of Python to its end."""
     tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={script.parent / 'callgrind.out'}"]
     done = subprocess.run(
         [*tool, sys.executable, str(script), str(calls)],
-        # So that two starts are alike; the threads of OpenBLAS would count while they wait for work.
+        # Make two starts alike: OpenBLAS's threads would add instructions while they wait for work.
         env={
             **os.environ,
             "PYTHONHASHSEED": "0",

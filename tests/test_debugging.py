@@ -23,13 +23,13 @@ class Terminal:
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
         )
         os.close(theirs)
-        self.all = self.seen = ""  # what came, and what until() has not given out yet
+        self.all = self.seen = ""  # all output so far, and the part that until() has not returned yet
 
     def type(self, line: str) -> None:
         os.write(self._ours, f"{line}\n".encode())
 
     def until(self, text: str, timeout_s: float = 30) -> str:
-        """What came up to this text, and it."""
+        """Wait for the text; returns the output up to and including it."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
@@ -46,7 +46,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             data = os.read(self._ours, 4096).decode().replace("\r\n", "\n")
-        except OSError:  # nobody has the other end any more
+        except OSError:  # no process has the other end any more
             return False
         self.all, self.seen = self.all + data, self.seen + data
         return True

@@ -1,4 +1,4 @@
-"""Calls on arrays of a device, by the nccl and the hccl backend: over stand-ins (tests/fakes), by the real loader."""
+"""Calls on device arrays with the nccl and the hccl backend: over stand-ins (tests/fakes), with the real loader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduces(dtype: np.dtype[Any], op: str) -> bool:
 
 
 def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | None) -> Array:
-    """Any bits; floats that are reduced are whole numbers that no order of a sum, product or mean of four rounds."""
+    """Any bits; floats to reduce are whole numbers whose sum, product or mean over four ranks is exact in any order."""
     count = math.prod(shape)
     rng = np.random.default_rng(rank)
     if dtype.kind == "b":
@@ -40,7 +40,7 @@ def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | No
 
 
 def rows_of(n: int, size: int) -> list[list[list[int]]]:
-    """Even parts, and uneven ones with none among them."""
+    """Even parts, and uneven parts, some of them empty."""
     uneven = [[(3 * source + target) % 4 * size for target in range(n)] for source in range(n)]
     return [[[size] * n] * n, uneven]
 
@@ -149,7 +149,7 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
     with device_array.stream(stream):
         x = on_device(np.zeros(1000, np.float32))
         for turn in range(3):
-            compute.add(x, rank + 1, delay=0.05)  # not done when the call is made
+            compute.add(x, rank + 1, delay=0.05)  # not finished when the call is made
             y = mscomm.all_reduce(x)
             assert (y.to_numpy() == 3 * (turn + 1)).all()
     assert violations() == []
@@ -240,13 +240,13 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """Which the driver counts as unsafe: torch.cuda.graph captures so that no thread may ask for an event."""
+    """The driver counts a query as unsafe: torch.cuda.graph captures in a mode in which no thread may query events."""
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)
     with device_array.runtime().on(rank):
         assert library.cuStreamBeginCapture_v2(device_array.c_uint64(stream), 0) == 0
-        y = mscomm.all_reduce(x)  # on the other stream, and watched while the capture goes on
+        y = mscomm.all_reduce(x)  # on the other stream; it is watched while the capture goes on
         time.sleep(0.2)
         assert library.cuStreamEndCapture(device_array.c_uint64(stream), device_array.byref(graph)) == 0
     assert (y.to_numpy() == 4).all()
@@ -304,7 +304,7 @@ def test_what_nccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None)
         mscomm.all_reduce(on_device(np.ones(3, np.complex64)), "prod")
     with pytest.raises(TypeError, match="avg is not defined on int32 arrays"):
         mscomm.all_reduce(on_device(np.ones(3, np.int32)), "avg")
-    assert resolve(None).core.where()[0] == 2  # none of them took a number
+    assert resolve(None).core.where()[0] == 2  # none of them used up a call number
 
 
 @devices(2)
@@ -329,7 +329,7 @@ def test_a_scan_is_the_cpus_and_says_so_on_every_rank(rank: int, group: None, ba
     for function in (mscomm.scan, mscomm.exscan):
         with pytest.raises(TypeError, match=f"{function.__name__}: x is on a device, and neither NCCL nor HCCL has a"):
             function(on_device(np.ones(3, np.float32)))
-    assert mscomm.scan(np.ones(1))[0] == rank + 1  # none of them took a number
+    assert mscomm.scan(np.ones(1))[0] == rank + 1  # none of them used up a call number
 
 
 @devices(2, init={"backend_name": "gloo"})
@@ -383,7 +383,7 @@ def test_messages_go_by_the_host(rank: int, group: None, backend: str) -> None:
             with device_array.stream(device_array.new_stream(rank)):
                 late = on_device(np.zeros(3, np.float32))
                 compute.add(late, 7, delay=0.1)
-                mscomm.send(late, 1)  # when the stream has come there
+                mscomm.send(late, 1)  # sent when the stream has come to this point
             work = mscomm.send(on_device(whole), 1, tag=1, async_op=True)
             mscomm.send(whole, 1, tag=2)
             mscomm.send(on_device(whole).T, 1, tag=3)
@@ -429,7 +429,7 @@ def test_the_memory_of_a_device_is_no_array_to_read_or_write(rank: int, group: N
 
 
 class ByDlpack:
-    """An array of a library that mscomm does not know, with DLPack alone."""
+    """An array of an unknown library that offers only DLPack."""
 
     def __init__(self, array: DeviceArray) -> None:
         self.array = array
@@ -442,11 +442,11 @@ class ByDlpack:
 
 
 class ByInterface:
-    """One with the CUDA array interface alone."""
+    """An array of an unknown library that offers only the CUDA array interface."""
 
     def __init__(self, array: DeviceArray) -> None:
         self.array = array
-        self.device = array  # Numba's is an object with an id
+        self.device = array  # Numba's `device` is an object with an id
         array.id = array.device
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks with devices see when one fails, by name and in time: over stand-ins that hang as the real ones do."""
+"""Ranks with devices name a failed rank in time: over stand-ins that hang like the vendor's libraries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND_S = 20  # generous: what a test allows beyond the deadline that it sets
 
 
 def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
-    """The error that ends the group, in calls that go on until it does."""
+    """Repeat the call until it raises the error that ends the group; return that error."""
     began = time.monotonic()
     while time.monotonic() - began < within_s:
         try:
@@ -32,7 +32,7 @@ def ends(call: Callable[[], Any], within_s: float = BOUND_S) -> mscomm.Error:
 
 
 def goes_on(x: DeviceArray) -> Callable[[], Any]:
-    """A call, and the wait for the device that programs have."""
+    """A call followed by a wait for the device, as programs make them."""
 
     def call() -> None:
         mscomm.all_reduce(x, out=x)
@@ -105,7 +105,7 @@ def test_a_device_that_hangs_ends_at_the_deadline(rank: int, group: None, backen
     mscomm.all_reduce(x).to_numpy()
     began = time.monotonic()
     mscomm.all_reduce(x, out=x, timeout=1)
-    x.to_numpy()  # the abort lets it go
+    x.to_numpy()  # the abort ends its wait
     error = ends(lambda: mscomm.all_reduce(x, out=x))
     assert type(error) is mscomm.CollectiveTimeout, error
     assert "all_reduce #2 (40 B): it was enqueued, but the device has not ended it within 1 s" in str(error)
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
         error = ends(lambda: mscomm.barrier(timeout=30))
         assert type(error) is mscomm.CollectiveTimeout and error.waiting_for == (1,), error
         tell(f"raised {rank}")
-    error = ends(lambda: mscomm.all_reduce(x))  # a call that comes before the news is enqueued, and ends with them
+    error = ends(lambda: mscomm.all_reduce(x))  # a call that is enqueued before the news comes ends when it does
     assert type(error) is mscomm.CollectiveTimeout and "Waiting for: rank 1" in str(error), error
 
 
@@ -249,7 +249,7 @@ def test_release_waits_for_the_device_and_hears_of_a_lost_rank(rank: int, group:
     if rank == 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    mscomm.all_reduce(x, out=x)  # nobody waits for it but release()
+    mscomm.all_reduce(x, out=x)  # only release() waits for it
     began = time.monotonic()
     with pytest.raises(mscomm.PeerLost, match="rank 1"):
         mscomm.release()
@@ -258,7 +258,7 @@ def test_release_waits_for_the_device_and_hears_of_a_lost_rank(rank: int, group:
 
 @devices(2, timeout_s=120)
 def test_a_program_far_ahead_of_its_device_is_not_stuck(rank: int, group: None) -> None:
-    """What counts is how long nothing has ended, not when a call was enqueued."""
+    """The timeout counts the time in which no call has ended, not the time since a call was enqueued."""
     x = on_device(np.zeros(10, np.float32))
     for _ in range(30):
         compute.add(x, 1, delay=0.1)

@@ -1,4 +1,4 @@
-"""The short way of plain arrays of a device: what goes by it, and that nobody can tell. Over stand-ins."""
+"""The short way for plain device arrays: which calls take it, and that it changes no result. Over stand-ins."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mscomm import _core, arrays, groups
 from mscomm.arrays.numpy import CODES, dtype_code
 
 WHAT = {name: code for code, name in enumerate(_core.collectives)}
-GENERAL = {"timeout": 60}  # with one of its own a call goes the general way
+GENERAL = {"timeout": 60}  # with a timeout, a call goes the general way
 
-# Name, and how it is called; each of these has a short way.
+# By name, the arguments of a call; each of these functions has a short way.
 CALLS: dict[str, dict[str, Any]] = {
     "all_reduce": {"op": "max"},
     "all_gather": {},
@@ -41,7 +41,7 @@ class Sub(DeviceArray):
 
 
 def known(*given: Any) -> None:
-    """As after a first call, which goes the general way."""
+    """Make the types known, as the first call does, which goes the general way."""
     for x in given:
         arrays.library(x, "x", "test")
         dtype_code(x.dtype)
@@ -57,7 +57,7 @@ def all_reduce(x: Any, op: Any, out: Any, **more: Any) -> Any:
 
 @contextmanager
 def noted() -> Iterator[list[tuple[str, bool]]]:
-    """What was called by the short way, and whether that took it."""
+    """Note which functions tried the short way, and whether it took the call."""
     group, taken = groups.resolve(None), []
     call = group.call_plain
 
@@ -74,7 +74,7 @@ def noted() -> Iterator[list[tuple[str, bool]]]:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
-    """What a call gives, or raises, so that two can be compared."""
+    """What a call returns or raises, in a form that can be compared."""
     try:
         got = call()
     except (TypeError, ValueError) as error:
@@ -84,7 +84,7 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Of the last two calls, when the watching thread has told of their end."""
+    """The records of the last two calls, once the watching thread has reported their end."""
     core = groups.resolve(None).core
     while any(call["state"] == "inside" for call in core.calls(core.where()[0] - 2)):
         time.sleep(0.0005)
@@ -109,7 +109,7 @@ def test_the_functions_take_it_unless_more_is_wanted(rank: int, group: None, bac
             call(x, **options, out=made, stream=stream)
             call(x, **options, async_op=True).wait(timeout=60)
         assert len(taken) == (3 if name in ("all_reduce", "broadcast") else 2)
-        mscomm.barrier()  # which forgets the one beside
+        mscomm.barrier()  # forgets the async call
     with noted() as taken:
         mscomm.all_reduce_(x)
         mscomm.barrier()
@@ -158,7 +158,7 @@ def test_both_ways_give_the_same_and_leave_the_same_records(rank: int, group: No
 
 
 def wrong() -> dict[str, tuple[Any, ...]]:
-    """x, op, out of which something is not plain, or not right."""
+    """Cases of x, op and out in which something is not plain, or is wrong."""
     x = on_device(np.ones((4, 2), np.float32))
     whole = on_device(np.ones(8, np.float32))
     elsewhere = DeviceArray.from_numpy(np.ones((4, 2), np.float32), device=3)
@@ -203,7 +203,7 @@ def test_what_is_not_plain_goes_the_general_way_with_its_results_and_errors(
         assert reduced(*case) is NotImplemented, name
         assert groups.resolve(None).core.where()[0] == before, name
         outcomes = [outcome(lambda case=case, more=more: all_reduce(*case, **more)) for more in ({}, GENERAL)]
-        if name in ("out strided", "the same memory"):  # the first has changed x
+        if name in ("out strided", "the same memory"):  # the first call has changed x
             assert outcomes[0][:3] == outcomes[1][:3], name
         else:
             assert outcomes[0] == outcomes[1], name
@@ -222,7 +222,7 @@ def test_parts_that_do_not_divide_or_come_where_others_go(rank: int, group: None
         ("reduce_scatter", x, "sum", -1, x),
         ("all_gather", x[3 * rank : 3 * rank + 3], None, -1, x),  # in place
         ("all_to_all", x[:3], None, -1, None),
-        ("all_to_all", x, None, -1, x),  # of which a copy is sent
+        ("all_to_all", x, None, -1, x),  # a copy of x is sent
         ("broadcast", x, None, 2, None),
         ("broadcast", x, None, -1, None),
         ("reduce", x, "sum", 0, None),
@@ -338,7 +338,7 @@ def test_what_the_library_refuses_names_the_call(rank: int, group: None) -> None
 
 @contextmanager
 def row(**changed: Any) -> Iterator[None]:
-    """With another row for the tests' arrays."""
+    """Change the row for the tests' arrays."""
     table = arrays.plain_types("nccl")
     before = table[DeviceArray]
     table[DeviceArray] = before._replace(**changed)
@@ -394,7 +394,7 @@ def test_what_a_library_raises_passes_and_what_makes_no_sense_is_left(rank: int,
     assert (mscomm.all_reduce(x).to_numpy() == 1).all()
 
 
-# -- what the libraries tell
+# -- what the libraries report
 
 
 def test_what_pytorch_tells() -> None:
@@ -402,7 +402,7 @@ def test_what_pytorch_tells() -> None:
     from mscomm.arrays import torch as ours
 
     class Tensor:
-        """A tensor of a GPU, as far as it is asked."""
+        """A tensor on a GPU, with just the attributes that are used."""
 
         layout, dtype, shape, is_cuda = torch.strided, torch.bfloat16, torch.Size((2, 3)), True
 

@@ -1,4 +1,4 @@
-"""GradientReducer on arrays of a device: the buckets of test_reducer.py over the stand-ins of tests/fakes."""
+"""GradientReducer on device arrays: the buckets of test_reducer.py over the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 WIRES = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 Array = np.ndarray[Any, Any]
 each_n = pytest.mark.parametrize("n", [1, 2, 3, 4])
-# Kernels, and what does without them; Ascend's devices have none.
+# With kernels and without; Ascend's devices have no kernels.
 each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("nccl", "refused"), ("hccl", "refused")])
 
 
 def joined(n: int | str = 2, **options: Any) -> Any:
-    """A test of ranks that join with join(backend, how)."""
+    """Decorator for a test whose ranks join with join(backend, how)."""
 
     def env(rank: int, how: str = "refused", backend: str = "nccl", **_: Any) -> dict[str, str]:
         return {**variables(backend), **kernel_variables(rank, how)}
@@ -68,7 +68,7 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """HCCL has no mean, and NCCL's of bfloat16 is not exact: the sum is multiplied."""
+    """The mean over the ranks. HCCL has no mean, and NCCL's is not exact for bfloat16: then it multiplies the sum."""
     if backend == "nccl" and x.dtype != BFLOAT16:
         return mscomm.all_reduce(x, "avg").to_numpy()
     total = mscomm.all_reduce(x).to_numpy()
@@ -114,7 +114,7 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
     first, second, third = reducer.buffers
     for value, buffer in enumerate(reducer.buffers, 1):
         buffer[...] = on_device(np.full(buffer.shape, value, np.float32))
-    got = reducer.reduce([first, third, second])  # in each other's place
+    got = reducer.reduce([first, third, second])  # each in another's bucket
     assert [float(one.to_numpy().reshape(-1)[0]) for one in got] == [1, 3, 2]
     turned = on_device(np.arange(600, dtype=np.float32).reshape(30, 20)).T
     assert (reducer.reduce([turned, second, third])[0].to_numpy() == turned.to_numpy()).all()
@@ -126,7 +126,7 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
 def test_a_step_comes_after_what_the_stream_has_and_before_what_follows(rank: int, group: None, backend: str) -> None:
     with device_array.stream(device_array.new_stream(rank)):
         x = [on_device(np.zeros(1000, np.float32)) for _ in range(4)]
-        reducer = GradientReducer(x, bucket_mb=0.004)  # one each: the first three go beside
+        reducer = GradientReducer(x, bucket_mb=0.004)  # one bucket each: the first three are sent asynchronously
         for one in x:
             compute.add(one, rank + 1, delay=0.02)
         got = reducer.reduce(x)
@@ -158,7 +158,7 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
             assert (reducer.reduce(x)[0].to_numpy() == 1).all()
     told = library.users[here:]
     assert [stream for _, stream in told] == [one for one in streams for _ in range(3)]
-    assert len({address for address, _ in told}) == 3  # gradients, what goes over the wire, what is owed
+    assert len({address for address, _ in told}) == 3  # the gradients, what is sent, and the residual
     assert violations() == []
 
 
@@ -166,7 +166,7 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
 
 
 def narrowed(rank: int, step: int, owed: Array, wire: np.dtype[Any], limit: float) -> tuple[Array, Array, Array]:
-    """A gradient, what goes over the wire, and what is owed then."""
+    """A gradient, what is sent for it, and the residual after that."""
     mine = np.random.default_rng((rank, step)).normal(size=owed.size).astype(np.float32) * np.float32(0.01)
     if step == 0:
         mine[5::100] = 1.5 * np.float32(65504)  # more than float16 holds
@@ -214,7 +214,7 @@ def test_a_mean_in_few_bits(rank: int, backend: str, how: str) -> None:
         reducer = GradientReducer([on_device(np.zeros(100, np.float32))], compression=compression)
         odd = np.full(100, 1 + 2.0**-12 + rank, np.float32)
         got = sum(reducer.reduce([on_device(odd)])[0].to_numpy().astype(np.float64) for _ in range(64))
-        # At most a last place is owed; a third in bfloat16 would be off by half of one in each step.
+        # The residual is at most one unit in the last place; 1/3 in bfloat16 would be off by half a unit in each step.
         assert np.abs(got - 64 * (2 + 2.0**-12)).max() < 2.0**-6
     assert violations() == []
 
@@ -287,7 +287,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank: int, group: No
             reducer.carry(rank)
             got = reducer.reduce([on_device(np.full(3, 10.0 * rank, np.float32))])[0]
             seen.append((float(got.to_numpy()[0]), reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # of ranks 1 and 2, of rank 2
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # from ranks 1 and 2, and from rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
     assert violations() == []
@@ -303,7 +303,7 @@ def test_everybody_gets_the_roots_parameters(rank: int, group: None, backend: st
 
 
 class Foreign:
-    """Known by its protocol alone."""
+    """An array that mscomm knows only by its protocol."""
 
     def __init__(self, array: DeviceArray) -> None:
         self.array = array
@@ -347,7 +347,7 @@ def test_a_dtype_that_the_library_does_not_add_up_is_told(rank: int, group: None
 @pytest.mark.parametrize("why", ["no kernels", "no memory"])
 @devices(2)
 def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, why: str) -> None:
-    if why == "no kernels":  # and a library that has no bfloat16, on rank 1
+    if why == "no kernels":  # rank 1 also has a library without bfloat16
         if rank == 1:
             del device_array.namespace.bfloat16
         with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):
@@ -399,6 +399,6 @@ def test_it_gives_its_memory_back(rank: int, group: None, backend: str) -> None:
     gc.collect()
     until = time.monotonic() + 20
     while handles()["allocations"] != before and time.monotonic() < until:
-        mscomm.all_reduce(np.ones(1))  # a call forgets those that have ended
+        mscomm.all_reduce(np.ones(1))  # each call frees the memory of calls that have ended
     assert handles()["allocations"] == before
     assert violations() == []

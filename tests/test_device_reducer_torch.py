@@ -1,6 +1,6 @@
-"""GradientReducer under PyTorch's backward pass, on a device: PyTorch's own autograd over the stand-ins' memory.
+"""GradientReducer in PyTorch's backward pass on a device: PyTorch's own autograd over the stand-ins' memory.
 
-See fakes/managed_torch.py: PyTorch computes on the host at once, so settle() stands where a stream would wait.
+See fakes/managed_torch.py: PyTorch computes on the host at once, so the tests call settle() where a stream would wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("n
 
 
 def devices(n: int | str) -> Any:
-    """A test of ranks that join with join(...), which gives PyTorch on the device."""
+    """Decorator for a test whose ranks join with join(...), which returns PyTorch on the device."""
 
     def env(rank: int, backend: str = "nccl", how: str = "refused", **_: Any) -> dict[str, str]:
         return {**variables(backend), **kernel_variables(rank, how)}
@@ -96,14 +96,14 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
             device.settle()
             before = launches()
             model(x * (rank + 1)).sum().backward()
-            assert launches() == before  # one bucket, which waits for the end
+            assert launches() == before  # there is one bucket, which is sent at the end
             here = [p.grad.data_ptr() for p in model.parameters()]
             reducer.wait()
             device.settle()
             moved = [at != p.grad.data_ptr() for at, p in zip(here, model.parameters(), strict=True)]
             assert (all(moved) if new else not any(moved)) and len(moved) == 40
             expected = 2 if compression else int(new)
-            # After the first step the buckets are laid out anew: each gradient is copied, and what is owed to it.
+            # After the first step, the buckets get a new layout: each gradient is copied, and its residual too.
             assert launches() - before == expected + (step == 0) * 40 * (2 if compression else 1)
     assert violations() == []
 
@@ -134,7 +134,7 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
             else:
                 assert name not in mine
     model.zero_grad()
-    with reducer.no_sync():  # a gradient of an earlier pass counts, though it takes no part in the last one
+    with reducer.no_sync():  # a gradient of an earlier pass counts, even if the last pass does not use it
         model(torch.ones(2, 4), True).sum().backward()
     model(torch.ones(2, 4), False).sum().backward()
     reducer.wait()
@@ -161,8 +161,8 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         device.settle()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent what four have left
-    assert (owed["b"] == 2 * 2.0**-9).all()  # of the two steps that it took part in
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent the residuals
+    assert (owed["b"] == 2 * 2.0**-9).all()  # from the two steps in which it took part
     assert violations() == []
 
 
@@ -192,7 +192,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str)
     weight.grad = None
     reducer.zero_grad()
     step()
-    # Taken away between the backward pass and wait(): what others have is theirs alone.
+    # The gradient is removed between the backward pass and wait(): the result must not use this rank's old one.
     weight.grad = None
     (weight * factors).sum().backward()
     weight.grad = None
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_conjugated_by_name_only(rank: int) -> None:
 
 @devices(2)
 def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) -> None:
-    """So what autograd has made can be given back before wait()."""
+    """So the arrays that autograd made can be freed before wait()."""
     import torch
 
     device = join()
@@ -232,7 +232,7 @@ def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) 
         there = [
             p.grad.data_ptr() == view.data_ptr() for p, view in zip(model.parameters(), reducer.buffers, strict=True)
         ]
-        assert 0 < there.count(False) < 4  # those of the last bucket, of 8
+        assert 0 < there.count(False) < 4  # only those of the last bucket are missing, of 8 in all
         reducer.wait()
         device.settle()
     assert violations() == []

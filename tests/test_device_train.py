@@ -1,4 +1,4 @@
-"""Training and checkpoints with arrays on a device, by the nccl and the hccl backend: over stand-ins (tests/fakes)."""
+"""Training and checkpoints with device arrays, with the nccl and the hccl backend: over stand-ins (tests/fakes)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ torch = pytest.importorskip("torch")
 from fakes import managed_torch  # noqa: E402
 from fakes.managed_torch import is_managed  # noqa: E402
 
-# --- numbers of a device, on the host and back ----------------------------------------------------------------------
+# --- device numbers, on the host and back ---------------------------------------------------------------------------
 
 
 class Holds:
-    """A network that has these arrays."""
+    """A network with these arrays as its parameters."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self.parameters = parameters
@@ -51,7 +51,7 @@ class Holds:
 
 
 def in_all_libraries(numbers: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
-    """On this rank's device."""
+    """The numbers on this rank's device, as arrays of each library."""
     return [
         {name: on_device(x) for name, x in numbers.items()},
         {name: managed_torch.tensor(arrays.torch.over(x)) for name, x in numbers.items()},
@@ -133,7 +133,7 @@ def test_arrays_that_are_known_by_their_protocol_alone_are_refused(tmp_path: Pat
 
 
 class LineOnDevice(Line):
-    """The same by arrays that compute on the device."""
+    """The same line, with arrays that compute on the device."""
 
     def __init__(self, bias: float = 0) -> None:
         super().__init__({name: self.there(x) for name, x in start(bias).items()})
@@ -182,7 +182,7 @@ def test_arrays_of_the_device_are_trained_where_they_are(rank: int, group: None,
 
 
 def torch_net() -> Any:
-    """With running means and random numbers."""
+    """A network with running means and random numbers."""
     torch.manual_seed(1)
     return torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.25), torch.nn.Linear(4, 1)
@@ -291,13 +291,13 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     managed_torch.settle_in_steps()
     data_parallel(parameter_broadcast=True)
     net = managed_torch.module(torch_net())
-    torch.manual_seed(rank)  # each drops others
+    torch.manual_seed(rank)  # each rank drops other elements
     with torch.no_grad():
         net[1].running_mean.fill_(rank)
     with tempfile.TemporaryDirectory() as folder:
         torch_model(net).train(2, Batches(rank, 2), ModelCheckpoint("net", folder, CheckpointConfig(5)))
         means = mscomm.all_gather_object([float(one) for one in net[1].running_mean])
-        assert means[0] != means[1]  # of each rank's own batches
+        assert means[0] != means[1]  # from each rank's own batches
         again = managed_torch.module(torch_net())
         model = torch_model(again)
         (Path(folder) / "net-2_6.safetensors").unlink()

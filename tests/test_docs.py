@@ -1,4 +1,4 @@
-"""The documents are true: links lead somewhere, variables and messages are those of the code, and the examples run."""
+"""The docs are true: links lead somewhere, variables and messages exist in the code, and the examples run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings as GitHub links them."""
+    """The headings' anchors, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -55,7 +55,7 @@ def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
 
 
 def documented_variables() -> set[str]:
-    """What stands in the first two columns of the tables of variables, the guide's and docs/env.md's."""
+    """The names in the first two columns of the tables of variables in the guide and in docs/env.md."""
     section = re.split(r"^## ", GUIDE.read_text().partition("## Environment variables")[2], maxsplit=1, flags=re.M)[0]
     section += (ROOT / "docs/env.md").read_text()
     rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
@@ -73,8 +73,8 @@ def test_every_variable_of_ours_in_the_code_is_documented() -> None:
 
 
 def test_every_message_of_the_errors_page_is_in_the_code() -> None:
-    """Headings quote fixed words in backticks; … stands for what changes."""
-    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # literals that go on in the next line
+    """Headings quote fixed words in backticks; … stands for the part that varies."""
+    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # join literals split over lines
     headings = "\n".join(re.findall(r"^### (.*)$", ERRORS.read_text(), flags=re.M))
     quoted = re.findall(r"`(.*?)`", headings)
     fragments = {part.strip(" ;:,)(") for text in quoted for part in text.split("…")}

@@ -1,4 +1,4 @@
-"""mscomm doctor: what it finds on this machine, what it says about others, and when it ends with 1."""
+"""mscomm doctor: what it finds on this machine, what it says about other machines, and when it exits with 1."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_backend_that_is_not_here_is_one_line_unless_asked(monkeypatch: pytest
     short = said({}, False)
     assert short["nccl"] == short["hccl"] == "not installed (mscomm doctor -v tells where it was looked for)"
     assert said({}, True)["nccl"] == "cannot open libnccl.so. Tried: everywhere"
-    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # what the user names is to be found
+    named = said({"MSCOMM_NCCL_LIBRARY": "/there/libnccl.so"}, False)  # a library that the user names must be found
     assert "Tried" in named["nccl"] and "Tried" not in named["hccl"]
 
 
@@ -117,7 +117,7 @@ def test_under_a_launcher_it_says_which_and_by_what() -> None:
     assert re.search(r"^\[1\] Launchers: by the variables: MSCOMM_RANK=1 MSCOMM_WORLD_SIZE=2 ", done.stdout, re.M)
 
 
-# -- machines that are made up
+# -- made-up machines
 
 
 def test_a_fault_of_any_section_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

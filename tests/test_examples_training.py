@@ -1,7 +1,7 @@
-"""examples/distributed_training: each script as its user starts it, with few images and little pictures.
+"""examples/distributed_training: each script, started as a user would, with few and small images.
 
-The network is the tutorial's ResNet-50. Two ranks train on 28 images each; what is looked at is that they train one
-model, not how well it learns; a long test looks at that.
+The network is the tutorial's ResNet-50. Two ranks train on 28 images each. Most tests check that the ranks train one
+model; only a long test checks how well it learns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("safetensors")
 
 FOLDER = EXAMPLES / "distributed_training"
-# 40 images to train with and 16 to test: 3 steps of all of them on 2 ranks, 2 of the first 40.
+# 40 images for training and 16 for the test: on 2 ranks, 3 steps with all of them, 2 with the first 40.
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "1", "OMP_NUM_THREADS": "1"}
 KEPT = dict.fromkeys(TRAIN, 8) | {TEST: 16}
 TIMEOUT_S = 240
