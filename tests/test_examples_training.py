@@ -84,7 +84,7 @@ def losses(text: str) -> Losses:
 
 
 def of_each_rank(text: str, ranks: int) -> Losses:
-    """The lines of a log that all ranks have written to: each is there once a rank, with the same loss."""
+    """The lines of a log that all ranks have written to. Checks that each line is there once per rank."""
     lines = sorted(losses(text))
     assert lines and lines == sorted(lines[::ranks] * ranks), text
     return lines[::ranks]
@@ -110,7 +110,7 @@ def mpirun() -> str:
 
 
 def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str, port: int) -> None:
-    """The path of the data is relative in one of them."""
+    """In one of them, the path of the data is relative."""
     done = run(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0 and "training success" in done.stdout, done.stderr + log
@@ -135,7 +135,7 @@ def test_eight_ranks_by_the_tutorials_line(folder: Path, few: Path, mpirun: str)
 
 
 def test_the_two_folders_share_the_cpus_in_the_same_way() -> None:
-    """Each is complete by itself, so each has a copy."""
+    """Each folder is complete by itself, so each has its own copy of share_cpus()."""
     files = [FOLDER / "parts.py", EXAMPLES / "distributed_training_cpu/resnet50_distributed_training.py"]
     (first,), (second,) = (re.findall(r"^def share_cpus\(.*?\n\n\n", file.read_text(), re.M | re.S) for file in files)
     assert first == second
@@ -159,7 +159,7 @@ def key(tmp_path: Path) -> str:
 
 
 def test_the_two_scripts_of_two_machines_train_one_model(two: Hosts, key: str, few: Path, folder: Path) -> None:
-    """They have one home, and the path of the key is relative."""
+    """Both machines share a home folder, and the path of the key is relative."""
     env = variables(MS_WORKER_NUM="2", MS_SCHED_HOST=two[0].address, MSCOMM_JOB_KEY_FILE=os.path.relpath(key))
     started = [host.start(["bash", folder / f"run_gpu_cluster_{i + 1}.sh", few], env) for i, host in enumerate(two)]
     ends = [process.communicate(timeout=TIMEOUT_S) for process in started]
@@ -187,8 +187,8 @@ def test_run_gpu_hostfile_trains_on_two_machines(
 
 @ranks(2, timeout_s=120)
 def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
-    """With GroupNorm, which treats each image by itself; the sums differ in their order alone. In float64, as the first
-    steps move some weights by next to nothing."""
+    """Uses GroupNorm, which treats each image independently, so that only the order of the sums differs. Uses float64,
+    because the first steps change some weights by almost nothing."""
     import functools
 
     sys.path.insert(0, str(FOLDER))
@@ -223,7 +223,7 @@ def test_run_grad_accu_takes_a_step_for_several_batches(folder: Path, few: Path,
     done = run(folder, "run_grad_accu.sh", few, DEVICE_NUM="2", MINI_STEPS="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0, done.stderr + log
-    assert places(of_each_rank(log, 2)) == steps(1, 2)  # of two batches, and of the third
+    assert places(of_each_rank(log, 2)) == steps(1, 2)  # a step with two batches, and one with the third
 
 
 # -- the rank table, and checkpoints
@@ -238,7 +238,7 @@ def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: li
 
 
 def own_table(size: int, folder: Path, *addresses: str) -> str:
-    """That of the example, but unlike that of another run of this test: jobs of the same table cannot run at once."""
+    """The example's table, changed so that it differs between runs of this test: two jobs cannot share a table."""
     content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
     for server, address in zip(content["server_list"], addresses, strict=bool(addresses)):
         server["server_id"] = address
@@ -260,7 +260,7 @@ def test_run_trains_with_eight_ranks(folder: Path, few: Path, tmp_path: Path) ->
     assert places(losses(logs[0])) == steps(1, 1) and all(losses(log) == losses(logs[0]) for log in logs)
 
 
-# In the place of the training, which 16 times would be too much for a small machine.
+# Runs instead of the training, which would be too much for a small machine with 16 ranks.
 SUM = """
 import os
 import numpy as np
@@ -281,7 +281,9 @@ def test_sum():
 def test_run_starts_sixteen_ranks_on_two_machines(
     two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, named: bool
 ) -> None:
-    """They have one home; each starts the ranks of its line of the table. Names alone say nothing to a machine."""
+    """The machines share a home folder; each starts the ranks of its server in the table. With `named`, server_id is a
+    name that no machine knows as its own.
+    """
     (folder / "resnet50_distributed_training.py").write_text(SUM)
     (tmp_path / "home").mkdir()
     names = ["10.77.0.1", "elsewhere"] if named else [host.address for host in two]
@@ -338,7 +340,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """Slowly, with pictures of this size and the tutorial's learning rate: 0.39 were right when this was written."""
+    """It learns slowly with these small images and the tutorial's learning rate: the accuracy was 0.39 at first."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
     done = run(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()
@@ -360,7 +362,7 @@ def test_a_script_without_data_says_what_to_do(folder: Path) -> None:
 
 
 def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: str) -> None:
-    """A folder without images."""
+    """The folder has no images."""
     empty = tmp_path / "empty"
     empty.mkdir()
     done = run(folder, "run.sh", empty, "2", RANK_TABLE_FILE=table)
@@ -411,7 +413,7 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
         script.wait()
 
 
-# In the place of Python: the first of the processes ends the script that is starting them, and needs a moment to end.
+# Runs instead of Python: the first process ends the script that is starting them, and takes a moment to end itself.
 ENDS_ITS_STARTER = """#!/bin/bash
 if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
 if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # ranktable ranks
@@ -435,7 +437,7 @@ while :; do sleep 0.1; done
 def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
     script: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """Of so many that it has not started all of them yet."""
+    """The script is ended before it has started all of its processes."""
     examples = shutil.copytree(EXAMPLES, tmp_path / "examples", symlinks=True)
     python, table, ended = (tmp_path / name for name in ("python", "table.json", "ended"))
     python.write_text(ENDS_ITS_STARTER)
@@ -449,7 +451,7 @@ def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
         text=True,
         env=clean_environment(MS_WORKER_NUM="50", RANK_TABLE_FILE=str(table), **env),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # background jobs of a shell ignore SIGINT
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # a shell's background jobs ignore SIGINT
     ) as process:
         try:
             said, _ = process.communicate(timeout=60)

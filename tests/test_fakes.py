@@ -1,4 +1,4 @@
-"""The stand-ins for CUDA and NCCL keep the promises of fakes/README.md: tests of backends are worth what they are."""
+"""The stand-ins for CUDA and NCCL keep the promises of fakes/README.md, on which the tests of backends rely."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def paths():
 
 @pytest.fixture
 def ranks(paths, tmp_path):
-    """ranks(n, scenario, ...) runs n processes; their values by rank."""
+    """ranks(n, scenario, ...) runs n processes and returns their values by rank."""
 
     def run(
         size, scenario, *, nccl=("nccl",), env=None, per_rank=lambda rank: {}, only=None, codes=None, clean=True, **more
@@ -182,7 +182,7 @@ def test_a_missing_rank_hangs_init_until_abort(ranks):
 def test_the_next_communicator_sweeps_what_killed_ranks_left(ranks, tmp_path):
     ranks(2, "somebody_is_missing", only=[0], killed=True, codes={0: -signal.SIGKILL}, clean=False)
     assert len(list(tmp_path.glob("mscomm-fake-*"))) == 1
-    ranks(1, "init_codes")  # and looks that none is left
+    ranks(1, "init_codes")  # also checks that no file is left
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -333,7 +333,7 @@ def test_arrays_by_dlpack(ranks):
 
 
 def real_header() -> Path | None:
-    """Of NCCL, where a wheel of it is installed or MSCOMM_TEST_NCCL_HEADER says."""
+    """NCCL's header, from MSCOMM_TEST_NCCL_HEADER or an installed wheel; None if there is none."""
     named = os.environ.get("MSCOMM_TEST_NCCL_HEADER")
     places = [Path(named)] if named else [Path(one) / "nvidia/nccl/include/nccl.h" for one in sys.path]
     return next((place for place in places if place.exists()), None)

@@ -26,7 +26,7 @@ def paths():
 
 @pytest.fixture
 def ranks(paths, tmp_path):
-    """ranks(n, scenario, ...) runs n processes; their values by rank."""
+    """ranks(n, scenario, ...) runs n processes and returns their values by rank."""
 
     def run(size, scenario, *, variant="one library", env=None, only=None, codes=None, clean=True, **more):
         runtime, libraries = VARIANTS[variant]
@@ -91,7 +91,7 @@ def test_rank_counts_of_910(ranks, paths, tmp_path, size, first, code):
 
 
 def _each(arguments, scenario, folder, env):
-    """Each rank with arguments of its own."""
+    """Run each rank with its own arguments."""
     from concurrent.futures import ThreadPoolExecutor
 
     def one(rank):

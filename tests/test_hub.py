@@ -1,4 +1,4 @@
-"""The hub: who may join, which failures it spreads to whom, and when it ends."""
+"""The hub: which ranks may join, which failures it tells to which ranks, and when it ends."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_member_lost_before_all_had_joined_is_told_to_the_others():
         job.ends[2].close()
         thread.join()
         assert caught[0].ranks == (2,)
-        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # and to those that come later
+        with pytest.raises(errors.PeerLost, match="rank 2 ended before it joined"):  # later ranks hear it too
             job.member(1).join({}, soon())
 
 
@@ -252,7 +252,7 @@ def test_who_never_joins_does_not_keep_the_hub():
 
 
 class Spawned(Exception):
-    """Instead of a process."""
+    """Raised instead of starting a process."""
 
 
 @pytest.mark.parametrize("seconds", [7200.0, float("inf")])

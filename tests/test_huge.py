@@ -8,14 +8,14 @@ from ranks import ranks
 
 import mscomm
 
-BYTES = (1 << 31) + 3 * 4096 + 5  # no part of it is even
-MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # where it is looked at
+BYTES = (1 << 31) + 3 * 4096 + 5  # cannot be divided into equal parts
+MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # the places that are checked
 
 pytestmark = [pytest.mark.huge, pytest.mark.timeout(1200)]
 
 
 def marked(rank: int) -> np.ndarray:
-    """Zeros, which take no memory before they are written, with this rank's mark here and there."""
+    """Zeros, which take no memory until they are written, with this rank's mark at the MARKS."""
     x = np.zeros(BYTES, np.uint8)
     x[MARKS] = rank + 1
     return x
@@ -38,7 +38,7 @@ def test_all_gather_of_more_than_two_gib(rank, group, algorithm):
 @pytest.mark.parametrize("algorithm", ["arena", "direct", "pairwise"])
 @ranks(2, env={"MSCOMM_ALGO": "all_to_all={algorithm}"}, timeout_s=1000)
 def test_all_to_all_v_of_more_than_two_gib(rank, group, algorithm):
-    """Rank 0 sends nearly all to rank 1, which sends one byte to each."""
+    """Rank 0 sends nearly everything to rank 1, and rank 1 sends one byte to each rank."""
     x = marked(0) if rank == 0 else np.array([8, 9], np.uint8)
     rows, counts = mscomm.all_to_all_v(x, [1, BYTES - 1] if rank == 0 else [1, 1])
     assert counts == ([1, 1] if rank == 0 else [BYTES - 1, 1])

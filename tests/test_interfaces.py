@@ -1,4 +1,4 @@
-"""Which address a host uses: the variables' syntax, what counts without them, and what is said when nothing fits."""
+"""Which address a host uses: the syntax of the variables, the choice without them, and the errors if nothing fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Control:
-    """A control link as far as its own address goes."""
+    """A control link, with just its own address."""
 
     def __init__(self, own: str) -> None:
         self.family = socket.AF_INET6 if ":" in own else socket.AF_INET if own else socket.AF_UNIX
@@ -47,9 +47,9 @@ def chosen(own: str, **env: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("eth1", "192.168.7.5"),  # and not eth10, which begins so
+        ("eth1", "192.168.7.5"),  # and not eth10, which has the same prefix
         ("eth", "10.0.0.5"),  # a prefix
-        ("ib0,eth1", "192.168.7.5"),  # the first that is there
+        ("ib0,eth1", "192.168.7.5"),  # the first that exists
         ("eth1,eth0", "192.168.7.5"),  # in this order
         ("192.168.0.0/16", "192.168.7.5"),
         ("172.16.0.0/12, 192.168.0.0/16", "172.17.0.1"),
@@ -121,7 +121,7 @@ def test_a_link_local_address_is_dialled_by_our_own_interface() -> None:
 
 
 class Unconnected:
-    """A host without any route to elsewhere."""
+    """A socket on a host without a route to other networks."""
 
     def __init__(self, *_: object) -> None: ...
 

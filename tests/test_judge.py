@@ -1,4 +1,4 @@
-"""Which failure was the first."""
+"""The judge: which failure was the first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_chain_of_symptoms_ends_at_the_rank_that_was_silent():
     court = judge()
     court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(3), now=0)
     court.failed(1, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0.01)
-    court.gone(1, "ended without release", now=0.02)  # it reported, then it ended: not the cause
+    court.gone(1, "ended without release", now=0.02)  # it reported before it ended, so it is not the cause
     court.look(0.21)
     assert court.verdict.ranks == (2,)
 
@@ -77,7 +77,7 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     court.left(4, 6, now=0)
     court.failed(0, "CollectiveTimeout", [], "all_reduce #7 took over 5 s", 7, range(4), now=0)
     assert court.asking
-    court.here(0, Place(7, False, "after it failed"), now=0.01)  # the asker's own answer says nothing
+    court.here(0, Place(7, False, "after it failed"), now=0.01)  # the answer of the rank that timed out does not count
     court.here(1, Place(7, True, ""), now=0.01)
     court.here(2, Place(7, False, "computes"), now=0.01)
     assert court.verdict is None
@@ -129,7 +129,7 @@ def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
 
 
 def test_a_loss_without_a_name_waits_for_one_that_has():
-    """NCCL knows that a rank is lost, and not which."""
+    """NCCL knows that a rank is lost, but not which one."""
     court = judge()
     court.failed(0, "PeerLost", [], "rank 0: nccl: remote process exited", 4, range(3), now=0)
     assert court.verdict is None
@@ -148,14 +148,14 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court = judge()
     court.compare(0, 5, "all_reduce #5", now=0)
     assert court.asking and court.asked == 5
-    court.called(1, 5, "", now=0.1)  # it has not come there
+    court.called(1, 5, "", now=0.1)  # it has not come to that call
     court.called(2, 5, "all_reduce #5", now=0.1)
     assert court.verdict is None
     court.asking = False
     court.compare(2, 5, "all_reduce #5", now=0.5)
-    assert not court.asking  # all have been asked just now
+    assert not court.asking  # all ranks were asked a moment ago
     court.compare(2, 5, "all_reduce #5", now=2)
-    assert court.asking  # rank 1 may have come meanwhile
+    assert court.asking  # rank 1 may have come in the meantime
     court.called(1, 5, "all_gather #5", now=2)
     assert court.verdict[:3] == ("Mismatch", (1,), ())
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in court.verdict.text
@@ -166,4 +166,4 @@ def test_calls_of_different_numbers_are_not_compared():
     for number in range(100):
         court.compare(0, number, f"all_reduce #{number}", now=0)
     court.compare(1, 3, "all_gather #3", now=0)
-    assert court.verdict is None  # what was called so long ago is forgotten
+    assert court.verdict is None  # a call that long ago is forgotten

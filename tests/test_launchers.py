@@ -1,4 +1,4 @@
-"""The same script under every launcher: mpirun of Open MPI and of MPICH, scheduler and workers, mscomm run, real."""
+"""The same script under every real launcher: mpirun of Open MPI and MPICH, scheduler and workers, mscomm run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ALLGATHER = EXAMPLES / "nccl_allgather.py"
 QUICKSTART = EXAMPLES / "distributed_training_quickstart"
 
-# As the tutorial prints them for 4 ranks, with 8.
+# The tutorial's output, for 8 ranks instead of 4.
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Without what another launcher may have set for this process, and the folder of the examples' data."""
+    """The environment without variables of another launcher, and without the folder of the examples' data."""
     theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
     theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
@@ -118,7 +118,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(port: int) -> Iterator[Start]:
-    """start(role, script, **env) begins one process of an MS_* job on `port`; all are gone afterwards."""
+    """start(role, script, **env) starts one process of an MS_* job on `port`; all are ended afterwards."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(role: str, script: Path = ALLGATHER, workers: int = 2, **env: str) -> subprocess.Popen[str]:
@@ -187,7 +187,7 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     workers = [start("MS_WORKER", script) for _ in range(3)]
     while all(worker.poll() is None for worker in workers):
         time.sleep(0.02)
-    Path(f"{script}.go").touch()  # one was refused while the others were there
+    Path(f"{script}.go").touch()  # one was refused while the others were still running
     ends = [finished(worker) for worker in workers]
     refused = [err for code, _, err in ends if code == 1]
     assert len(refused) == 1 and "already has its 2 workers" in refused[0], ends
@@ -255,8 +255,8 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
 
 
-# One thread of prterun sends the answer to PMIx_Finalize, another notes that the client has finalized. Preloaded, this
-# makes the note late, as on a busy machine: a client that closes its connection before the note is counted as dead.
+# In prterun, one thread answers PMIx_Finalize and another notes that the client has finalized. This library, when it is
+# preloaded, delays the note, as on a busy machine: a client that closes its connection before the note counts as dead.
 LATE_NOTE = r"""
 #include <dlfcn.h>
 #include <errno.h>
@@ -290,7 +290,7 @@ def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, orde
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    assert done.stderr.count("late\n") >= 12, done.stderr  # two helpers and one MPI_Finalize a rank
+    assert done.stderr.count("late\n") >= 12, done.stderr  # two helpers and one MPI_Finalize per rank
 
 
 CONNECTIONS = """
@@ -415,7 +415,7 @@ TABLE = {
     "server_count": "1",
     "server_list": [
         {
-            "server_id": "10.1.2.3",  # with one server alone nobody needs its address
+            "server_id": "10.1.2.3",  # with a single server, its address is not used
             "device": [{"device_id": str(i), "device_ip": f"192.1.27.{i}", "rank_id": str(i)} for i in range(3)],
             "host_nic_ip": "reserve",
         }
@@ -550,7 +550,7 @@ def test_init_by_an_address_in_any_order(host: str, tmp_path: Path, port: int) -
     for rank, process in processes.items():
         code, out, err = finished(process)
         assert (code, out) == (0, f"{rank} {rank}\n"), err
-    assert list((tmp_path / f"mscomm-{os.getuid()}").iterdir()) == []  # the key file has gone
+    assert list((tmp_path / f"mscomm-{os.getuid()}").iterdir()) == []  # the key file was removed
 
 
 @pytest.mark.parametrize(
@@ -595,7 +595,9 @@ UNREACHABLE = [
 
 @pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
 def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
-    """Variables of a job of 2 without its launcher, or without the other rank: an error that says what was tried."""
+    """With the variables of a job of 2, but no launcher or no second rank, init() raises an error that says what was
+    tried.
+    """
     variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
     done = subprocess.run(
         [sys.executable, "-c", "import mscomm; mscomm.init()"],
@@ -626,7 +628,7 @@ def alone() -> list[float]:
 
 
 def assert_all_ranks_print(alone: list[float], outputs: list[str]) -> None:
-    """Every rank the same losses, to the bit, and those of a single process to 1e-6."""
+    """Check that every rank prints the same losses, to the bit, and those of a single process within 1e-6."""
     first = losses(outputs[0])
     assert all(losses(output) == first for output in outputs)
     assert first == pytest.approx(alone, rel=0, abs=1e-6)
@@ -673,4 +675,4 @@ def test_the_quickstart_by_mpirun(alone: list[float], tmp_path: Path, mpi: Envir
     values = losses(log)
     assert len(values) == 4 * 20
     assert sorted(values, reverse=True) == pytest.approx(sorted(alone * 4, reverse=True), rel=0, abs=1e-6)
-    assert all(values.count(value) % 4 == 0 for value in set(values))  # each loss by each of the 4 ranks
+    assert all(values.count(value) % 4 == 0 for value in set(values))  # each of the 4 ranks prints each loss

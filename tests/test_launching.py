@@ -1,4 +1,4 @@
-"""mscomm.launch: a function as n processes; results, failures, and nothing left behind."""
+"""mscomm.launch runs a function in n processes: results, failures, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 class Unusual(Exception):
-    """Cannot be made from its args."""
+    """Cannot be made from its args, as pickle does."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -81,7 +81,7 @@ def stops():
 
 
 class NotMadeAgain(Exception):
-    """Is pickled, but not made from its args alone."""
+    """Can be pickled, but not unpickled: its args alone are not enough."""
 
     def __init__(self, one, *, two):
         super().__init__(one)
@@ -142,7 +142,7 @@ def test_a_result_that_cannot_be_unpickled_is_an_error():
 def test_a_result_that_was_not_written_to_its_end_is_none():
     file = os.memfd_create("call")
     os.write(file, pickle.dumps(launching._Outcome(b"x" * 100))[:-10])
-    assert launching._outcome(0, file, 0) is None  # the rank was killed, and that is what is raised
+    assert launching._outcome(0, file, 0) is None  # incomplete: the rank was killed, which is the error to raise
     os.close(file)
 
 

@@ -1,4 +1,4 @@
-"""Which layer may see which, in C++ by includes and in Python by imports; and what the core must not contain."""
+"""Which layer may use which, by includes in C++ and by imports in Python; and what the core must not contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 
-# Each layer sees itself and those before it.
+# Each layer may use itself and the layers before it.
 CORE_LAYERS = ("base", "net", "transport", "algo", "cuda", "device", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
@@ -38,16 +38,16 @@ PYTHON_SEES = {
 }
 PYTHON_SEES["registry"] = {"arrays"}
 PYTHON_SEES["packing"] = BELOW | {"registry"}
-# What stands on the public functions.
+# The layers that are built on the public functions.
 UPPER = BELOW | {"arguments", "arrays", "group", "groups", "collectives", "messages", "context", "notices"}
 PYTHON_SEES |= {
     layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
 }
 PYTHON_SEES["launching"] = BELOW | {"cli", "cluster"}  # the launcher of `mscomm run`, for a function
-PYTHON_SEES["train"] |= {"objects", "bootstrap"}  # what the launcher says of a process that has not joined
+PYTHON_SEES["train"] |= {"objects", "bootstrap"}  # what the launcher says about a process that has not joined
 PYTHON_SEES["objects"] |= {"packing", "registry"}
 PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
-PYTHON_SEES["dataset"] |= {"dtype", "objects"}  # the ranks tell each other what they have read
+PYTHON_SEES["dataset"] |= {"dtype", "objects"}  # the ranks compare what they have read
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
@@ -74,7 +74,7 @@ def python_layer(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, layer) of each import of the package; "mscomm" is the package itself."""
+    """(line, layer) of each import from the package; "mscomm" is the package itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -104,9 +104,9 @@ def test_core_files_include_their_own_and_lower_layers(path):
 def test_python_files_import_only_what_their_layer_may_see(path):
     layer = python_layer(path)
     found = list(imports(ast.parse(path.read_text())))
-    if layer == "cli":  # sees all
+    if layer == "cli":  # may use all layers
         return
-    if layer == "mscomm":  # hands all on, but not the command line
+    if layer == "mscomm":  # re-exports all layers except the command line
         wrong = [(line, other) for line, other in found if other == "cli"]
     else:
         assert layer in PYTHON_SEES, f"the design has no layer {layer}; give it a row here and in the design"
@@ -116,7 +116,7 @@ def test_python_files_import_only_what_their_layer_may_see(path):
 
 @pytest.mark.parametrize("path", [path for path in PYTHON_FILES if python_layer(path) in PYTHON_SEES], ids=named)
 def test_python_files_take_nothing_but_the_version_from_the_package_itself(path):
-    # mscomm.anything would import any layer at its first use, unseen by the test above.
+    # mscomm.anything would import any layer at its first use, and the test above would not notice.
     used = {
         node.attr
         for node in ast.walk(ast.parse(path.read_text()))

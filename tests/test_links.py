@@ -1,4 +1,4 @@
-"""Connections: dialled, accepted, authenticated; and file descriptors that cross them."""
+"""Connections: how they are dialled, accepted and authenticated, and how they pass file descriptors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
             if i % 3 == 0:
                 nuisance.send(b"GET / HTTP/1.1\r\n\r\n")
             elif i % 3 == 1:
-                nuisance.send(b"MSCM")  # and never more
+                nuisance.send(b"MSCM")  # and nothing after that
         outcome: list[BaseException] = []
 
         def thief():
@@ -94,14 +94,14 @@ def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
     with listening() as listener, contextlib.ExitStack() as stack:
         early = [
             stack.enter_context(links.connect(listener.getsockname(), soon())) for _ in wanted
-        ]  # and say nothing yet
+        ]  # they send nothing yet
         results = {}
         mine = Identity(JOB, VERSION, 0, 1)
         acceptor = threading.Thread(
             target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, Deadline(20)))
         )
         acceptor.start()
-        time.sleep(0.3)  # all are accepted
+        time.sleep(0.3)  # until all are accepted
         for rank, sock in zip(wanted, early, strict=True):
             links.greet(sock, KEY, DATA, Identity(JOB, VERSION, rank, 1), soon())
         acceptor.join()

@@ -1,4 +1,4 @@
-"""What a job says on stderr: nothing by default but warnings; how it was put together at INFO; each call at TRACE."""
+"""What a job writes to stderr: by default only warnings; at INFO, how it was set up; at TRACE, each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE = re.compile(r"mscomm [\w-]+:\d+ \[(\d+|-)\] (VERSION|WARN|INFO|TRACE) (.*)
 
 
 def run(folder: Path, ranks: int = 2, body: str = BODY, **env: str) -> list[list[str]]:
-    """The lines of each rank, "LEVEL text"; every line that is there must be one of the log's."""
+    """The lines of each rank as "LEVEL text". Checks that every line is in the log's format."""
     env = {"MSCOMM_DEBUG": "", "MSCOMM_DEBUG_FILE": "", "MSCOMM_ALGO": "", **env}
     job = Job(ranks, [sys.executable, "-c", body], folder, env)
     codes = job.wait(60)

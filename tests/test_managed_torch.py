@@ -1,4 +1,4 @@
-"""PyTorch over the memory of the stand-ins' devices (fakes/managed_torch.py): what other tests rely on."""
+"""PyTorch on the memory of the stand-ins' devices (fakes/managed_torch.py): the properties that other tests rely on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_modules_learn_on_the_device(rank: int, group: None, backend: str) -> No
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     managed_torch.module(net)
-    # A batch on the device, too.
+    # The batch is on the device too.
     x = tensor(np.random.default_rng(rank).normal(size=(8, 3)).astype(np.float32))
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     for _ in range(2):

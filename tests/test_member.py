@@ -1,4 +1,4 @@
-"""A rank as its control link sees it: what it raises, what it hears, and what a forked child keeps."""
+"""A rank's end of its control link: what it raises, what it hears, and what a forked child keeps."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def test_a_forked_child_lets_go_of_the_control_link():
 
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
-    """The core has a copy of its own: the number may be somebody else's by then."""
+    """The core has its own copy of the descriptor: another file may have the old number by then."""
     group = groups.resolve(None)
     if rank == 1:
-        eventually(lambda: group.core.failure() is not None)  # rank 0 closes its link without a word
+        eventually(lambda: group.core.failure() is not None)  # rank 0 closes its link without a message
         os._exit(0)
     work = mscomm.all_reduce(np.ones(1), async_op=True)
     reader, writer = os.pipe()
@@ -110,7 +110,7 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
 
 
 class Noticing(Communicator):
-    """It has something to tell the user."""
+    """Has something to tell the user."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where arrays lie and how they are read: the kinds of shared memory, and private memory that is read where it is."""
+"""How ranks share arrays: the kinds of shared memory, and private memory that a peer reads directly."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # bytes: be
 
 
 def may_read_each_other() -> bool:
-    """Whether the kernel lets processes of one user that are not parent and child (Yama's ptrace_scope)."""
+    """Whether a process may read another's memory if neither is the other's parent (Yama's ptrace_scope)."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     said = scope.read_text().strip() if scope.exists() else "0"
     return said == "0" or (os.geteuid() == 0 and said != "3")
 
 
 def pieces(make, rank: int, n: int) -> None:
-    """Every collective that moves and does not combine, with pieces of all sizes."""
+    """Every collective that only moves data, with pieces of all sizes."""
 
     def drawn(size: int, seed: int) -> np.ndarray:
         x = make(size, np.uint8)
@@ -69,7 +69,7 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @pytest.mark.parametrize("n", [2, 3])
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
-    """Whose array is written over cannot be read where it is; who it is the others know by its post alone."""
+    """A peer must not read an array that is being overwritten; only the owner's post tells the peers that it is."""
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
         x = sent[rank].copy()
@@ -82,7 +82,7 @@ def test_one_rank_in_place_and_the_others_not(rank, group, n):
 @pytest.mark.parametrize("memory", ["private", "mixed"])
 @ranks(2)
 def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place):
-    """From 2 MiB on they are made from what is read where it is."""
+    """From 2 MiB on, the peers' arrays are read directly."""
     for count in (1 << 19, (5 << 18) + 1, 3_000_001):
         xs = [np.random.default_rng(seed).standard_normal(count, np.float32) for seed in range(2)]
         x = (mscomm.empty if memory == "mixed" and rank == 1 else np.empty)(count, np.float32)
@@ -95,13 +95,13 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """Nobody without the right to trace any process may read this one's memory (prctl(2), PR_SET_DUMPABLE)."""
+    """Let only processes that may trace any process read this one's memory (prctl(2), PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 
 
 def give_up_tracing() -> None:
-    """Without CAP_SYS_PTRACE on this thread, as an ordinary user (capabilities(7))."""
+    """Drop CAP_SYS_PTRACE from this thread, so that it is like an ordinary user's (capabilities(7))."""
     version, sys_ptrace = 0x20080522, 19
     header = (ctypes.c_uint32 * 2)(version, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0 to 31, and of 32 and on
@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_while_it_is_read_is_lost(rank, group):
 
 
 def secret_memory(bytes_: int) -> mmap.mmap:
-    """Memory that this process alone can read, and nobody where it is: as what a driver maps (memfd_secret(2))."""
+    """Memory that no other process can read directly, like memory that a driver maps (memfd_secret(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(447, 0)
     if fd < 0:
@@ -181,7 +181,7 @@ print(_core.describe_memory(True))
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare (util-linux)")
 @pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memfds are what is used here")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
-    """Root of a user namespace has no right to mount outside of it; and here nobody may make another one."""
+    """The root of a user namespace may not mount outside of it, and here no further namespace can be made."""
     script = tmp_path / "sum.py"
     script.write_text(SUM)
     forbidden = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'

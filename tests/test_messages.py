@@ -1,4 +1,4 @@
-"""Messages from rank to rank: what arrives, in which order, beside what, and how it ends."""
+"""Messages from rank to rank: what arrives, in which order, during which other calls, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ranks import everybody_is_here, ranks
 import mscomm
 
 SPLIT = {"MSCOMM_HOST_ID": "{host}"}
-LARGE = 4 << 20  # elements of a byte: announced, and sent when the recv is there
+LARGE = 4 << 20  # elements of one byte: announced first, and sent when the recv is called
 
 
 def links(n):
-    """Of one host: over unix sockets; each rank a host of its own: over TCP."""
+    """Parametrize: all ranks on one host, over unix sockets, and each rank on its own host, over TCP."""
     return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
 
 
@@ -29,7 +29,7 @@ def value(source: int, destination: int, size: int) -> np.ndarray:
 
 
 def in_threads(*bodies) -> None:
-    """Run all at once; what one raises is raised here."""
+    """Run all at once; an error from one of them is raised here."""
     errors: list[BaseException] = []
 
     def run(body):
@@ -48,7 +48,7 @@ def in_threads(*bodies) -> None:
 
 
 def wait_until(true) -> None:
-    """The test's own time limit ends it."""
+    """Wait until true() is true. Only the test's own timeout limits the wait."""
     while not true():
         time.sleep(0.005)
 
@@ -91,7 +91,8 @@ def test_all_pairs_at_once_in_both_directions(rank, group, host):
 
 @ranks(2)
 def test_first_sends_to_each_other_at_the_same_moment(rank, group):
-    # Small messages go out before their recv is called: both make their link at once, from the main thread.
+    # Small messages are sent before their recv is called: both ranks make their link at the same time, each in its main
+    # thread.
     mscomm.barrier()
     mscomm.send(np.full(3, rank), 1 - rank)
     assert (mscomm.recv(np.zeros(3, int), 1 - rank) == 1 - rank).all()
@@ -146,7 +147,7 @@ def test_strided_arrays_are_sent_and_received_in_C_order(rank, group):
 def test_every_dtype_arrives_as_it_is(rank, group):
     for number, name in enumerate(mscomm._core.dtypes()):
         if name == "bfloat16":
-            continue  # not NumPy's own
+            continue  # not a type of NumPy itself
         x = np.arange(7).astype(name)
         if rank == 0:
             mscomm.send(x, 1, tag=number)
@@ -181,7 +182,7 @@ def test_a_send_to_itself_returns_and_keeps_a_copy(rank, group):
     for size in (0, 3, LARGE):
         x = value(0, 0, size)
         mscomm.send(x, 0, tag=2)
-        x += 1  # the caller's again
+        x += 1  # the caller may change it again
         mscomm.send(x, 0, tag=1)
         out = np.zeros(size, np.float32)
         assert np.array_equal(mscomm.recv(out, 0, tag=1), value(0, 0, size) + 1)
@@ -196,7 +197,7 @@ def test_a_ring_of_eight_shifts_a_thousand_times(rank, group):
         mscomm.recv(out, (rank - 1) % 8)
         work.wait()
         x, out = out, x
-    assert (x == rank).all()  # 1000 is 125 times around
+    assert (x == rank).all()  # 1000 steps are 125 times around
 
 
 # --- any source, any tag --------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ def test_any_source_and_tag_take_what_comes_and_say_what_it_was(rank, group, hos
                 assert mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status) is out
                 assert np.array_equal(out, value(status.source, status.tag, size)) and status.count == size
                 seen[status.source].append(status.tag)
-            # Those of one source in the order in which it sent them.
+            # Messages of one source come in the order in which it sent them.
             assert seen == {source: [source, 10, 2**31 - 1] for source in (1, 2)}
         mscomm.barrier()
 
@@ -232,7 +233,7 @@ def test_the_recv_that_was_called_first_gets_the_first_that_fits(rank, group):
                 mscomm.recv(out, source, tag, status=one, async_op=True)
                 for out, (source, tag), one in zip(outs, asked, status, strict=True)
             ]
-        mscomm.barrier()  # all recvs wait
+        mscomm.barrier()  # all recvs are waiting
         if rank == 1:
             for i, tag in enumerate((7, 7, 8, 7)):
                 mscomm.send(np.full(size, i + 1.0), 0, tag=tag)
@@ -249,7 +250,7 @@ def test_the_recv_that_was_called_first_gets_the_first_that_fits(rank, group):
 
 @ranks(3)
 def test_ranks_that_send_without_end_do_not_starve_the_others(rank, group):
-    # A farm: who sends most is not the only one that is heard.
+    # A task farm: the rank that sends most must not be the only one that is received from.
     if rank == 0:
         status, heard = mscomm.Status(), set()
         while heard != {1, 2}:
@@ -293,7 +294,7 @@ def test_sendrecv_around_a_ring_and_in_pairs(rank, group, host):
         out = np.zeros(size, np.float32)
         assert mscomm.sendrecv(value(rank, right, size), right, out, left, 4, 4) is out
         assert np.array_equal(out, value(left, rank, size))
-        # To itself, to one and from another one, from whoever it is, beside a plain send and recv.
+        # To itself; to one rank and from another; from any source; during a plain send and recv.
         status = mscomm.Status()
         mscomm.sendrecv(value(rank, 9, size), rank, out, rank, send_tag=1, recv_tag=1)
         assert np.array_equal(out, value(rank, 9, size))
@@ -354,7 +355,7 @@ def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
     pair = mscomm.create_group(f"pair {rank % 2}", [3, 1] if rank % 2 else [2, 0])
     other = 1 - pair.rank
     world = pair.ranks[other]
-    # The same tag in both groups; the world's first, but received last.
+    # The same tag in both groups: the world's message is sent first, but received last.
     first = mscomm.send(np.full(3, 100 + rank), world, async_op=True)
     second = mscomm.send(np.full(3, 200 + rank), other, group=pair, async_op=True)
     assert (mscomm.recv(np.zeros(3, int), other, group=pair.name) == 200 + world).all()
@@ -369,7 +370,7 @@ def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
 @links(2)
 @ranks(2, env=SPLIT)
 def test_what_was_sent_before_release_arrives(rank, group, host):
-    # The peer has left, perhaps before its link was even there, and its message is still to be received.
+    # The peer has left, perhaps before its link was made, and its message must still be received.
     if rank == 0:
         mscomm.send(value(0, 1, 1000), 1)
         return
@@ -409,7 +410,7 @@ def test_a_waiting_recv_uses_no_cpu(rank, group):
 @ranks(2)
 def test_a_forked_child_can_neither_send_nor_receive_and_harms_nobody(rank, group):
     other = 1 - rank
-    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # the mailbox's thread runs
+    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # starts the mailbox's thread
     mscomm.send(np.ones(1), other)
     mscomm.recv(np.zeros(1), other)
     child = os.fork()
@@ -545,7 +546,7 @@ def test_a_deadline_of_a_recv_from_any_names_all_that_could_have_sent(rank, grou
 @ranks(3, env=SPLIT)
 def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, group, host):
     if rank == 1:
-        mscomm.send(np.full(1, 1), 0)  # the others leave: one with a message on its way, one without
+        mscomm.send(np.full(1, 1), 0)  # the others leave: one with a message on its way, the other without
     if rank:
         if rank == 2:
             mscomm.recv(np.zeros(1), 0, tag=1)
@@ -553,7 +554,7 @@ def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, gro
         return
     assert mscomm.recv(np.zeros(1, int), mscomm.ANY_SOURCE) == 1
     work = mscomm.recv(np.zeros(1, int), mscomm.ANY_SOURCE, async_op=True)
-    time.sleep(1)  # rank 1 is gone by then, or nearly: rank 2 may still send
+    time.sleep(1)  # rank 1 has probably left by then; rank 2 may still send
     assert not work.done()
     mscomm.send(np.zeros(1), 2, tag=1)
     assert work.wait(60) == 2
@@ -568,7 +569,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # the other waits by then, or nearly
+        time.sleep(0.3)  # the other rank probably waits by then
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
         if rank == 0:
@@ -581,7 +582,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
 @ranks(3)
 def test_a_sendrecv_whose_send_fails_does_not_wait_for_its_recv(rank, group):
     if rank == 1:
-        mscomm.recv(np.zeros(1), 0)  # so that there is a link; then it leaves
+        mscomm.recv(np.zeros(1), 0)  # makes a link; then the rank leaves
     elif rank == 2:
         until_group_breaks()
     else:
@@ -635,7 +636,7 @@ def test_a_peer_that_left_ends_the_wait(rank, group, how, host):
         else:
             mscomm.send(np.zeros(1), 1)
     if rank == 1:
-        return  # the exit handler releases
+        return  # the exit handler calls release()
     with pytest.raises(mscomm.PeerLost, match=r"rank 1 \(pid \d+ on host .*\) has left the job") as caught:
         if how == "recv":
             mscomm.recv(np.zeros(3), 1)
@@ -653,7 +654,7 @@ def test_a_send_into_a_group_that_the_peer_has_destroyed_says_so(rank, group):
     if rank == 0:
         with pytest.raises(mscomm.PeerLost, match=r"rank 1 .*has destroyed the group"):
             mscomm.send(np.zeros(3), 1, group=pair)
-    mscomm.barrier()  # the world goes on
+    mscomm.barrier()  # the world still works
 
 
 @pytest.mark.parametrize("how", ["recv", "send", "async"])
@@ -676,7 +677,7 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
 
 
 def until_in_a_message(thread: threading.Thread) -> None:
-    """Until it has been in the same place in group.py for a while."""
+    """Wait until the thread has been in the same place in group.py for a while."""
     seen = 0
 
     def in_group() -> bool:
@@ -689,7 +690,7 @@ def until_in_a_message(thread: threading.Thread) -> None:
 
 
 def interrupt_in_a_message() -> None:
-    """Ctrl-C, when the main thread waits in one."""
+    """Press Ctrl-C once the main thread waits in a message."""
     until_in_a_message(threading.main_thread())
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -755,7 +756,7 @@ def test_an_error_that_nobody_waited_for_is_told_to_the_others(rank, group):
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this process, and let it go on after that time."""
+    """Stop this process, and let it continue after that time."""
     helper = os.fork()
     if helper == 0:
         os.kill(os.getppid(), signal.SIGSTOP)

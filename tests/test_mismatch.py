@@ -20,14 +20,14 @@ import mscomm
 from mscomm import _core
 from mscomm.cluster import hub, security
 
-PAIRS = 67  # a job each, for 2, 3 and 4 ranks: 201 in all
+PAIRS = 67  # jobs for each of 2, 3 and 4 ranks: 201 in all
 Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, op, root
 
 
 def random_call(dice: random.Random, size: int) -> Made:
-    shape = dice.choice([(12,), (12, 7), (84, 1), (6000,), (72_000,), (300_000,)])  # which 2, 3 and 4 divide
+    shape = dice.choice([(12,), (12, 7), (84, 1), (6000,), (72_000,), (300_000,)])  # divisible by 2, 3 and 4
     return (
-        dice.choice([what for what in _core.collectives if what != "scatter"]),  # its head comes first: see below
+        dice.choice([what for what in _core.collectives if what != "scatter"]),  # its header comes first: see below
         dice.choice(["float32", "int32", "float64", "uint8"]),
         shape,
         dice.choice(["sum", "max", "prod"]),
@@ -36,7 +36,7 @@ def random_call(dice: random.Random, size: int) -> Made:
 
 
 def meaning(made: Made) -> Any:
-    """What of a call the ranks must agree on."""
+    """The part of a call on which the ranks must agree."""
     what, dtype, shape, op, root = made
     if what == "barrier":
         return (what,)
@@ -53,7 +53,7 @@ def perform(made: Made) -> None:
 
 
 def words(made: Made) -> str:
-    """How the message must call it."""
+    """The call as the error message must name it."""
     what, dtype, shape, op, root = made
     if what == "barrier":
         return "barrier #2"
@@ -62,7 +62,7 @@ def words(made: Made) -> str:
 
 
 def one_life(life: int) -> None:
-    """Join, agree once, differ, and check what comes of it."""
+    """Join, make one call that agrees and one that differs, and check the errors."""
     mscomm.init()
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
     dice = random.Random(f"{life} of {size}")
@@ -74,7 +74,7 @@ def one_life(life: int) -> None:
     calls = [second if r in odd else first for r in range(size)]
 
     with pytest.raises(mscomm.Mismatch) as caught:
-        # Over links a rank may still be inside this one when the others have gone on to differ.
+        # Over links, a rank may still be inside this call when the others already make the differing one.
         assert (mscomm.all_reduce(np.ones(3)) == size).all()
         perform(calls[rank])
         mscomm.barrier()

@@ -1,4 +1,4 @@
-"""The way in: without a launcher, by the own launcher's link, and by MS_* variables to a scheduler."""
+"""How a rank joins: without a launcher, through our launcher's link, and through a scheduler with MS_* variables."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, 
         pass
 
     def second(*args):
-        """The first one has bound the port, written its key, and does not listen yet."""
+        """A second scheduler starts when the first has bound the port and written its key, but does not listen yet."""
         monkeypatch.undo()
         monkeypatch.setattr("tempfile.tempdir", str(tmpdir_env))
         answer = write_key(*args)

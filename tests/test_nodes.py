@@ -1,4 +1,4 @@
-"""`mscomm run --nnodes`: node 0 says for whom it waits, and what went wrong on the other nodes, at once and by name."""
+"""`mscomm run --nnodes`: node 0 says which node it waits for, and at once what went wrong on which other node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = f"node 1 on host {socket.gethostname()}"
 
 
 class Nodes:
-    """start(rank, *args, **env): `mscomm run` as one of two nodes on loopback."""
+    """start(rank, *args, **env) starts `mscomm run` as one of two nodes on loopback."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self._port = port
@@ -54,7 +54,7 @@ def nodes(port: int, tmp_path: Path) -> Iterator[Nodes]:
 
 
 def line_with(process: subprocess.Popen[str], text: str) -> str:
-    """The first line of its stderr that has the text; what it wrote instead if there is none."""
+    """The first line of its stderr that has the text. If there is none, the test fails and shows what it wrote."""
     assert process.stderr
     lines = []
     for line in process.stderr:
@@ -68,7 +68,7 @@ def line_with(process: subprocess.Popen[str], text: str) -> str:
 def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: Path, wrong: str) -> None:
     keys = [key_file(tmp_path / f"key{i}", os.urandom(32)) for i in range(2)]
     node_0 = nodes.start(0, "-n", 1, nodes.script, MSCOMM_JOB_KEY_FILE=keys[0])
-    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # it listens
+    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # it listens now
     other = {"-n": 1, "key": keys[0], "script": nodes.script}
     if wrong == "-n":
         other["-n"] = 2
@@ -91,7 +91,7 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
     assert wrong != "key" or "could not prove that it has the key of this job" in line
     _, err = node_1.communicate(timeout=30)
     assert node_1.returncode == 1 and theirs in err, err
-    if wrong == "program":  # it had come, and does not come again: then it is over, and rank 0 hears why
+    if wrong == "program":  # the node had connected before it failed: the job is over, and rank 0 hears why
         line_with(node_0, "PeerLost: rank 1")
         assert node_0.wait(30) == 1
     else:
@@ -99,7 +99,7 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
 
 
 def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 10 s, then each minute; here the pauses are short."""
+    """It says so after 10 s, then every minute; here the pauses are short."""
     monkeypatch.setattr(hub_module, "_TELL_AFTER_S", 0.05)
     monkeypatch.setattr(hub_module, "_TELL_EVERY_S", 0.05)
     told: list[str] = []

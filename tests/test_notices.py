@@ -1,4 +1,4 @@
-"""Options that are accepted and have no effect: each is known, and one rank tells whoever sets it, once."""
+"""Options that are accepted and have no effect: each is listed, and one rank tells the user who sets it, once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mscomm.dataset import transforms, vision
 PACKAGE = Path(mscomm.__file__).parent
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-# Options of which each value is fulfilled, whatever it is.
+# Options whose every value is satisfied anyway.
 FULFILLED = {
     "output_numpy": "arrays are NumPy's in any case",
     "do_copy": "arrays are new in any case",
@@ -36,7 +36,7 @@ FULFILLED = {
 # --- each accepted option has an effect, a row, or an error ----------------------------------------------------------
 
 
-STRINGS = {  # of the package without the table of options: what asks for an option by its name
+STRINGS = {  # all strings of the package, except in the table of options: uses of an option by its name
     node.value
     for path, tree in TREES.items()
     if path.name not in ("context.py", "notices.py")
@@ -46,7 +46,7 @@ STRINGS = {  # of the package without the table of options: what asks for an opt
 
 
 def is_refused(check: Callable[[Any], None], default: Any) -> bool:
-    """Whether another value than the default is an error."""
+    """Whether a value other than the default is an error."""
     other = {bool: not default, int: default + 1 if isinstance(default, int) else 0}.get(type(default), object())
     try:
         check(other)
@@ -89,13 +89,13 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def options_without_a_use(function: Callable[..., Any]) -> set[str]:
-    """Its parameters with a default that its body never reads, or only keeps where nobody reads them."""
+    """The function's options that its body never reads, or only stores in attributes that nobody reads."""
     options = {name for name, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except OSError:  # a dataclass's, whose fields are read by name
+    except OSError:  # a dataclass's __init__, whose fields are read by name
         return set()
-    kept: dict[int, str] = {}  # uses that only keep the value as an attribute
+    kept: dict[int, str] = {}  # uses that only store the value in an attribute
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             kept[id(node.value)] = node.targets[0].attr
@@ -223,7 +223,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
         assert job.wait(60) == [0, 0, 0], job.logs()
         told = [warned(job.output(rank)) for rank in range(3)]
         names = ["save_graphs=2", "search_mode=", "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "full_batch=True"]
-    else:  # nobody but the scheduler knows the rank before init() has ended
+    else:  # before init() has ended, only the scheduler knows the rank
         env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), **recovery}
         roles = ["MS_SCHED", "MS_WORKER", "MS_WORKER"]
         processes = [
@@ -243,7 +243,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
     assert all(name in line for name, line in zip(names, speaking[0], strict=True))
 
 
-# --- several models where one was meant ------------------------------------------------------------------------------
+# --- several models although one was meant ---------------------------------------------------------------------------
 
 ALONE = """
 import sys, mscomm

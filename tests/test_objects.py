@@ -1,4 +1,4 @@
-"""Python objects between ranks: what survives the way, what is refused and where, and bytes that nobody packed."""
+"""Python objects between ranks: what arrives unchanged, what is refused and where, and bytes that pack() never made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Config:
     layers: Any = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", [self.lr])  # what another run of it would change again
+        object.__setattr__(self, "lr", [self.lr])  # running it a second time would change the value again
 
     @functools.cached_property
     def depth(self) -> int:
@@ -75,14 +75,14 @@ class Access(enum.Flag):
 
 
 class Ratio(Fraction):
-    """Registered with functions of its own."""
+    """Registered with its own functions."""
 
 
 mscomm.register_object(Ratio, lambda x: (x.numerator, x.denominator), lambda parts: Ratio(*parts), name="ratio")
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, of the same types throughout; NaN equals itself and -0.0 is not 0.0."""
+    """Whether both are equal and have the same types throughout; NaN equals NaN, and -0.0 differs from 0.0."""
     if type(a) is not type(b):
         return False
     if dataclasses.is_dataclass(a):
@@ -112,7 +112,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- what survives --------------------------------------------------------------------------------------------------
+# --- what arrives unchanged -----------------------------------------------------------------------------------------
 
 DTYPES = [*"?bBhHiIlLefdFD", ">i4", ">f8", "S3", "U2", "M8[ns]", "m8[25s]", ml_dtypes.bfloat16]
 
@@ -123,7 +123,7 @@ hashable_values = st.one_of(
     st.integers(-(1 << 200), 1 << 200),
     st.floats(),
     st.complex_numbers(),
-    st.text(st.characters(exclude_categories=[])),  # with lone surrogates, which file names can have
+    st.text(st.characters(exclude_categories=[])),  # including lone surrogates, which file names can have
     st.binary(),
     st.sampled_from("?bBhHiIlLefdFD").flatmap(lambda code: numpy_st.from_dtype(np.dtype(code))),
 )
@@ -158,7 +158,7 @@ arrays = st.builds(
 
 @st.composite
 def keys(draw: Any, depth: int = 0) -> Any:
-    """What may be a key or an element of a set."""
+    """A value that can be a key or an element of a set."""
     kind = draw(st.sampled_from([None, None, None, tuple, frozenset])) if depth < 2 else None
     if kind is None:
         return draw(st.one_of(hashable_values, named_values))
@@ -244,7 +244,7 @@ def test_an_object_is_one_msgpack_value():
 
 def test_a_dataclass_comes_back_as_it_was():
     whole = Config(0.5, [1])
-    assert whole.depth == 1  # a cached property is no field, and is computed anew
+    assert whole.depth == 1  # a cached property is not a field, and is computed again
     back = unpack(pack(whole))
     assert back == whole and back.lr == [0.5] and "depth" not in vars(back)
     object.__setattr__(whole, "late", 1)
@@ -445,11 +445,11 @@ def test_nothing_is_pickled():
         unpack(pickle.dumps([1, 2]))
 
 
-# --- bytes that nobody packed ---------------------------------------------------------------------------------------
+# --- bytes that pack() never made -----------------------------------------------------------------------------------
 
 
 def refused_or_read(data: bytes) -> None:
-    """unpack gives an object or Error, and nothing else."""
+    """unpack() either returns an object or raises Error, and nothing else."""
     try:
         unpack(data)
     except mscomm.Error as error:
@@ -627,7 +627,7 @@ def test_scatter_object_gives_each_rank_its_item(rank, group):
 def test_objects_go_from_rank_to_rank_by_tag_and_in_order(rank, group):
     things = [None, Config(0.5), np.arange(1 << 20), {"text": "x" * 40_000}]
     if rank == 0:
-        mscomm.send_object("small", 1, tag=3)  # it does not wait
+        mscomm.send_object("small", 1, tag=3)  # does not wait for the recv
         mscomm.send_object("other", 1, tag=4)
         for thing in things:
             mscomm.send_object(thing, 1, tag=3)
@@ -694,7 +694,7 @@ def test_threads_send_and_receive_objects_under_one_tag(rank, group):
         assert came == [(i, turn) for i in range(3) for turn in range(40)]
 
 
-@pytest.mark.parametrize("count", [3, 16])  # 16 bytes are as long as what goes ahead of an object
+@pytest.mark.parametrize("count", [3, 16])  # 16 bytes are as long as the header of an object
 @pytest.mark.parametrize("object_side", [0, 1])
 @ranks(2)
 def test_an_object_and_an_array_are_never_taken_for_each_other(rank, group, object_side, count):
@@ -815,7 +815,7 @@ def test_the_time_limit_is_for_both_exchanges_together(name, monkeypatch):
         mscomm.release()
     assert limits[0] == 100
     assert 50 < limits[1] <= 99.95
-    assert 0 < limits[3] < 0.01  # none is left, and the second exchange says so
+    assert 0 < limits[3] < 0.01  # no time is left, as the second exchange reports
 
 
 @pytest.mark.parametrize("function", [mscomm.all_gather_object, mscomm.broadcast_object])

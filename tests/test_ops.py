@@ -1,4 +1,4 @@
-"""MindSpore's operators, functions and module paths: results, arguments, and that the names are mscomm's own."""
+"""MindSpore's operators, functions and module paths: results, arguments, and that the names refer to mscomm's own."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_only_an_explicit_false_permits_plain_links(fresh_context):
 
 
 def test_an_operator_in_a_cell_that_is_compiled_says_what_to_do(tmp_path: Path) -> None:
-    """In a process of its own: the mode is the process's."""
+    """Runs in a new process, because the mode holds for the whole process."""
     pytest.importorskip("mindspore")
     program = """
 import mindspore as ms, mscomm, numpy as np
@@ -340,7 +340,7 @@ print(Net()(ms.Tensor(np.ones(3, np.float32))))
 ms.set_context(mode=ms.GRAPH_MODE)
 print(Net()(ms.Tensor(np.ones(3, np.float32))))
 """
-    (tmp_path / "cell.py").write_text(program)  # MindSpore compiles what is in a file
+    (tmp_path / "cell.py").write_text(program)  # MindSpore compiles only code from a file
     done = subprocess.run([sys.executable, "cell.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[2. 2. 2.]\n" and done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -1,7 +1,7 @@
-"""Many arrays of a device into a bucket and back, by the kernels of csrc/cuda and by copies.
+"""Packs many device arrays into a bucket and back, with the kernels of csrc/cuda and with copies.
 
-Over a stand-in for the CUDA driver that runs those kernels on the CPU (tests/fakes/kernels.h). That each computes right
-at every alignment: tests/core/pack_test.cc.
+Uses a stand-in for the CUDA driver that runs these kernels on the CPU (tests/fakes/kernels.h). tests/core/pack_test.cc
+checks that each kernel is right at every alignment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ without_kernels = pytest.mark.parametrize("how", ["refused"])
 
 
 def packing(n: int = 1) -> Any:
-    """A test of n ranks that join with join(how)."""
+    """Decorator for a test of n ranks that join with join(how)."""
     return devices(n, init=None, env=kernel_variables)
 
 
@@ -70,7 +70,7 @@ def unpack(core: _core.Group, bucket: DeviceArray, parts: Sequence[DeviceArray],
 
 
 def drawn(dtype: np.dtype[Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """Any bits."""
+    """Arrays of these sizes with any bits."""
     rng = np.random.default_rng(sum(sizes))
     return [rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(dtype) for size in sizes]
 
@@ -85,7 +85,7 @@ def floats(sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
 
 
 def same(got: Any, expected: np.ndarray[Any, Any]) -> bool:
-    """The same bits, but any NaN is as good as any other."""
+    """Whether the bits are the same; any NaN equals any other."""
     got = got.to_numpy()
     a, b = (x.astype(np.float64) for x in (got, expected))
     equal = got.view(np.uint8).reshape(-1, expected.itemsize) == expected.view(np.uint8).reshape(-1, expected.itemsize)
@@ -190,11 +190,11 @@ def test_what_copies_cannot_do_is_refused_with_the_reason(rank: int, how: str) -
                 RuntimeError, match="unpack: no kernel on device 0 scales or casts between float32 parts"
             ):
                 unpack(core, there, [x], **options)
-    pack(core, on_device(np.zeros(5, np.float32)), [x])  # the group goes on
+    pack(core, on_device(np.zeros(5, np.float32)), [x])  # the group still works
     assert violations() == []
 
 
-# -- what kernels alone do
+# -- what only kernels do
 
 
 @with_kernels
@@ -318,8 +318,8 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc is here")
 
 
 def contents(fatbin: bytes) -> set[str]:
-    """The devices in an uncompressed fatbin: a header, then entries with headers of their own (kind 1 is PTX, 2 machine
-    code)."""
+    """The devices in an uncompressed fatbin: a header, then entries with their own headers (kind 1 is PTX, kind 2 is
+    machine code)."""
     magic, _, header, size = struct.unpack_from("<IHHQ", fatbin)
     assert (magic, header + size) == (0xBA55ED50, len(fatbin))
     found, at = set(), header
@@ -341,7 +341,7 @@ def test_the_embedded_image_has_what_it_is_said_to_have() -> None:
 
 @needs_nvcc
 def test_each_operation_rounds_once_and_accesses_are_wide(tmp_path: Path) -> None:
-    """By what nvcc makes of it for all devices: no fused multiply-add, nothing approximate, subnormal numbers stay."""
+    """Checks nvcc's PTX for all devices: no fused multiply-add, nothing approximate, and subnormal numbers are kept."""
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--fmad=false", f"-I{CSRC}", "-arch=compute_75"]
     made = tmp_path / "pack.ptx"
     subprocess.run([NVCC, *flags, "-ptx", "-o", str(made), str(CSRC / "cuda/pack.cu")], check=True)
@@ -365,7 +365,7 @@ HEADER = next(
 
 @pytest.mark.skipif(HEADER is None, reason="no cuda.h is here")
 def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
-    """static_asserts on the functions and numbers of csrc/device/cuda.cc."""
+    """Checks the functions and constants of csrc/device/cuda.cc with static_asserts."""
     compiler = os.environ.get("CXX", "c++").split()
     command = [
         *compiler,
@@ -381,7 +381,7 @@ def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
 @pytest.mark.long
 @needs_nvcc
 def test_no_kernel_spills_its_registers(tmp_path: Path) -> None:
-    """And none takes so many that fewer than four blocks of 256 threads have room on a multiprocessor."""
+    """Also checks that each uses so few registers that four blocks of 256 threads fit on a multiprocessor."""
     listed = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     architectures = sorted({int(n) for n in re.findall(r"compute_(\d+)", listed) if int(n) >= 75})
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in architectures]

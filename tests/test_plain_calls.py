@@ -1,4 +1,4 @@
-"""The short way of plain arrays into the collectives: what goes by it, and that nobody can tell."""
+"""The short way for plain arrays into the collectives: which calls take it, and that it changes no result."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_the_general_way_refuses_or_knows_better(rank, group):
     x = np.arange(6.0)
     call = there.call_plain
     for case in (
-        ("reduce_scatter", np.ones(4), "sum", -1, None),  # no three parts
+        ("reduce_scatter", np.ones(4), "sum", -1, None),  # cannot be split into three parts
         ("reduce_scatter", np.array(1.0), "sum", -1, None),
         ("reduce_scatter", x, "sum", -1, np.ones(6)),
         ("reduce_scatter", x, "sum", -1, x[2 * rank : 2 * rank + 2]),  # in place
@@ -149,7 +149,7 @@ def test_what_the_general_way_refuses_or_knows_better(rank, group):
         ("all_to_all", x, None, -1, x[::-1]),
         ("all_gather", x[2 * rank : 2 * rank + 2], None, -1, x),  # in place
         ("all_gather", x, None, -1, np.ones(6)),
-        ("all_gather", np.empty((1 << 62, 0), np.uint8), None, -1, None),  # three times that is no number
+        ("all_gather", np.empty((1 << 62, 0), np.uint8), None, -1, None),  # three times that overflows
         ("broadcast", x, None, 3, None),
         ("broadcast", x, None, -1, None),
         ("broadcast", x, None, 1 << 40, None),
@@ -178,7 +178,7 @@ def test_what_the_general_way_refuses_or_knows_better(rank, group):
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
-    """The exception of a failed call is made in Python, where the handler of a signal may raise another one."""
+    """A failed call's exception is made in Python code, in which a signal handler may raise another exception."""
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -216,7 +216,7 @@ def test_a_released_group_is_let_go():
 
 @ranks(3)
 def test_both_ways_meet(rank, group):
-    """A rank whose array is strided goes the general way, the others the short one: the same calls, the same bits."""
+    """A rank with a strided array takes the general way, the others the short one: same calls, same bits."""
     rng = np.random.default_rng(rank)
     for op in ("sum", "avg", "max", "prod"):
         for count in (1, 12, 13, 5000, 200_000):
@@ -246,7 +246,7 @@ def test_a_mismatch_between_both_ways_names_both_calls(rank, group):
     x = np.ones(4)
     with pytest.raises(mscomm.Mismatch, match=r"rank 0 called all_reduce #1 \(float64\[4\], sum\); rank 1 called"):
         mscomm.all_reduce(x, "sum" if rank == 0 else "max", timeout=None if rank == 0 else 20)
-    with pytest.raises(mscomm.Mismatch):  # as every later call
+    with pytest.raises(mscomm.Mismatch):  # every later call raises it too
         mscomm.all_reduce(x)
 
 
@@ -257,7 +257,7 @@ def test_a_signal_handler_that_raises_ends_it(rank, group):
     if rank == 1:
         until_told("stopped")
         with pytest.raises(mscomm.Aborted, match=r"rank 0 .* was interrupted in all_reduce #2 "):
-            mscomm.all_reduce(np.ones(1))  # rank 0 had arrived there: this rank may be through before it hears of it
+            mscomm.all_reduce(np.ones(1))  # rank 0 had arrived: this rank may complete #2 before it hears of it
             mscomm.all_reduce(np.ones(1))
         return
 

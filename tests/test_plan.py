@@ -1,4 +1,4 @@
-"""Who gets which rank, who shares a host, and whether all agree."""
+"""Which worker gets which rank, which ranks share a host, and whether all agree."""
 
 from __future__ import annotations
 

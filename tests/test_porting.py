@@ -1,6 +1,6 @@
-"""docs/porting.md is true: what stands in its second column runs on two ranks, or, where it says so, is not there yet.
+"""docs/porting.md is true: the code in its second column runs on two ranks, unless the row says that it does not yet.
 
-A row that needs what this build does not have yet, and that this release will have, is expected to fail.
+A row that needs something that this release will have, but this build does not have yet, is expected to fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import mscomm
 
 PAGE = Path(__file__).parent.parent / "docs/porting.md"
 LATER = "in a later release"
-DEVICE = ("needs a GPU", "needs an NPU")  # BackendUnavailable where there is none
+DEVICE = ("needs a GPU", "needs an NPU")  # BackendUnavailable if there is none
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ def rows() -> list[Row]:
 
 ROWS = rows()
 
-# What ends a job is run in a job of its own.
+# Rows that end a job run in a job of their own.
 LAST = ("mscomm.release()", "mscomm.abort(")
 
 # One rank runs the first of these rows while the other runs the second.
@@ -82,7 +82,7 @@ def run_rows(codes: list[str], result: Path) -> None:
             "f": len,
         }
         mine = partners[code] if code in partners and (code in PAIRS) != (rank == 0) else code
-        try:  # the rows are programs; to run them is the test
+        try:  # the test is to run the rows, which are programs
             exec(compile(mine, f"row {mine!r}", "exec"), names)  # noqa: S102
             ended[code] = ""
         except Exception as error:

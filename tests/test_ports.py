@@ -1,4 +1,4 @@
-"""MSCOMM_PORTS: what mscomm listens at by TCP, where nobody named a port, is among these."""
+"""MSCOMM_PORTS: if no port is named, mscomm's TCP listeners use only ports of this range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from control import soon
 from mscomm.bootstrap import kvs, rendezvous, torchrun
 from mscomm.cluster import links
 
-# Each rank is a host of its own here, so that they are linked by TCP; they print where they listened.
+# Each rank counts as a host here, so that they are linked by TCP; each prints where it listened.
 BODY = """
 import os, socket
 rank = os.environ["MSCOMM_RANK"]
@@ -60,7 +60,7 @@ def test_a_range_that_is_taken_is_an_error_on_every_rank(tmp_path: Path) -> None
         done = run(tmp_path, f"{port}-{port}")
     assert done.returncode == 1
     assert f"MSCOMM_PORTS={port}-{port}: all 1 ports are taken at 127.0.0.1" in done.stderr
-    ended = re.findall(r"^\[([\d,-]+)\] \S+: .*ports are taken", done.stderr, flags=re.M)  # equal ones come once
+    ended = re.findall(r"^\[([\d,-]+)\] \S+: .*ports are taken", done.stderr, flags=re.M)  # equal errors are shown once
     assert sorted(",".join(ended).replace("0-2", "0,1,2").split(",")) == ["0", "1", "2"], done.stderr
 
 
@@ -85,4 +85,4 @@ def test_looking_for_a_port_leaves_the_programs_random_numbers_alone(port: int) 
     low = min(port, 65500)
     before = random.getstate()
     links.listen("127.0.0.1", 1, {"MSCOMM_PORTS": f"{low}-{low + 30}"}).close()
-    assert random.getstate() == before  # ranks with one seed would draw other numbers from here on
+    assert random.getstate() == before  # otherwise ranks with the same seed would draw different numbers from here on

@@ -1,4 +1,4 @@
-"""Rank tables: what is refused and by which words, and jobs that meet by one."""
+"""Rank tables: what is refused and with which messages, and jobs that meet by a rank table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Change = Callable[[Any], object]
 
 
 def table(servers: int = 2, devices: int = 2) -> dict[str, Any]:
-    """One without an error or a remark."""
+    """A table without errors or remarks."""
     return {
         "version": "1.0",
         "server_count": str(servers),
@@ -59,7 +59,7 @@ def table(servers: int = 2, devices: int = 2) -> dict[str, Any]:
 
 
 def super_pods() -> dict[str, Any]:
-    """As HCCL's documents have one of version 1.2, with fields that mscomm has no use for."""
+    """A table of version 1.2 as in HCCL's documents, with fields that mscomm does not use."""
     found = table()
     found["version"] = "1.2"
     del found["server_count"]
@@ -88,7 +88,7 @@ def refused(content: bytes, path: str = "table.json") -> InvalidTable:
 
 
 def put(*path: Any, to: Any) -> Change:
-    """A change of one place; a path that ends with a new key adds it."""
+    """A change at one place; a path that ends with a new key adds that key."""
 
     def change(found: Any) -> None:
         for step in path[:-1]:
@@ -114,13 +114,13 @@ AN_ID = "expected the device's number on its server from 0 to 1023, as text"
 
 
 def twice(content: bytes, key: str) -> bytes:
-    """The first pair with that key once more, with another value."""
+    """The content with the first pair of that key duplicated, with another value."""
     return content.replace(f'"{key}":'.encode(), f'"{key}": "7", "{key}":'.encode(), 1)
 
 
 WHOLE = json.dumps(table()).encode()
 
-# What is wrong: the file's content, and the whole text of its first error behind the file's name.
+# By what is wrong: the file's content, and the full text of its first error after the file's name.
 FILES = {
     "empty": (b" \n", "it is empty; `mscomm ranktable make` writes a rank table"),
     "too long": (b" " * (LARGEST_BYTES + 1), "it has more than 16 MiB; no rank table is that long"),
@@ -341,7 +341,7 @@ def test_what_cannot_be_read_is_an_error_with_the_reason(
     path = tmp_path / name
     make_it(path)
     root = os.geteuid() == 0
-    if name == "private" and root:  # who may read everything
+    if name == "private" and root:  # root may read everything
         tmp_path.chmod(0o755)
         os.seteuid(65534)
     try:
@@ -368,7 +368,7 @@ def test_a_file_of_something_else_has_no_endless_list_of_problems() -> None:
     assert len(refused(content).problems) == MOST_PROBLEMS
 
 
-# -- what is taken
+# -- what is accepted
 
 
 def test_a_table_gives_each_rank_its_server_device_and_address() -> None:
@@ -388,7 +388,7 @@ def test_super_pods_are_read() -> None:
 
 
 def test_the_table_of_the_tutorial_is_taken_as_it_stands() -> None:
-    """With one server nobody looks at its address, which the tutorial leaves to the reader."""
+    """With one server, its address is not used; the tutorial leaves it to the reader."""
     content = changed(put(*SERVER, "server_id", to="10.*.*.*"), lambda: table(1, 8))
     found = parse(content, "table.json")
     assert [seat.device for seat in found.seats] == list(range(8))
@@ -635,7 +635,7 @@ def test_a_rank_that_is_alone_says_whom_it_has_looked_for(path: str, tmp_path: P
 
 
 def test_the_ranks_of_one_server_meet_by_the_older_name_with_device_ids(tmp_path: Path) -> None:
-    """Each from a copy of its own, with other spaces and another order of keys."""
+    """Each rank has its own copy, with other white space and another order of keys."""
     (tmp_path / "twice.py").write_text(TWICE)
     content = {**table(1, 2), "description": str(tmp_path)}
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""`mscomm ranktable`: make, check, and which ranks belong to a host."""
+"""`mscomm ranktable`: make, check, and the ranks of a host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*words: str | Path) -> Result:
 
 @pytest.fixture(autouse=True)
 def no_hccn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without Ascend's driver, whose file would be here."""
+    """A machine without Ascend's driver; returns where the driver's file would be."""
     monkeypatch.setattr(ranktable, "HCCN", tmp_path / "hccn.conf")
     return tmp_path / "hccn.conf"
 

@@ -1,4 +1,4 @@
-"""GradientReducer: what its buckets give, on arrays that are handed over and under PyTorch's backward pass."""
+"""GradientReducer: the results of its buckets, with arrays passed to reduce() and in PyTorch's backward pass."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_gradient_has_one_place_of_its_own(kinds, bucket_bytes, first_byte
     assert last_ready == sorted(last_ready)
 
 
-# --- arrays that are handed over ------------------------------------------------------------------------------------
+# --- arrays passed to reduce() --------------------------------------------------------------------------------------
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -64,7 +64,7 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def is_shared(address: int) -> bool:
-    """Whether the address lies in a mapping that the ranks of the host share."""
+    """Whether the address is in a mapping that the ranks of the host share."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(text, 16) for text in line.split()[0].split("-"))
         if begin <= address < end:
@@ -100,7 +100,7 @@ def test_gradients_may_lie_in_the_buffers(rank, group):
     assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
     assert all((one == 0.5).all() for one in got)
     first[...], second[...], third[...] = 1, 2, 3
-    got = reducer.reduce([first, third, second])  # in each other's place
+    got = reducer.reduce([first, third, second])  # each in another's bucket
     assert (got[0] == 1).all() and (got[1] == 3).all() and (got[2] == 2).all()
 
 
@@ -167,9 +167,9 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank, group):
 @ranks(2)
 def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
-    odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)  # between two of 16 bits
+    odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)  # between two 16-bit numbers
     got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
-    # Without feedback each step would lose a quarter of a unit at least; with it, one unit stays owed at most.
+    # Without feedback, each step would lose at least a quarter of a unit; with it, the residual is at most one unit.
     unit = 2.0**-7 if compression == "bf16" else 2.0**-10
     assert np.abs(got - 64 * odd.astype(np.float64)).max() <= unit
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
@@ -189,8 +189,8 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         reducer.wait()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent what four have left
-    assert (owed["b"] == 2 * 2.0**-9).all()  # of the two steps that it took part in
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent the residuals
+    assert (owed["b"] == 2 * 2.0**-9).all()  # from the two steps in which it took part
 
 
 @ranks(2)
@@ -222,7 +222,7 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
 @pytest.mark.parametrize("ranks", range(1, 40))
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks: int) -> None:
-    """65504 / 3 rounds up, and three times that is infinite."""
+    """The limit is not just LARGEST / ranks: 65504 / 3 rounds up, and three times that is infinite."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     limit = largest(kind, ranks)
     assert float(np.array(limit, kind)) == limit > 0.99 * LARGEST[dtype] / ranks
@@ -233,7 +233,7 @@ def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks:
 @ranks(2)
 def test_what_is_beyond_the_range_of_float16_comes_later(rank, group, mean):
     reducer = GradientReducer([np.zeros(3, np.float32)], compression="fp16", mean=mean)
-    large = 100_000 if mean else 40_000  # two of these are too much for a sum
+    large = 100_000 if mean else 40_000  # two of these overflow a sum
     got = [
         reducer.reduce([np.full(3, large if step == 0 else 0, np.float32)])[0].astype(np.float64) for step in range(6)
     ]
@@ -258,7 +258,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
         for _ in range(2 * rank):
             reducer.carry(rank)
             seen.append((reducer.reduce([np.full(3, 10.0 * rank)])[0][0], reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # of ranks 1 and 2, of rank 2
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # from ranks 1 and 2, and from rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
 
@@ -304,7 +304,7 @@ def test_ranks_that_begin_with_different_weights_are_told(rank, group):
     weights = {"same": np.zeros(3), "w": np.full(3, np.float32(rank // 2))}
     GradientReducer(weights, exclude=["w"])
     assert not told
-    GradientReducer(weights)  # which need not be the weights
+    GradientReducer(weights)  # only a warning: the arrays need not be the weights
     assert len(told) == (rank == 0)
     assert all("ranks 0 and 2 of the group begin with different weights, of w; use one seed" in one for one in told)
     frozen = {**weights, "same": np.zeros(3)}
@@ -404,7 +404,7 @@ def convolutions() -> Any:
 
 
 def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
-    """The model after 20 steps. wrap: model -> what computes, and what is to be called before and after backward()."""
+    """The model after 20 steps. wrap: model -> (the forward function, what to call before and after backward())."""
     import torch
 
     model = convolutions()
@@ -446,7 +446,7 @@ def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
     if n == 2:  # a + b has one order, and halves are exact
         assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert_same_weights(ours, theirs, 1e-3)
-    if rank == 0:  # each rank's running means are its own; DistributedDataParallel gives everybody rank 0's
+    if rank == 0:  # each rank has its own running means; DistributedDataParallel gives all ranks rank 0's
         for mine, its in zip(ours.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
         shutil.rmtree(folder)
@@ -480,11 +480,11 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
         reducer.wait()
         assert all(is_shared(p.grad.data_ptr()) for p in model.parameters())
         addresses.append([p.grad.data_ptr() for p in model.parameters()])
-    assert addresses[1] == addresses[2] == addresses[3]  # after the first step, whose order they then have
+    assert addresses[1] == addresses[2] == addresses[3]  # fixed after the first step, whose order the buckets take
     order = reducer.state_dict()["order"]
     assert sorted(order) == list(range(len(addresses[0])))
     reducer.close()
-    for _ in range(2):  # which would be told: came twice in one step
+    for _ in range(2):  # an open reducer would report: came twice in one step
         loss_of(model, *batch(rank, 8)).backward()
     again = GradientReducer(model.parameters())
     again.load_state_dict({"order": order, "residual": {}})
@@ -496,7 +496,7 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
 
 
 class Branches:
-    """A module whose forward pass uses other parts on other ranks and in other steps."""
+    """A module whose forward pass uses different parts on each rank and in each step."""
 
     def __new__(cls) -> Any:
         import torch
@@ -530,7 +530,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # a gradient of an earlier pass counts, though it takes no part in the last one
+    with reducer.no_sync():  # a gradient of an earlier pass counts, even if the last pass does not use it
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()
@@ -567,7 +567,7 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert reducer.carried == 1
     last, first = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.half, torch.float))
-    reducer = GradientReducer([last, first])  # a bucket each; the one of float32 carries, and goes before the last
+    reducer = GradientReducer([last, first])  # one bucket each; the float32 one carries the number, and is sent first
     first.sum().backward()
     with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
         reducer.carry(2)
@@ -575,7 +575,7 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert (last.grad == 1).all() and (first.grad == 1).all()
     model.bias.requires_grad_(False)
-    reducer = GradientReducer(model.named_parameters())  # the first one is gone, and its hooks do nothing
+    reducer = GradientReducer(model.named_parameters())  # the first reducer is gone, and its hooks do nothing
     assert len(reducer.buffers) == 1
     model(torch.ones(1, 3)).sum().backward()
     reducer.wait()
@@ -625,7 +625,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank, group):
     third.zero_grad()
     (weight * 3).sum().backward()
     third.wait()
-    assert (weight.grad == 1.5).all()  # rank 1's was taken away before
+    assert (weight.grad == 1.5).all()  # rank 1's gradient was removed before
 
 
 def clipped(model: Any) -> None:
@@ -662,7 +662,7 @@ def test_gradients_that_are_used_before_they_are_reduced_are_told(rank, group):
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"SGD\.step: the gradients are not reduced yet: call GradientReducer\.wait"):
         optimizer.step()
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0).step()  # of another model
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0).step()  # an optimizer of another model
     reducer.wait()
     optimizer.step()
 
@@ -679,7 +679,7 @@ def test_what_differs_at_the_start_or_is_unfrozen_later_is_told(rank, group):
     with pytest.raises(ValueError, match=words):
         GradientReducer(model.named_parameters())
     GradientReducer(model.named_parameters(), exclude=["0.bias", model[1].weight, model[1].bias])
-    model[1].requires_grad_(False)  # it differs, too
+    model[1].requires_grad_(False)  # this module differs too
     GradientReducer(model[0].parameters(), parameter_broadcast=True)
     with pytest.raises(ValueError, match=r"ranks 0 and 1 of the group begin with different weights, of 1\.weight"):
         GradientReducer(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Ranks that die under `mscomm run --max-restarts`, are started again, and go on with the survivors in a new epoch."""
+"""Ranks that die under `mscomm run --max-restarts` are restarted and continue with the survivors in a new epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-# A loop of collective calls that outlives its ranks. After each rejoin they go on at the first step that one of them
-# has not done; new ones have no say. VICTIMS: "step:rank", who dies in its first life, soon after that step. IN_INIT:
-# "rank:seconds", who dies in its second life so long after calling init. IN_REJOIN: the same of a survivor's rejoin.
+# A loop of collective calls that outlives its ranks. After each rejoin, the ranks continue at the first step that a
+# survivor has not done; new ranks do not count. VICTIMS: "step:rank", the rank dies in its first life, soon after that
+# step. IN_INIT: "rank:seconds", the rank dies in its second life, so long after it called init. IN_REJOIN: the same for
+# a survivor after it called rejoin.
 LOOP = """
 import json, os, random, signal, sys, threading, time
 import numpy as np
@@ -104,7 +105,7 @@ def said(done) -> dict[int, list[dict]]:
 
 
 def assert_went_on(done, lost: set[int]):
-    """Everybody is through all steps; survivors are the processes that they were, the lost are new ones."""
+    """Check that all ranks did all steps, that survivors kept their processes, and that the lost ones got new ones."""
     assert done.returncode == 0, done.stderr + done.stdout
     words = said(done)
     for rank in range(4):
@@ -115,7 +116,7 @@ def assert_went_on(done, lost: set[int]):
     for rank in lost:
         back_s = [word["back_after"] for word in words[rank] if "back_after" in word][-1]
         print(f"rank {rank} was back in the group {back_s:.3f} s after it called init")
-        assert back_s < 5  # on an idle machine less than 1
+        assert back_s < 5  # less than 1 on an idle machine
     return words
 
 
@@ -187,7 +188,7 @@ mscomm.barrier()
 
 
 def test_a_rank_that_raises_is_started_again_too(tmp_path):
-    """It says why, releases at exit, and ends with status 1: the others get Aborted, and may rejoin."""
+    """The rank reports why, releases at exit, and ends with status 1. The others get Aborted, and may rejoin."""
     body = """
 import os
 import numpy as np, mscomm
@@ -295,7 +296,7 @@ assert mscomm.all_reduce(np.ones(1))[0] == 3
 
 
 def test_a_program_that_knows_no_rejoin_is_started_anew_as_a_whole(tmp_path):
-    """As torchrun does it, if the budget has one for each rank: all of them end, and meet again."""
+    """As under torchrun, all ranks end and meet again, if the budget has one restart for each."""
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -320,7 +321,7 @@ life = int(os.environ["MSCOMM_RESTART_COUNT"])
 print("life", life)
 sys.exit(life < 2)
 """
-    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's
+    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable
     done = run(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives

@@ -1,4 +1,4 @@
-"""Ranks that come back to a hub: who is admitted again, when an epoch begins, and when it never will."""
+"""Ranks that come back to a hub: which are admitted again, when an epoch begins, and when none ever will."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def facts(size, **more):
 
 
 def lose(job, rank, how="killed by SIGKILL", **words):
-    """The rank's process ends, and its launcher says how."""
+    """End the rank's process, and let its launcher say how."""
     job.members[rank].close() if rank < len(job.members) else job.ends[rank].close()
     job.hub.process_ended(rank, how, badly=True, **words)
 
 
 def by_rank(job):
-    """The members in the order of their ranks, not of their coming."""
+    """The members in the order of their ranks instead of the order of joining."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -44,7 +44,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             welcome = wait.ended().result
             assert (welcome.rank, welcome.size, welcome.epoch) == (rank, 3, 1), wait.error
             assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
-        # Everybody is in the new world, and hears of its failures.
+        # All ranks are in the new world group, and hear of its failures.
         for member in (members[0], members[2], job.members[-1]):
             member.attach(world_id(1), Communicator(), undialled)
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
@@ -62,7 +62,7 @@ def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
         lose(job, 1, again=True)
         new = Waits(job.again(1).join, facts(3), soon())
         eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
-        members[0].report("Aborted", "of the old epoch", [0])  # the world has its verdict, but not other groups
+        members[0].report("Aborted", "of the old epoch", [0])  # the world has its verdict, other groups do not
         waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
         assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]
 
@@ -119,7 +119,7 @@ def test_a_time_out_names_those_that_are_not_there():
         assert isinstance(first.error, errors.CollectiveTimeout)
         assert first.error.waiting_for == (1, 2, 3)
         assert "which was not started again or has not come to init() yet, rank 2" in str(first.error)
-        waiting = [Waits(members[rank].rejoin, facts(4), soon()) for rank in (0, 2, 3)]  # once more
+        waiting = [Waits(members[rank].rejoin, facts(4), soon()) for rank in (0, 2, 3)]  # a second attempt
         new = Waits(job.again(1).join, facts(4), soon())
         assert {wait.ended().result.epoch for wait in (new, *waiting)} == {1}
 
@@ -131,7 +131,7 @@ def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
         for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
             assert wait.ended().result.epoch == 1
         setting_up = Waits(members[0].ready, soon())
-        once_more = Waits(members[1].rejoin, facts(2), soon())  # a signal ended its set-up
+        once_more = Waits(members[1].rejoin, facts(2), soon())  # a signal had ended its set-up
         assert isinstance(setting_up.ended().error, errors.PeerLost)
         assert "gave up its set-up" in str(setting_up.error)
         both = Waits(members[0].rejoin, facts(2), soon())
@@ -203,7 +203,7 @@ def test_a_worker_comes_back_under_its_id():
 
 
 class Launcher:
-    """Its link to the hub, which it makes before it starts its ranks."""
+    """A launcher's link to the hub, which it makes before it starts its ranks."""
 
     def __init__(self, job, ranks):
         sock = links.connect(job.listener.getsockname(), soon())
@@ -286,7 +286,7 @@ def test_a_launcher_speaks_for_its_own_ranks_alone():
         there.hears()
         there.ended(0, "exit code 7")
         assert there.hears() is None
-        eventually(lambda: job.hub.over)  # it is cut off, and its own ranks have not come
+        eventually(lambda: job.hub.over)  # the link was closed, and the launcher's ranks had not joined
         assert job.hub.over.ranks == (2,)
 
 

@@ -1,4 +1,4 @@
-"""`mscomm run` with programs that know nothing of mscomm: output, exit status, signals, and nothing left behind."""
+"""`mscomm run` with programs that do not use mscomm: output, exit status, signals, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*args, timeout_s=60, env=None, **more):
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script that knows its rank as `rank`."""
+    """script(body) writes a script in which `rank` is the rank."""
 
     def write(body: str) -> Path:
         path = tmp_path / "script.py"
@@ -44,7 +44,7 @@ def script(tmp_path):
 
 
 def alive(pid: int) -> bool:
-    """Running, not ended and not a zombie."""
+    """Whether the process runs, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def alive(pid: int) -> bool:
 
 
 def ends(pid: int) -> None:
-    """What was killed may need a moment."""
+    """Check that the process ends; a killed one may need a moment."""
     until = time.monotonic() + 5
     while alive(pid):
         assert time.monotonic() < until, f"{pid} lives on"
@@ -60,7 +60,7 @@ def ends(pid: int) -> None:
 
 
 def appears(path: Path, timeout_s=10.0) -> str:
-    """The text of a file that another process writes."""
+    """Wait for a file that another process writes, and return its text."""
     end = time.monotonic() + timeout_s
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < end, f"{path} did not appear"
@@ -199,7 +199,7 @@ def test_signals_are_forwarded_to_all_ranks(script, tmp_path, number):
         f"def stop(*_):\n    print('stopping', rank)\n    sys.exit(0)\nsignal.signal({int(number)}, stop)\n"
         f"open(f'{tmp_path}/up{{rank}}', 'w').write('up')\nwhile True: time.sleep(1)"
     )
-    # These tests may themselves run under nohup, or in a shell's background.
+    # These tests may themselves run under nohup or in a shell's background, where some signals are ignored.
     command = ["env", f"--default-signal={number.name.removeprefix('SIG')}", *MSCOMM, "run", "-n", "2", script(body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for rank in range(2):
@@ -307,13 +307,13 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
 
 
 def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
-    """The job ended well, but what it wrote is lost: more than a pipe holds, less than makes the rank wait."""
+    """The job ended well, but its output is lost: more than a pipe holds, and too little to make the rank wait."""
     command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        said = process.stderr.read()  # to its end, and nothing of stdout
+        said = process.stderr.read()  # reads to the end, but reads nothing from stdout
         assert process.wait(30) == 1
         lost = int(re.search(r"mscomm run: (\d+) bytes of the ranks' output were dropped: nobody read stdout", said)[1])
-        # The last piece may have gone out in part.
+        # A part of the last piece may have been written.
         assert 600_000 <= len(process.stdout.read()) + lost < 600_000 + (16 << 10)
     assert f"{lost} bytes of output were dropped" in (tmp_path / "scheduler.log").read_text()
 

@@ -1,4 +1,4 @@
-"""A usual failure fits one screen and ends with cause and remedy, and docs/errors.md and README.md show it as it is."""
+"""A typical failure fits one screen and ends with cause and remedy; docs/errors.md and README.md show it as it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def documented(page: Path, name: str) -> str | None:
 
 
 def without_marks(screen: str) -> list[str]:
-    """Without the lines that underline a part of the one above, which Python's versions draw differently."""
+    """The lines without those that only underline the line above, which differ between Python versions."""
     return [line for line in screen.splitlines() if line.removeprefix("[0-3]").strip(" ^~")]
 
 

@@ -1,4 +1,4 @@
-"""Keys: which files are good for one, who shares them, and when a job needs one."""
+"""Keys: which files can hold a key, which jobs share one, and when a job needs one."""
 
 from __future__ import annotations
 

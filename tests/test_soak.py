@@ -1,4 +1,4 @@
-"""A hundred jobs of tests/soak.py, each with one fault, in a row."""
+"""Runs a hundred jobs of tests/soak.py in a row, each with one fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mscomm run --hosts` and `--hostfile`: the ranks of other hosts by a real sshd, here on loopback."""
+"""`mscomm run --hosts` and `--hostfile`: a real sshd, here on loopback, starts the ranks of the other hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(ranks, os.getcwd(), os.environ.get("MSCOMM_ALGO"))
 
 
 class Sshd:
-    """Its own keys, its own configuration, at a port of 127.0.0.2 that is not 22; nothing of the user's is read."""
+    """An sshd with its own keys and configuration, at a port of 127.0.0.2 that is not 22. It reads no user's files."""
 
     def __init__(self, folder: Path, port: int) -> None:
         program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
@@ -47,7 +47,7 @@ class Sshd:
             f"AuthorizedKeysFile {folder}/authorized_keys\nPermitRootLogin yes\nPasswordAuthentication no\n"
         )
         if os.getuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and the service that makes it may never have run
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it, and the service that makes it may never have run
         self._log = open(folder / "log", "wb")  # noqa: SIM115
         self.process = subprocess.Popen([program, "-D", "-e", "-f", folder / "config"], stderr=self._log)
         until = time.monotonic() + 10
@@ -79,7 +79,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture
 def start(sshd: Sshd, tmp_path: Path) -> Iterator:
-    """start(*args, **env): `mscomm run` in a folder of its own, whose ssh reaches the sshd."""
+    """start(*args, **env) starts `mscomm run` in its own folder, with an ssh that reaches this sshd."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(*args: object, **env: str) -> subprocess.Popen[str]:
@@ -145,14 +145,14 @@ def test_an_ssh_that_fails_is_shown_with_its_host(start, sshd, tmp_path, wrong):
 
 def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_path):
     (tmp_path / "script.py").write_text(GATHER)
-    elsewhere = tmp_path / "ssh"  # a host where this Python is not
+    elsewhere = tmp_path / "ssh"  # a host that does not have this Python
     elsewhere.write_text(f"#!/bin/sh\nexec {sshd.command()} 127.0.0.2 /nowhere/python\n")
     elsewhere.chmod(0o755)
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py", MSCOMM_SSH=str(elsewhere))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and re.search(r"127\.0\.0\.2: .*/nowhere/python: ", err), err
     assert "ssh ended with status 127. Every host needs mscomm for the same Python, " in err
-    # The script is read on each host: here one that is gone when the other host looks for it.
+    # Each host reads the script itself: here it is gone when the other host looks for it.
     body = "import os, time\nif os.environ['MSCOMM_RANK'] == '0': os.unlink('program')\nwhile True: time.sleep(1)\n"
     (tmp_path / "program").write_text(f"#!{sys.executable}\n{body}")
     (tmp_path / "program").chmod(0o755)
@@ -214,7 +214,7 @@ def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_for_the_launcher_ends_the_ranks_of_other_hosts(start, tmp_path, number):
-    """SIGKILL: only the end of ssh's connection tells the other host."""
+    """With SIGKILL, the other host learns of it only by the end of ssh's connection."""
     (tmp_path / "script.py").write_text(PIDS.format(""))
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py")
     pids = [int(appears(tmp_path / f"pid{rank}", 20)) for rank in range(2)]
@@ -239,7 +239,7 @@ def test_hosts_that_do_not_answer_are_given_up_together(monkeypatch):
             pipe.close()
 
 
-# -- which hosts, without any ssh
+# -- the list of hosts, without ssh
 
 
 @pytest.mark.parametrize(

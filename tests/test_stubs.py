@@ -1,5 +1,5 @@
-"""The types that editors see are true: _core.pyi against the compiled module, mypy --strict over the package, and the
-public names as a program sees them that imports the installed package."""
+"""The types that editors see are true: checks _core.pyi against the compiled module, the package with mypy --strict,
+and the public names as a program sees them when it imports the installed package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# What pybind11 adds to every class, and constructors that are not there: make_heap makes a Heap, start a Work.
+# Things that pybind11 adds to every class, and missing constructors: make_heap makes a Heap, start makes a Work.
 PYBIND11 = """
 mscomm\\._core\\.(Group|Heap|Peers|Runtime|Vendor|Work)
 mscomm\\._core\\.(Heap|Runtime|Vendor|Work)\\.__init__
@@ -40,7 +40,7 @@ def functions() -> dict[str, ast.FunctionDef]:
 
 
 def parameters(signature: str) -> tuple[int, list[str]]:
-    """How many positional parameters, and the names of those by keyword, in a signature as pybind11 documents it."""
+    """The number of positional parameters and the names of the keyword parameters in a signature by pybind11."""
     inside = signature[signature.index("(") + 1 : signature.rindex(") ->")]
     while re.search(r"\[[^\[\]]*\]", inside):
         inside = re.sub(r"\[[^\[\]]*\]", "", inside)
@@ -53,7 +53,7 @@ def parameters(signature: str) -> tuple[int, list[str]]:
 def test_the_stub_has_what_the_core_has_and_nothing_else(tmp_path):
     package = tmp_path / "mscomm"
     package.mkdir()
-    (package / "__init__.pyi").touch()  # alone, so that an error elsewhere in the package is not this test's
+    (package / "__init__.pyi").touch()  # only this file, so that this test does not fail for errors elsewhere
     shutil.copy(STUB, package)
     (tmp_path / "allowed").write_text(PYBIND11)
     checked = subprocess.run(
@@ -73,7 +73,7 @@ def test_the_stub_has_the_parameters_of_the_core(name):
         value = getattr(value, part)
     arguments = functions()[name].args
     stub = len(arguments.posonlyargs + arguments.args), [argument.arg for argument in arguments.kwonlyargs]
-    # stubtest cannot ask a compiled function for its parameters; the first line of its docstring says them.
+    # stubtest cannot read the parameters of a compiled function, but the first line of its docstring lists them.
     assert parameters(value.__doc__.splitlines()[0]) == stub
 
 
@@ -84,7 +84,7 @@ def test_the_package_passes_mypy_strict():
 
 
 def typed_names() -> set[str]:
-    """What mscomm/__init__.py imports for type checkers alone."""
+    """The names that mscomm/__init__.py imports only for type checkers."""
     tree = ast.parse((ROOT / "python/mscomm/__init__.py").read_text())
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]

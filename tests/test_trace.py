@@ -1,4 +1,4 @@
-"""mscomm trace: what it reads out of the ranks' records, made up and real, whole and damaged."""
+"""mscomm trace: what it reads from the ranks' records, which are made up or real, complete or damaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leave(folder: Path, rank: int, calls: list[dict[str, Any]], cause: str = "ra
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """Rank 2 is late in call 1 by 100 ms, and is still in call 2 while the others wait in call 3; rank 1 is silent."""
+    """Rank 2 is 100 ms late in call 1, and is still in call 2 while rank 0 waits in call 3; rank 1 left no record."""
     leave(tmp_path, 0, [call(1, 0.0), call(2, 0.2), call(3, 0.3, state="failed", line="train.py:9")])
     leave(tmp_path, 2, [call(1, 0.1, line="train.py:7"), call(2, 0.201, 0.0, "inside", line="train.py:8")])
     return tmp_path

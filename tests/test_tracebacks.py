@@ -1,4 +1,4 @@
-"""What a failed job shows: each traceback once, without mscomm's own frames, and the cause in the last line."""
+"""The output of a failed job: each traceback once, without mscomm's own frames, and the cause in the last line."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_a_rank_shows_and_goes_on_is_not_lost_or_taken_for_its_end(script):
     done = run("-n", 2, script(body))
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("mscomm run: rank 1 failed first: exit code 7")
-    for rank in range(2):  # their texts differ, so both are there, whole and before what came two seconds later
+    for rank in range(2):  # their texts differ, so both are shown, complete and before later output
         mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
         assert mine[0] == "Traceback (most recent call last):"
         assert mine[-3:] == ["ZeroDivisionError: division by zero", f"after {rank}", f"later {rank}"]
@@ -150,7 +150,7 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
         "    print('hook', [f.name for f in traceback.extract_tb(trace)], error.__cause__)\n"
         "sys.excepthook = hook\nmscomm.all_reduce(np.array(['a']))"
     )
-    # Set after init(): it replaces ours. Set before: ours goes on to it.
+    # A hook that is set after init() replaces ours. One that was set before is called by ours.
     after = run("-n", 1, script(body))
     assert "[0] hook ['<module>', 'all_reduce'" in after.stdout
     path = script("")
@@ -166,7 +166,7 @@ def test_ctrl_c_is_one_line_that_tells_where_the_ranks_were(script, tmp_path, ti
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     for rank in range(4):
         appears(tmp_path / f"up{rank}")
-    time.sleep(0.3)  # until they are in their calls
+    time.sleep(0.3)  # until the ranks are in their calls
     for _ in range(times):
         process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=20)[1]
@@ -227,7 +227,7 @@ def test_the_last_exception_of_a_chain_counts():
     ],
 )
 def test_an_exception_that_did_not_end_the_program_does_not_count(first):
-    """A second Ctrl-C comes while the rank still ends by the first."""
+    """A second Ctrl-C may come while the rank is still ending from the first."""
     end = ["Traceback (most recent call last):", '  File "/a/train.py", line 9, in <module>', "KeyboardInterrupt"]
     other = [first, end[0], '  File "/a/other.py", line 1, in f', "    wait()", "KeyboardInterrupt: ", ""]
     between = ["Original exception was:"] if first.startswith("Error") else []

@@ -1,4 +1,4 @@
-"""Model.train on real ranks, for each library that it knows: results, what is printed, errors, and resuming."""
+"""Model.train on real ranks, for each library that it supports: results, output, errors, and resuming."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mscomm.train import (
     TimeMonitor,
 )
 
-ROWS, COLUMNS, BATCHES = 8, 3, 6  # rows of all ranks' batches together
+ROWS, COLUMNS, BATCHES = 8, 3, 6  # rows: of all ranks' batches together
 
 
 def data_parallel(**options: Any) -> None:
@@ -49,7 +49,7 @@ def data_parallel(**options: Any) -> None:
 
 
 class Batches:
-    """This rank's part of each batch, as dataset pipelines give it: tuples of NumPy arrays."""
+    """This rank's part of each batch, in the form that dataset pipelines give: tuples of NumPy arrays."""
 
     def __init__(self, rank: int = 0, size: int = 1, number: int = BATCHES) -> None:
         rng = np.random.default_rng(0)
@@ -138,7 +138,7 @@ def printed() -> Any:
 
 
 class Losses(mscomm.Callback):
-    """Keeps what it was told."""
+    """Keeps the losses that it was given."""
 
     def __init__(self) -> None:
         self.mean: list[Any] = []
@@ -163,7 +163,7 @@ def shared_folder(rank: int) -> Any:
 
 @contextlib.contextmanager
 def stderr() -> Any:
-    """What goes to file descriptor 2 meanwhile."""
+    """Captures what goes to file descriptor 2 in the meantime."""
     sys.stderr.flush()
     kept, told = os.dup(2), []
     with tempfile.TemporaryFile() as file:
@@ -182,7 +182,7 @@ def stderr() -> Any:
 
 def test_every_library_is_tried():
     tried = {name.partition(",")[0] for name in LINES}
-    assert set(arrays.LIBRARIES.values()) == tried | {"cupy"}  # a GPU's: see test_device_train.py
+    assert set(arrays.LIBRARIES.values()) == tried | {"cupy"}  # needs a GPU: see test_device_train.py
 
 
 def if_here(library: str) -> Any:
@@ -342,7 +342,7 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
             assert model.resume(file) == (1, 5)
         assert len(told) == rank and all("rank 1 goes on from what rank 0 wrote" in line for line in told)
         by_the_clock = mscomm.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=[1e-9, 1e9][rank])
-        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # rank 0's
+        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # rank 0 decides
         assert len(list(own.glob("clock-*"))) == 5
         mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
         with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
@@ -368,7 +368,7 @@ def test_one_flipped_bit_in_one_ranks_momentum(rank, group):
         for name, x in weights().items():
             assert (bits(x) == bits(weights_again()[name])).all()
 
-        as_earlier_versions_wrote(newest)  # no checksum: what differs is seen when the ranks compare
+        as_earlier_versions_wrote(newest)  # without a checksum, only the comparison between ranks finds the difference
         damaged, _ = numpy_line()
         assert damaged.resume(own) == (1, 6)
         with pytest.raises(ValueError, match=r"ranks 0 and 1 .* different optimizer states, of \['velocities'\]\[0\]"):
@@ -380,7 +380,7 @@ def test_one_flipped_bit_in_one_ranks_momentum(rank, group):
 
 
 def flip_in_momentum(path: Path) -> None:
-    """One bit of the first array of the optimizer's state, in the file."""
+    """Flip one bit of the first array of the optimizer's state in the file."""
     content = bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
     begin, _ = json.loads(content[8 : 8 + length])["mscomm.state.0"]["data_offsets"]
@@ -389,7 +389,7 @@ def flip_in_momentum(path: Path) -> None:
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Without a checksum, and without the names of the training; whether it is damaged or not."""
+    """Rewrite the file without a checksum and without the names of the training, even if it is damaged."""
     import safetensors.numpy
 
     with safetensors.safe_open(path, "np") as file:
@@ -402,7 +402,7 @@ class RankOneDies(mscomm.Callback):
     def step_end(self, run_context: Any) -> None:
         if run_context.original_args().cur_step_num != 4:
             return
-        everybody_is_here()  # nobody is still in the calls of this step
+        everybody_is_here()  # no rank is still in the calls of this step
         if mscomm.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -566,7 +566,7 @@ def test_the_bar_is_rank_0s(rank, group):
     line = r"epoch {} {}/6 loss \d+\.\d{{4}}  \d+ images/s  \d+ % communication\n"
     assert re.fullmatch(line.format("2/2", 6), shown) if rank == 0 else shown == ""
 
-    # Where a training takes longer there are lines between, and no control characters.
+    # A longer training prints more lines, without control characters.
     with mock.patch("mscomm.train.monitors._EVERY_S", 0.0):
         numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
     lines = "".join(line.format(f"{1 + i // 6}/2", 1 + i % 6) for i in range(12))
@@ -662,7 +662,7 @@ def test_what_pytorch_wants(rank, group, library):
     assert (mscomm.all_gather(frozen[None]) == frozen).all() and net.training
     flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     assert (mscomm.all_gather(flat[None]) == flat).all()
-    net(torch.ones(2, 4)).sum().backward()  # nothing of the training is left at the parameters
+    net(torch.ones(2, 4)).sum().backward()  # the training has left no hooks on the parameters
     net(torch.ones(2, 4)).sum().backward()
     model.train(1, batches)
 
@@ -686,13 +686,13 @@ STEPS_AN_EPOCH, EPOCHS = 7, 4
 
 
 def pipeline(rank: int) -> Any:
-    """A shuffled one, which knows its place."""
+    """A shuffled dataset, which can report and resume its position."""
     rows = [(x[i], y[i]) for x, y in Batches(number=STEPS_AN_EPOCH).all for i in range(ROWS)]
     return dataset.GeneratorDataset(rows, ["x", "y"], num_shards=2, shard_id=rank).shuffle(10).batch(ROWS // 2)
 
 
 class Noisy(Line):
-    """Draws from the generators that programs share."""
+    """Draws from the global generators of NumPy and Python."""
 
     def loss_and_gradients(self, x: Any, y: Any) -> Any:
         return super().loss_and_gradients(
@@ -742,14 +742,14 @@ TRAININGS = {"numpy": numpy_training, "torch": torch_training}
 
 
 class Slow(mscomm.Callback):
-    """So that it is killed somewhere after that step, and not after the last."""
+    """Slows the training, so that it is killed soon after that step, and not after the last."""
 
     def step_end(self, run_context: Any) -> None:
         time.sleep(0.05 if run_context.original_args().cur_step_num < 20 else 120)
 
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:
-    """A script that goes on where it was, if it was."""
+    """A script that resumes if there is a checkpoint."""
     model, data, weights, schedules = TRAININGS[library](mscomm.get_rank())
     began = model.resume(folder)
     print(f"begins after {began}", flush=True)
@@ -820,7 +820,7 @@ model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.Checkpoi
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Any:
-    """A disk of one page, which can be made larger; None where that needs rights that this process has not."""
+    """A disk of one page, which can be made larger; None if this process has no right to mount one."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], capture_output=True).returncode:
         yield None
@@ -856,11 +856,11 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         assert files(0) == ["line-1_4.safetensors", "line_1-1_4.safetensors", "line_1-1_6.safetensors"]
         assert files(1) == ["line-1_4.safetensors", "line-1_6.safetensors"]
         assert (tmp_path / "0/line-1_4.safetensors").read_bytes() == before
-        # The series have other names, but are one training: the newest is lost on rank 0, and both go on from 1_4.
+        # The series have different names, but are one training: rank 0 has lost the newest, and both resume from 1_4.
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
-        # What is left of two trainings does not fit together, though the names do.
+        # The files that are left belong to two trainings and do not fit together, although their names do.
         (tmp_path / "0/line_1-1_4.safetensors").unlink()
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("mixed")

@@ -1,4 +1,4 @@
-"""Two jobs that were given the same port: their ranks never make one job, and each process says what is wrong."""
+"""Two jobs with the same port: their ranks never form one job, and each process says what is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(mscomm.all_gather_object(sys.argv[1]))
 
 
 class Jobs:
-    """start(job, role, **env): one process of an MS_* job of two workers, all at one port of loopback."""
+    """start(job, role, **env) starts one process of an MS_* job of two workers; all use one port of loopback."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self._env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
@@ -58,7 +58,7 @@ def jobs(port: int, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def test_workers_of_two_jobs_never_make_one(jobs: Jobs, tmp_path: Path) -> None:
-    """Whichever come first fill the first scheduler's job; then the second one finds its port taken."""
+    """The workers that come first fill the first scheduler's job; then the second scheduler finds its port taken."""
     first = jobs.start("A", "SCHED")
     assert first.stdout and "waiting" in first.stdout.readline()
     workers = [jobs.start(job, "WORKER", GO=str(tmp_path / "go")) for job in "ABAB"]

@@ -66,7 +66,7 @@ def test_a_random_operation_called_by_itself_draws_anew_each_time(operation):
 
 
 def bilinear(x: np.ndarray, n: int, axis: int) -> np.ndarray:
-    """x with n pixels along axis: a triangle over the neighbours, as wide as a new pixel where that is the wider."""
+    """x resized to n pixels along axis. The weights are a triangle, as wide as the larger of old and new pixels."""
     old = x.shape[axis]
     scale = old / n
     centres = (np.arange(n)[:, None] + 0.5) * scale
@@ -122,7 +122,7 @@ def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
         vision.Resize(3)(image(4, 4))
-    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # which NumPy does
+    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # NumPy does this one
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Long waits cost no CPU, whatever the ranks wait at and by whatever they are joined."""
+"""Long waits cost no CPU time, whatever call the ranks wait in and however they are linked."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WAYS = {  # MSCOMM_ALGO, and MSCOMM_HOST_ID by rank
 
 
 def cpu_s() -> float:
-    """Of all threads of the process."""
+    """The CPU seconds of all threads of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def waits_idle(rank, call):
-    """Seven ranks call, the eighth comes WAIT_S later."""
+    """Seven ranks make the call; the eighth comes WAIT_S later. Checks that the others use no CPU meanwhile."""
     mscomm.barrier()
     everybody_is_here()
     if rank == 7:
@@ -76,7 +76,7 @@ def test_seven_ranks_wait_for_the_eighth_to_create_a_group(rank, group):
 @pytest.mark.parametrize("host", [["a", "b"]], ids=["two hosts"])
 @ranks(2, env={"MSCOMM_HOST_ID": "{host}", "MS_NODE_TIMEOUT": "1"})
 def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, host):
-    x = np.full(8 << 20, rank, np.float32)  # more than the sockets hold, so that the window of the link is closed
+    x = np.full(8 << 20, rank, np.float32)  # more than the sockets hold, so that the TCP window closes
     if rank == 1:
         time.sleep(4)
     assert (mscomm.broadcast(x) == 0).all()
@@ -85,7 +85,7 @@ def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
 @ranks(2)
 def test_ranks_on_one_cpu_part_and_keep_their_affinity(rank, group):
-    """Both are put on one CPU, and may leave it: the higher one does."""
+    """Both ranks run on one CPU and are allowed others: the higher rank moves to another."""
     core = resolve(None).core
     mask = os.sched_getaffinity(0)
     x = np.ones(2, np.float32)

@@ -1,6 +1,6 @@
-"""The installed package is whole, and runs on other machines than the one that built it.
+"""The installed package is complete, and runs on machines other than the one that built it.
 
-`make wheel` and cibuildwheel run this from an empty directory, in an environment that holds the wheel and pytest alone.
+`make wheel` and cibuildwheel run this from an empty directory, in an environment with only the wheel and pytest.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PACKAGE = Path(mscomm.__file__).parent
 HELPER = PACKAGE / "bootstrap/pmix_helper"
 GLIBC_FLOOR = (2, 28)
 
-# The C library (of which some parts are files of their own before glibc 2.34), its loader, and the compiler's runtime.
+# The C library (before glibc 2.34, some of its parts are separate files), its loader, and the compiler's runtime.
 SYSTEM_LIBRARIES = r"(ld-linux-.*|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s))\.so\.\d+"
 
-# What a build against a newer glibc binds to by a newer name, though one against 2.28 needs no more than 2.28 has:
-# functions that moved into libc in 2.34, those that were inline before 2.33, the C23 names of strtol, mathematics of a
-# new version, and what libstdc++ and libgcc ask for themselves.
+# Symbols that get a newer version in a build against a newer glibc, although a build against 2.28 needs only what 2.28
+# has: functions that moved into libc in 2.34, functions that were inline before 2.33, the C23 names of strtol, math
+# functions with new versions, and symbols that libstdc++ and libgcc need themselves.
 OLD_UNDER_A_NEW_NAME = (
     r"__libc_start_main|__libc_single_threaded|_dl_find_object|pthread_\w+|sem_\w+|dl(open|sym|close|error|addr|info)"
     r"|shm_open|shm_unlink|(timer|aio|mq)_\w+|__isoc23_\w+|f?l?stat(64|at)?|mknod(at)?|exp2?f?|log2?f?|powf?|fmod"
