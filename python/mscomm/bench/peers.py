@@ -54,7 +54,9 @@ def lacks(peer: str, collective: str) -> bool:
 
 
 class Peer(NamedTuple):
-    """One row. `check` raises Missing; all ranks call `start` after init, which may raise Unfit on some of them."""
+    """One row. `check` raises Missing. All ranks call `start` after init; it raises Unfit on at least one rank if the
+    peer cannot do what is asked.
+    """
 
     check: Callable[[Path | None], object]
     start: Callable[[Case, Path | None], Contender]

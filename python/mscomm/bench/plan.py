@@ -58,8 +58,8 @@ class Plan(NamedTuple):
     def calls(self, us: float) -> tuple[int, int]:
         """The warm-up calls and the timed calls of a contender in one round, if a call takes that long.
 
-        The warm-up must outlast the effects of the previous contender, such as its data in the caches or ranks that
-        share a CPU.
+        A round must outlast the effects of the previous contender, such as its data in the caches or ranks that share a
+        CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations

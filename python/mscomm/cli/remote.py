@@ -37,7 +37,7 @@ from mscomm.cluster.judge import Verdict
 from mscomm.errors import BackendUnavailable, Error
 
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # prefixes of the variables' names
-_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # variables that each host has its own of
+_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # not handed over: they belong to one host
 _ENDS_S = 10.0  # for a launcher to end after its stdin has ended: its ranks get SIGTERM, and SIGKILL after 7 s
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 20

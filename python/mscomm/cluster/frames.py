@@ -1,4 +1,4 @@
-"""Control frames: a u32 length and a msgpack map. Everything that a peer sends is checked before it is used."""
+"""Control frames: a u32 length and a msgpack map. Everything that the other end sends is checked before it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def encode(message: Message, limit: int) -> bytes:
-    """The frame that carries the message; Error if the other end would refuse its length."""
+    """The message as a control frame; Error if it is longer than the other end accepts."""
     body: bytes = msgpack.packb(message, use_bin_type=True)
     if len(body) > limit:
         raise Error(f"control frame {message.get('t')!r} has {len(body)} bytes, the limit is {limit}")
@@ -29,8 +29,8 @@ def encode(message: Message, limit: int) -> bytes:
 
 
 class Parser:
-    """Cuts a stream into messages. It raises Error for a frame that is over the limit, or that is not a msgpack map
-    with a string under "t".
+    """Cuts a stream into control frames and decodes them. It raises Error for a frame that is over the limit, or that
+    is not a msgpack map with a string under "t".
     """
 
     def __init__(self, limit: int) -> None:
@@ -70,7 +70,7 @@ class Frames:
         self.sock = sock
         self._parser = Parser(limit)
         self._send_limit = send_limit
-        self._held: list[Message] = []  # messages that have come and that receive() has not returned yet
+        self._held: list[Message] = []  # frames that have come and that receive() has not returned yet
         self._sending = threading.Lock()  # held for a whole frame, so that two senders' frames do not mix
 
     def send(self, message: Message, deadline: Deadline) -> None:
@@ -84,7 +84,7 @@ class Frames:
                     wait(self.sock, select.POLLOUT, deadline)
 
     def receive(self, deadline: Deadline) -> Message | None:
-        """The next message, or None when the other end has closed. An Error closes the link."""
+        """The next frame, or None when the other end has closed. An Error closes the link."""
         while not self._held:
             messages = self.arrived()
             if messages is None:
@@ -95,7 +95,7 @@ class Frames:
         return self._held.pop(0)
 
     def arrived(self) -> list[Message] | None:
-        """The messages that have come, without waiting; None if the other end has closed. An Error closes the link."""
+        """The frames that have come, without waiting; None if the other end has closed. An Error closes the link."""
         try:
             received = self.sock.recv(64 << 10)
         except BlockingIOError:

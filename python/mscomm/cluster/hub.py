@@ -67,7 +67,7 @@ class _Launcher(Line):
 
 
 class Hub:
-    """The scheduler of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
+    """The hub of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
     `ranks_known`: members name their rank when they join; otherwise the hub assigns ranks (plan.assign_ranks).
     `watched`: a launcher calls process_ended for each rank. `restarts`: lost ranks may be restarted; a launcher that
@@ -433,7 +433,7 @@ class Hub:
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
 
     def _handle(self, link: Link, message: Message) -> None:
-        """Handle one message from a rank. An Error ends the rank's link."""
+        """Handle one control frame from a rank. An Error ends the rank's link."""
         kind = message["t"]
         if kind == "join":
             self._join(link, message)
@@ -504,7 +504,7 @@ class Hub:
         self._answer(answers)
 
     def _meeting(self, link: Link, message: Message) -> tuple[str, str, list[int]]:
-        """The key, the name and the ranks of the meeting that the message is about."""
+        """The key, the name and the ranks of the meeting that the control frame is about."""
         key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
         known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
         if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
@@ -530,7 +530,7 @@ class Hub:
         to, name = _field(message, "to", int), _field(message, "group", str)
         group = self._groups.get(name)
         if group is None or to not in group.ranks or link.number not in group.ranks:
-            return  # the message is from an earlier epoch
+            return  # the frame is from an earlier epoch
         if to in group.closed:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
             group.judge.failed(link.number, "PeerLost", [to], text, -1, self._members(group), time.monotonic())
@@ -735,7 +735,7 @@ class Hub:
             self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
 
     def _handle_launcher(self, launcher: _Launcher, message: Message) -> None:
-        """Handle one message from another host's launcher about its ranks."""
+        """Handle one control frame from another host's launcher about its ranks."""
         kind = message["t"]
         if kind == "attend":
             ranks = range(_field(message, "first", int), _field(message, "end", int))

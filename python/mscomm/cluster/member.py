@@ -243,7 +243,7 @@ class Member:
             dialled(rank, address)
 
     def detach(self, group: str) -> None:
-        """This rank has destroyed the group."""
+        """This rank's part in the group has ended."""
         with self._news:
             communicator = self._communicators.pop(group, None)
             for table in (self._dialled, self._early, self._verdicts):
@@ -341,7 +341,7 @@ class Member:
             self.close()
 
     def close(self) -> None:
-        """Close the link without a message. The hub takes this rank for lost, unless it has said bye."""
+        """Close the link at once. The hub takes this rank for lost, unless it has said bye."""
         with contextlib.suppress(OSError):  # the other end closed first
             self._frames.sock.shutdown(
                 socket.SHUT_RDWR
@@ -503,7 +503,7 @@ class Member:
             ) from error
         except OSError as error:
             if self._reader.is_alive():
-                self._reader.join(deadline.within(SETTLE_S).left())  # it first reads the hub's last messages
+                self._reader.join(deadline.within(SETTLE_S).left())  # it first reads the hub's last frames
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
     def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:

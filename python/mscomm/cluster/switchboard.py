@@ -1,5 +1,5 @@
-"""Many control links in one selector loop. It reads whole messages, queues what it sends up to a bound, and never waits
-for any one peer.
+"""Many control links in one selector loop. It reads whole control frames, queues what it sends up to a bound, and never
+waits for a single link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ L = TypeVar("L", bound=Line)
 
 
 class Switchboard(Generic[L]):
-    """Calls `message(line, message)` for each message, and `ended(line, how)` once when a line ends.
+    """Calls `message(line, message)` for each control frame, and `ended(line, how)` once when a line ends.
 
     `how` is "" if the other end closed the line or ended.
     """
@@ -82,7 +82,7 @@ class Switchboard(Generic[L]):
             self._read(line)
 
     def _read(self, line: L) -> bool:
-        """Read once and handle the messages. Returns False if there was nothing to read or the line has ended."""
+        """Read once and handle the frames. Returns False if there was nothing to read or the line has ended."""
         try:
             received = line.sock.recv(64 << 10)
         except BlockingIOError:
@@ -115,7 +115,7 @@ class Switchboard(Generic[L]):
         except BlockingIOError:
             pass  # the rest is sent when the selector reports room
         except OSError:
-            line.unsent.clear()  # _read() will see the end of the line, after the peer's last messages
+            line.unsent.clear()  # _read() will see the end of the line, after the other end's last frames
         key = self._selector.get_key(line.sock)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
         if key.events != events:
