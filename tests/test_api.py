@@ -790,7 +790,7 @@ def test_out_is_not_looked_at_where_there_is_no_result(rank, group):
     assert mscomm.gather(np.ones(2), out=out) is (out if rank == 0 else None)
 
 
-# --- beside the caller ----------------------------------------------------------------------------------------------
+# --- async calls ----------------------------------------------------------------------------------------------------
 
 
 @ranks(3)

@@ -409,7 +409,7 @@ def test_under_mpirun_it_takes_the_ranks_that_are_there(openmpi: Path) -> None:
     assert "-n 2, but PMIx started 3 ranks" in done.stderr
 
 
-# -- beside peers
+# -- compared with peers
 
 
 def mpich_prefix() -> list[str]:

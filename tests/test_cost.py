@@ -16,8 +16,8 @@ import pytest
 from fakes.build import build
 
 # CPython 3.11 with the present core takes 5,500 instructions, 1,500 of them in the core; the general way, for arrays
-# that are not plain, takes 40,000. On a device they take 9,300, including the watching thread's, and 112,000. Other
-# builds of Python take more or less.
+# that are not plain, takes 40,000. On a device, the short way takes 9,300, including the watching thread's, and the
+# general way takes 112,000. Other builds of Python take more or less.
 CALLS = (1000, 11_000)
 BODIES = {
     "cpu": (

@@ -316,7 +316,7 @@ def test_sendrecv_of_other_shapes_dtypes_and_strides(rank, group):
     assert got.tolist() == ([1, 1, 1] if rank == 0 else [[0], [2], [1], [3]])
 
 
-# --- beside other things --------------------------------------------------------------------------------------------
+# --- during other calls ---------------------------------------------------------------------------------------------
 
 
 @links(2)

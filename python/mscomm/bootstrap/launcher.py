@@ -90,7 +90,7 @@ def _adopt(fd: int, name: str) -> socket.socket:
     except OSError as error:
         raise BackendUnavailable(f"mscomm run: {name}={fd}: {error.strerror}; {advice}") from error
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
-        sock.detach()  # somebody else's socket: leave it as it is
+        sock.detach()  # it is not our socket: leave it open
         raise BackendUnavailable(f"mscomm run: {name}={fd} is not a unix stream socket; {advice}")
     require_same_user(sock)
     return sock

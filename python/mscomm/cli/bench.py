@@ -1,4 +1,4 @@
-"""`mscomm bench`: measure a collective, alone or beside gloo and MPI, with nccl-tests' flags and columns."""
+"""`mscomm bench`: measures a collective, alone or next to gloo and MPI, with nccl-tests' flags and columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mscomm sched`: the scheduler alone, as MS_ROLE=MS_SCHED makes of a training script."""
+"""`mscomm sched`: runs just the scheduler, as a training script with MS_ROLE=MS_SCHED does."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _call(entry: Any, record: dict[str, Any]) -> Call:
     return Call(group, entry["number"], entry["call"], entry["state"], entry["began"], entry["took"], line)
 
 
-# -- who waited for whom -----------------------------------------------------------------------------------------------
+# -- which rank waited for which ---------------------------------------------------------------------------------------
 
 
 def report(records: list[Record], top: int) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""The control plane: who belongs to the job, who failed first, and the connections that the data then uses."""
+"""The control plane: which ranks belong to the job, which failed first, and the connections for the data."""

@@ -172,8 +172,7 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        This alone decides nothing before the link has ended. But a rank that fails after its bye has failed: that gives
-        the verdict at once.
+        This alone decides nothing before the link has ended, except that a bad end after bye gives the verdict at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
