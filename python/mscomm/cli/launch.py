@@ -33,7 +33,7 @@ FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
 _LOOK_S = 0.05  # how often to look for ranks that ended, if no SIGCHLD can tell us
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
-KILL_AT_SIGNAL = 3  # the third Ctrl-C kills the ranks at once
+KILL_AT_SIGNAL = 3  # the third signal, such as Ctrl-C, kills the ranks at once
 
 
 _PR_SET_PDEATHSIG = 1

@@ -116,7 +116,7 @@ class Hub:
         self._attended: set[int] = set()  # ranks whose launcher, on another host, has connected
         self._absent: dict[int, str] = {}  # ranks that ended before any rank had joined, and how
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks whose process ended with status 0 after bye
+        self._ended_well: set[int] = set()  # ranks whose process ended with status 0, after bye if it had joined
         self._ended_badly: dict[int, str] = {}  # ranks whose process ended in any other way and is not restarted
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self._over: Verdict | None = None

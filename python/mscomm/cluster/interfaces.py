@@ -51,7 +51,7 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 
 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
-    """This host's address for other hosts, before there is a scheduler, the route to which would tell it.
+    """This host's address for other hosts, while there is no scheduler yet to which a route could be looked up.
 
     It is the chosen interface's address; else the address from which packets for other networks leave; else the address
     of the only interface that is not loopback.

@@ -29,7 +29,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 SETTLE_S = 2.0  # how long a rank that failed waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # at most so many groups in one bye; for the others the hub takes the rank to be behind
+_NUMBERS = 500  # groups in one bye, at most; in any other group, the hub takes the rank to be behind
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # host or network down
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that failed (-1: no call)
