@@ -24,7 +24,7 @@ import numpy as np
 import mscomm
 from mscomm import accelerators
 from mscomm.arrays.cupy import memory
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 ROUNDS = 11
 MIB = 1 << 20

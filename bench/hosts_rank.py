@@ -26,7 +26,7 @@ from mscomm.bench.contenders import Contender, Local, ourselves
 from mscomm.bench.peers import GLOO_INTERFACES, PEERS
 from mscomm.bench.plan import Plan
 from mscomm.bench.table import Buffers, Case, times_ns
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 WIRE = "wire"
 GLOO_PORT, WIRE_PORT = 29500, 29501  # the hosts are new, so the ports are free

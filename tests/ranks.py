@@ -226,9 +226,9 @@ def everybody_is_here() -> None:
 
 def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
     """In another thread, call then() when this rank is in the group's call of that number, or in a later one."""
-    from mscomm import groups
+    from mscomm.job import resolve
 
-    core = groups.resolve(group).core
+    core = resolve(group).core
 
     def watch() -> None:
         while not ((where := core.where())[0] >= number and where[1]):

@@ -25,8 +25,9 @@ import pytest
 from ranks import everybody_is_here, ranks
 
 import mscomm
-from mscomm import _core, collectives, groups
+from mscomm import _core, collectives
 from mscomm.group import Call
+from mscomm.job import CPU_NAMES, WORLD_NAMES, resolve
 
 
 def many(x: Any, *, out: Any = None, **options: Any) -> Any:
@@ -47,7 +48,7 @@ def each(table: dict[str, Any]) -> Any:
 def alone():
     """A job of one."""
     mscomm.init()
-    yield groups.resolve(None)
+    yield resolve(None)
     mscomm.release()
 
 
@@ -304,7 +305,7 @@ def test_what_is_no_group_is_refused(unharmed, function, group):
         function(np.ones(2), group=group)
 
 
-@pytest.mark.parametrize("name", [None, *groups.WORLD_NAMES])
+@pytest.mark.parametrize("name", [None, *WORLD_NAMES])
 def test_the_world_has_its_name_of_every_backend(alone, name):
     assert mscomm.get_group_size(name) == 1
     mscomm.barrier(group=name)
@@ -374,7 +375,7 @@ def refused_calls() -> list[Any]:
 
 @ranks(2)
 def test_wrong_arguments_on_one_rank_break_nothing(rank, group):
-    world = groups.resolve(None)
+    world = resolve(None)
     if rank == 1:
         for wrong in refused_calls():
             with pytest.raises((TypeError, ValueError)):
@@ -431,9 +432,9 @@ def test_release_without_a_job_does_nothing():
 
 
 def test_init_again_with_the_same_backend_does_nothing(alone):
-    for name in (None, *groups.CPU_NAMES):
+    for name in (None, *CPU_NAMES):
         mscomm.init(name)
-    assert groups.resolve(None) is alone
+    assert resolve(None) is alone
 
 
 def test_init_again_with_another_backend_is_an_error(alone, monkeypatch):
@@ -528,7 +529,7 @@ def test_zeros_clears_memory_that_was_used_before(rank, group):
 
 @ranks(2)
 def test_a_view_keeps_shared_memory_alive(rank, group):
-    heap = groups.resolve(None).job.heap
+    heap = resolve(None).epoch.heap
     x = mscomm.zeros(1000)
     x[500] = rank + 1
     part = x[500:600].reshape(10, 10).T
@@ -542,14 +543,14 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
 
 @ranks(2)
 def test_shared_memory_is_given_back_with_the_last_array(rank, group):
-    heap = groups.resolve(None).job.heap
+    heap = resolve(None).epoch.heap
     before = heap.in_use()  # the memory that the group of all ranks itself uses
     arrays = [mscomm.empty(size) for size in (0, 1, 1000, 1 << 20)]
     assert heap.in_use() >= before + 4 * (1001 + (1 << 20))
     mscomm.all_reduce_many(arrays)
     results = [mscomm.all_reduce(x, out=mscomm.empty(x.shape)) for x in arrays]
     del arrays, results
-    groups.resolve(None).buckets.clear()  # the fused call keeps a bucket for the next call
+    resolve(None).buckets.clear()  # the fused call keeps a bucket for the next call
     gc.collect()
     assert heap.in_use() == before
 
@@ -589,7 +590,7 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
     x = mscomm.zeros(3)
     for call in (mscomm.barrier, mscomm.get_rank, lambda: mscomm.all_reduce(x)):
         assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this process was forked from")
-    core = groups.resolve(None).core
+    core = resolve(None).core
     barrier = _core.collectives.index("barrier")
     call = Call(barrier).arguments(1.0, 0)
     assert in_a_forked_child(lambda: core.run(*call)).startswith("RuntimeError: mscomm:")
@@ -657,7 +658,7 @@ def test_two_threads_of_each_rank_may_call_at_once(rank, group):
     for thread in threads:
         thread.join()
     assert not wrong
-    assert groups.resolve(None).core.where()[0] == 2 * calls
+    assert resolve(None).core.where()[0] == 2 * calls
 
 
 EXITS = """

@@ -10,7 +10,7 @@ from ranks import ranks
 
 import mscomm
 from mscomm import _core
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 NONE = [""] * len(_core.collectives)
 

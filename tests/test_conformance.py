@@ -27,7 +27,7 @@ from ranks import ranks
 
 import mscomm
 from mscomm import _core
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 RANKS = (1, 2, 3, 5, 8)
 LARGE_BYTES = (1 << 20) + 4

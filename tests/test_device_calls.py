@@ -18,7 +18,7 @@ from functions import DTYPES, FUNCTIONS, SCANS, Array, How, bits, ops_of
 import mscomm
 from mscomm import _core
 from mscomm.communication import comm_func
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 SIZES = [1, 2, 3, 4]
 

@@ -20,8 +20,9 @@ from functions import DTYPES, bits
 from ranks import everybody_is_here
 
 import mscomm
-from mscomm import _core, arrays, groups
+from mscomm import _core, arrays
 from mscomm.arrays.numpy import CODES, dtype_code
+from mscomm.job import resolve
 
 WHAT = {name: code for code, name in enumerate(_core.collectives)}
 GENERAL = {"timeout": 60}  # with a timeout, a call goes the general way
@@ -48,7 +49,7 @@ def known(*given: Any) -> None:
 
 
 def reduced(x: Any, op: Any = "sum", out: Any = None) -> Any:
-    return groups.resolve(None).call_plain(WHAT["all_reduce"], x, op, -1, out)
+    return resolve(None).call_plain(WHAT["all_reduce"], x, op, -1, out)
 
 
 def all_reduce(x: Any, op: Any, out: Any, **more: Any) -> Any:
@@ -58,7 +59,7 @@ def all_reduce(x: Any, op: Any, out: Any, **more: Any) -> Any:
 @contextmanager
 def noted() -> Iterator[list[tuple[str, bool]]]:
     """Note which functions tried the short way, and whether it took the call."""
-    group, taken = groups.resolve(None), []
+    group, taken = resolve(None), []
     call = group.call_plain
 
     def call_plain(what: int, *given: Any) -> Any:
@@ -85,7 +86,7 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
 
 def records() -> list[dict[str, Any]]:
     """The records of the last two calls, once the watching thread has reported their end."""
-    core = groups.resolve(None).core
+    core = resolve(None).core
     while any(call["state"] == "inside" for call in core.calls(core.where()[0] - 2)):
         time.sleep(0.0005)
     return core.calls(core.where()[0] - 2)
@@ -137,7 +138,7 @@ def test_both_ways_give_the_same_and_leave_the_same_records(rank: int, group: No
             sums = "op" in options
             if sums and (
                 not _core.supports(code, _core.ops.index(options["op"]))
-                or groups.resolve(None).refuses(code, _core.ops.index(options["op"]))
+                or resolve(None).refuses(code, _core.ops.index(options["op"]))
             ):
                 continue
             for shape in shapes:
@@ -199,9 +200,9 @@ def test_what_is_not_plain_goes_the_general_way_with_its_results_and_errors(
     known(on_device(np.ones(1, np.float32)), on_device(np.ones(1, np.int32)), on_device(np.ones(1, np.complex64)))
     known(on_device(np.ones(1, np.uint16)))
     for name, case in wrong().items():
-        before = groups.resolve(None).core.where()[0]
+        before = resolve(None).core.where()[0]
         assert reduced(*case) is NotImplemented, name
-        assert groups.resolve(None).core.where()[0] == before, name
+        assert resolve(None).core.where()[0] == before, name
         outcomes = [outcome(lambda case=case, more=more: all_reduce(*case, **more)) for more in ({}, GENERAL)]
         if name in ("out strided", "the same memory"):  # the first call has changed x
             assert outcomes[0][:3] == outcomes[1][:3], name
@@ -213,7 +214,7 @@ def test_what_is_not_plain_goes_the_general_way_with_its_results_and_errors(
 @each_backend
 @devices(2)
 def test_parts_that_do_not_divide_or_come_where_others_go(rank: int, group: None, backend: str) -> None:
-    call = groups.resolve(None).call_plain
+    call = resolve(None).call_plain
     x = on_device(np.arange(6, dtype=np.float32))
     known(x)
     for case in (
@@ -231,7 +232,7 @@ def test_parts_that_do_not_divide_or_come_where_others_go(rank: int, group: None
     ):
         what, *given = case
         assert call(WHAT[what], *given) is NotImplemented, case
-    assert groups.resolve(None).core.where()[0] == 0
+    assert resolve(None).core.where()[0] == 0
     y = on_device(np.arange(2) + 10 * rank)
     assert (mscomm.all_to_all(y, out=y).to_numpy() == [rank, 10 + rank]).all()
     nothing = on_device(np.zeros((0, 3), np.float32))
@@ -298,7 +299,7 @@ def test_lines_that_are_to_be_noted_are_noted(rank: int, group: None) -> None:
     known(x)
     assert reduced(x) is NotImplemented
     mscomm.all_reduce(x)
-    assert groups.resolve(None)._lines == {1: f"{__file__}:{sys._getframe().f_lineno - 1}"}
+    assert resolve(None)._lines == {1: f"{__file__}:{sys._getframe().f_lineno - 1}"}
 
 
 @devices(1, init={"backend_name": "gloo"})
@@ -315,7 +316,7 @@ def test_a_broken_group_and_a_released_one_say_the_same(rank: int, group: None, 
     known(x)
     mscomm.all_reduce(x)
     everybody_is_here()
-    call = groups.resolve(None).call_plain
+    call = resolve(None).call_plain
     mscomm.abort("enough")
     for options in ({}, GENERAL):
         with pytest.raises(mscomm.Aborted, match="enough"):
@@ -370,10 +371,10 @@ def test_what_a_library_raises_passes_and_what_makes_no_sense_is_left(rank: int,
         raise KeyboardInterrupt
 
     for changed in ({"plain": interrupted}, {"empty": interrupted}, {"written": interrupted}):
-        number = groups.resolve(None).core.where()[0]
+        number = resolve(None).core.where()[0]
         with row(**changed), pytest.raises(KeyboardInterrupt):
             mscomm.all_reduce(x, out=x if "written" in changed else None)
-        assert groups.resolve(None).core.where()[0] == number + ("written" in changed)
+        assert resolve(None).core.where()[0] == number + ("written" in changed)
     told = library.plain(x)
     assert told is not None
     for i, other in (

@@ -199,7 +199,7 @@ def test_what_nobody_waited_for_is_raised_by_the_next_call(rank, group):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + RAISES_WITHIN_S
-    while mscomm.groups.resolve(None).core.failure() is None and time.monotonic() < until:
+    while mscomm.job.resolve(None).core.failure() is None and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(mscomm.PeerLost, match="rank 1 "):
         mscomm.barrier()
@@ -490,7 +490,7 @@ def _cannot_withdraw(rank, group):
     with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #2 .*rank 1"):
         mscomm.all_reduce(x, out=out, timeout=0.5)
     tell("rank 0 has given up")
-    heap = mscomm.groups.resolve(None).job.heap
+    heap = mscomm.job.resolve(None).epoch.heap
     assert heap.allocate(8) is None  # there is no shared memory left
     log = Path("/proc/self/fd/2").resolve()
     while "are still within reach" not in log.read_text():

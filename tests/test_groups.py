@@ -19,7 +19,7 @@ import pytest
 from ranks import Job, everybody_is_here, ranks, tell, until_told
 
 import mscomm
-from mscomm import groups as joined
+from mscomm import job
 
 
 def total(group, x=1.0):
@@ -373,7 +373,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
             if mscomm.broadcast(np.array([rank]), root=i % mine.size, group=mine)[0] != mine.ranks[i % mine.size]:
                 wrong.append((mine.name, i))
 
-    mine = [one for one in (*chains, mscomm.groups.resolve(None)) if one]
+    mine = [one for one in (*chains, mscomm.job.resolve(None)) if one]
     threads = [threading.Thread(target=use, args=(one, 40_000 // (place + 1))) for place, one in enumerate(mine)]
     for thread in threads:
         thread.start()
@@ -385,7 +385,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
 def in_use() -> dict[str, int]:
     """What this process holds: descriptors, maps of shared memory, threads, memory of mscomm.empty."""
     gc.collect()
-    heap = joined._here().job.heap
+    heap = job.default().epoch.heap
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "maps": sum("mscomm-heap" in line for line in Path("/proc/self/maps").read_text().splitlines()),
@@ -397,7 +397,7 @@ def in_use() -> dict[str, int]:
 @pytest.mark.parametrize(("algo", "number"), [("", 1000), ("direct", 200)])
 @ranks(2, timeout_s=200, env={"MSCOMM_ALGO": "{algo}"})
 def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
-    member = joined._here().member
+    member = job.default().member
     before = None
     for i in range(number):
         made = mscomm.create_group(f"number {i % 10}", [0, 1] if i % 3 else [1, 0])
@@ -413,7 +413,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
     after = in_use()
     # A peer may not yet have freed its part of the last group.
     assert all(after[what] <= before[what] for what in before), (before, after)
-    assert list(joined._here().groups) == ["world"]
+    assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
     assert [len(table) for table in tables] == [1, 1, 0, 0, 0, 0]
 
@@ -526,16 +526,16 @@ def test_a_rank_that_is_interrupted_in_create_group_ends_that_for_all_and_nothin
 @ranks(2)
 def test_a_rank_without_room_for_a_group_tells_the_others(rank, group):
     if rank == 0:
-        heap = joined._here().job.heap
+        heap = job.default().epoch.heap
 
         class Full:
             def reserve_control(self, ranks):
                 raise MemoryError("no room for a group's control memory in the shared heap")
 
-        joined._here().job.heap = Full()
+        job.default().epoch.heap = Full()
         with pytest.raises(MemoryError):
             mscomm.create_group("all", [0, 1])
-        joined._here().job.heap = heap
+        job.default().epoch.heap = heap
     else:
         with pytest.raises(mscomm.Aborted, match=r"rank 0: create_group\('all'\): MemoryError: no room"):
             mscomm.create_group("all", [0, 1])

@@ -10,7 +10,7 @@ import pytest
 from ranks import everybody_is_here, ranks, tell, until_told
 
 import mscomm
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 TWO = ["a", "a", "b", "b"]
 

@@ -17,7 +17,7 @@ from hosts import Host, Hosts
 from ranks import ranks
 
 from mscomm import _core
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ALLGATHER = EXAMPLES / "nccl_allgather.py"
@@ -29,9 +29,9 @@ WHERE = """
 import os, socket, sys
 import numpy as np
 import mscomm
-from mscomm.cluster.assemble import Job
+from mscomm.cluster.assemble import Epoch
 mine = set()
-connect = Job._connect
+connect = Epoch._connect
 def spy(*args):
     fds = connect(*args)
     for fd in fds:
@@ -39,7 +39,7 @@ def spy(*args):
             with socket.socket(fileno=os.dup(fd)) as link:
                 mine.update(link.getsockname()[:1] if link.family != socket.AF_UNIX else ())
     return fds
-Job._connect = spy
+Epoch._connect = spy
 mscomm.init()
 total = mscomm.all_reduce(np.ones(1000, np.float32))
 assert (total == mscomm.get_group_size()).all()

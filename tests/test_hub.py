@@ -14,8 +14,7 @@ from control import KEY, VERSION, WORLD, Communicator, Job, eventually, greeted,
 
 from mscomm import errors
 from mscomm.bootstrap import kvs, rendezvous
-from mscomm.cluster import hub as hub_module
-from mscomm.cluster import links
+from mscomm.cluster import hub_process, links
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames, encode
 from mscomm.cluster.links import CONTROL, Identity
@@ -213,7 +212,7 @@ def test_nonsense_on_a_control_link_loses_that_rank_only(nonsense):
 @pytest.mark.parametrize("topo_timeout_s", [5.0, float("inf")])
 def test_a_spawned_hub_serves_and_ends_by_itself(topo_timeout_s):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = hub_module.spawn(listener, 2, KEY, topo_timeout_s)
+        process = hub_process.spawn(listener, 2, KEY, topo_timeout_s)
         address = listener.getsockname()
     try:
         command = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
@@ -263,7 +262,7 @@ def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monk
         limits.append(topo_timeout_s)
         raise Spawned
 
-    monkeypatch.setattr(hub_module, "spawn", spawn)
+    monkeypatch.setattr(hub_process, "spawn", spawn)
     place, deadline = rendezvous.Place(0, 2, 0, one_host=True), Deadline(seconds)
     with pytest.raises(Spawned):
         kvs._open("mpirun", place, {}, deadline, False)
@@ -274,9 +273,9 @@ def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monk
 
 STARTER = """
 import os, socket, sys
-from mscomm.cluster import hub
+from mscomm.cluster import hub_process
 with socket.create_server(("127.0.0.1", 0)) as listener:
-    process = hub.spawn(listener, 2, bytes(range(32)), 600.0)
+    process = hub_process.spawn(listener, 2, bytes(range(32)), 600.0)
     print(process.pid, listener.getsockname()[1], flush=True)
 sys.stdin.read()
 """
@@ -300,13 +299,13 @@ def test_a_spawned_hub_ends_when_rank_0_does_and_says_so(streams):
 
 def test_the_next_spawn_reaps_the_last_hub():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        first = hub_module.spawn(listener, 1, KEY, 0.01)
+        first = hub_process.spawn(listener, 1, KEY, 0.01)
         os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-        second = hub_module.spawn(listener, 1, KEY, 0.01)
+        second = hub_process.spawn(listener, 1, KEY, 0.01)
         assert first.returncode is not None
         second.wait(5)
 
 
 def test_the_hub_does_not_import_numpy():
-    code = "import sys, mscomm.cluster.hub; sys.exit('numpy' in sys.modules)"
+    code = "import sys, mscomm.cluster.hub_process; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import mscomm
 
 ROOT = Path(__file__).parent.parent
 CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
@@ -16,41 +19,16 @@ CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 CORE_LAYERS = ("base", "net", "transport", "algo", "cuda", "device", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
-BELOW = {"errors", "environment", "log", "tracebacks", "_core"}
-PYTHON_SEES = {
-    "errors": set(),
-    "tracebacks": {"errors"},
-    "environment": set(),
-    "log": {"environment"},
-    "notices": BELOW | {"bootstrap"},
-    "context": {"errors", "notices"},
-    "dtype": set(),
-    "common": {"dtype"},
-    "arrays": BELOW,
-    "accelerators": BELOW,
-    "cluster": BELOW | {"accelerators"},
-    "bootstrap": BELOW | {"cluster"},
-    "group": BELOW | {"arrays", "cluster"},
-    "groups": BELOW | {"accelerators", "arrays", "cluster", "bootstrap", "context", "group", "notices"},
-    "arguments": BELOW | {"arrays", "group"},
-    "collectives": BELOW | {"arguments", "arrays", "group", "groups"},
-    "messages": BELOW | {"arrays", "group", "groups"},
-}
-PYTHON_SEES["registry"] = {"arrays"}
-PYTHON_SEES["packing"] = BELOW | {"registry"}
-# The layers that are built on the public functions.
-UPPER = BELOW | {"arguments", "arrays", "group", "groups", "collectives", "messages", "context", "notices"}
-PYTHON_SEES |= {
-    layer: UPPER | {"train", "dataset"} for layer in ("train", "dataset", "objects", "ops", "communication")
-}
-PYTHON_SEES["launching"] = BELOW | {"cli", "cluster"}  # the launcher of `mscomm run`, for a function
-PYTHON_SEES["train"] |= {"objects", "bootstrap"}  # what the launcher says about a process that has not joined
-PYTHON_SEES["objects"] |= {"packing", "registry"}
-PYTHON_SEES["ops"].add("communication")  # the name of the group of all ranks
-PYTHON_SEES["dataset"] |= {"dtype", "objects"}  # the ranks compare what they have read
+# Modules and folders of the package. `mscomm` is the package itself, whose names the command line uses.
+PYTHON_LAYERS = (
+    *("_core", "version", "errors", "environment", "tracebacks", "log", "dtype", "common"),
+    *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
+    *("launching", "group", "job", "subgroups", "arguments", "collectives", "messages", "objects"),
+    *("communication", "ops", "dataset", "train", "mscomm", "bench", "cli", "__main__"),
+)
 
 CORE_FILES = sorted(path for folder in (CSRC, SRC) for path in folder.rglob("*") if path.suffix in (".h", ".cc", ".cu"))
-PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
+PYTHON_FILES = sorted([*PACKAGE.rglob("*.py"), PACKAGE / "__init__.pyi"])
 
 
 def named(path: Path) -> str:
@@ -67,27 +45,33 @@ def core_layer(path: Path) -> str:
     return "src" if path.is_relative_to(SRC) else path.relative_to(CSRC).parts[0]
 
 
-def python_layer(path: Path) -> str:
-    """errors, cluster, ...; the package's own __init__ is "mscomm"; __main__ and bench are the command line."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return {"__init__": "mscomm", "__main__": "cli", "bench": "cli"}.get(first, first)
+def module(path: Path) -> str:
+    """mscomm.cluster.hub, or mscomm.cluster for its __init__."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, layer) of each import from the package; "mscomm" is the package itself."""
-    for node in ast.walk(tree):
+MODULES = {module(path) for path in PYTHON_FILES} | {"mscomm._core"}
+
+
+def layer(name: str) -> str:
+    return name.split(".")[1] if "." in name else "mscomm"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import from the package, those for type checkers among them."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute here"
-            whole = f"{node.module}"
-            names = [f"{whole}.{alias.name}" for alias in node.names] if whole == "mscomm" else [whole]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in names:
-            package, _, rest = name.partition(".")
-            if package == "mscomm":
-                yield node.lineno, rest.partition(".")[0] or "mscomm"
+            found = name if name in MODULES else name.rpartition(".")[0]
+            if found in MODULES and found != module(path):
+                yield node.lineno, found
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=named)
@@ -101,28 +85,22 @@ def test_core_files_include_their_own_and_lower_layers(path):
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=named)
-def test_python_files_import_only_what_their_layer_may_see(path):
-    layer = python_layer(path)
-    found = list(imports(ast.parse(path.read_text())))
-    if layer == "cli":  # may use all layers
-        return
-    if layer == "mscomm":  # re-exports all layers except the command line
-        wrong = [(line, other) for line, other in found if other == "cli"]
-    else:
-        assert layer in PYTHON_SEES, f"the design has no layer {layer}; give it a row here and in the design"
-        wrong = [(line, other) for line, other in found if other not in PYTHON_SEES[layer] | {layer, "mscomm"}]
-    assert not wrong, f"{named(path)}: {layer} must not import {wrong}"
+def test_python_files_import_only_their_own_and_lower_layers(path):
+    mine = layer(module(path))
+    assert mine in PYTHON_LAYERS, f"{mine} is no layer yet; give it a place among PYTHON_LAYERS and in CONTRIBUTING.md"
+    lower = PYTHON_LAYERS[: PYTHON_LAYERS.index(mine)]
+    wrong = [(line, name) for line, name in imports(path) if layer(name) != mine and layer(name) not in lower]
+    assert not wrong, f"{named(path)}: {mine} must not import {wrong}"
 
 
-@pytest.mark.parametrize("path", [path for path in PYTHON_FILES if python_layer(path) in PYTHON_SEES], ids=named)
-def test_python_files_take_nothing_but_the_version_from_the_package_itself(path):
-    # mscomm.anything would import any layer at its first use, and the test above would not notice.
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mscomm"
-    }
-    assert used <= {"__version__"}
+def test_the_package_names_only_what_is_below_it():
+    lower = PYTHON_LAYERS[: PYTHON_LAYERS.index("mscomm")]
+    assert {layer(f"mscomm.{name}") for name in (*mscomm._WHERE, *mscomm._MODULES)} <= set(lower)
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {module(path): {name for _, name in imports(path)} for path in PYTHON_FILES if path.suffix == ".py"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
 
 
 @pytest.mark.parametrize("path", [path for path in CORE_FILES if core_layer(path) != "src"], ids=named)

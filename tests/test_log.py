@@ -13,7 +13,7 @@ from mscomm.bootstrap import launcher
 
 BODY = """
 import numpy as np, mscomm
-from mscomm.groups import create_group
+from mscomm.subgroups import create_group
 mscomm.init()
 mscomm.all_reduce(np.ones(1000, np.float32))
 mscomm.barrier()

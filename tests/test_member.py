@@ -13,7 +13,8 @@ from control import WORLD, Communicator, Job, eventually, soon, undialled
 from ranks import ranks
 
 import mscomm
-from mscomm import errors, groups
+from mscomm import errors
+from mscomm.job import resolve
 
 
 def test_settle_returns_the_first_cause_with_the_symptom_behind_it():
@@ -91,7 +92,7 @@ def test_a_forked_child_lets_go_of_the_control_link():
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
     """The core has its own copy of the descriptor: another file may have the old number by then."""
-    group = groups.resolve(None)
+    group = resolve(None)
     if rank == 1:
         eventually(lambda: group.core.failure() is not None)  # rank 0 closes its link without a message
         os._exit(0)

@@ -20,7 +20,7 @@ from ranks import everybody_is_here, ranks, when_inside
 
 import mscomm
 from mscomm import _core
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # bytes: below, at and beyond every threshold
 
@@ -218,7 +218,7 @@ def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(
         patch.setattr(world.member, "meet", interrupted)
         with pytest.raises(KeyboardInterrupt):
             mscomm.create_group("pair", [0, 1])
-    assert world.job.heap.reserve_control(2) not in offered
+    assert world.epoch.heap.reserve_control(2) not in offered
     mscomm.barrier()
 
 

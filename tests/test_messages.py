@@ -54,7 +54,7 @@ def wait_until(true) -> None:
 
 
 def until_group_breaks() -> None:
-    wait_until(lambda: mscomm.groups.resolve(None).core.failure() is not None)
+    wait_until(lambda: mscomm.job.resolve(None).core.failure() is not None)
 
 
 # --- what arrives ---------------------------------------------------------------------------------------------------

@@ -32,8 +32,9 @@ from hypothesis.extra import numpy as numpy_st
 from ranks import ranks
 
 import mscomm
-from mscomm import _core, groups
+from mscomm import _core
 from mscomm.group import Group
+from mscomm.job import resolve
 from mscomm.packing import DEEPEST, pack, unpack
 
 settings.register_profile("mscomm", database=None, deadline=None, derandomize=True, max_examples=300)
@@ -607,7 +608,7 @@ def test_scatter_object_gives_each_rank_its_item(rank, group):
     for root in range(3):
         got = mscomm.scatter_object(items if rank == root else object(), root)
         assert same(got, items[rank]) and (got is None or got is not items[rank])
-    number = groups.resolve(None).core.where()[0]
+    number = resolve(None).core.where()[0]
     if rank == 0:
         for wrong, kind, text in (
             (None, TypeError, "objs is a NoneType at the root; expected a list"),
@@ -617,7 +618,7 @@ def test_scatter_object_gives_each_rank_its_item(rank, group):
         ):
             with pytest.raises(kind, match=text):
                 mscomm.scatter_object(wrong)
-    assert groups.resolve(None).core.where()[0] == number
+    assert resolve(None).core.where()[0] == number
     part = mscomm.split(None if rank == 0 else 0)
     if part:
         assert mscomm.scatter_object([rank, "b"] if rank == 1 else None, 0, group=part) == (1 if rank == 1 else "b")
@@ -663,7 +664,7 @@ def test_an_object_from_any_rank_with_any_tag_says_whose_it_was(rank, group):
 
 @ranks(2)
 def test_a_header_that_no_send_object_has_sent_is_refused_by_name(rank, group):
-    world = groups.resolve(None)
+    world = resolve(None)
     if rank == 0:
         world.send(1, 0, _core.object_dtype, np.full(16, 255, np.uint8), 10)
     else:
@@ -762,13 +763,13 @@ def test_results_are_new_objects_on_every_rank(rank, group):
 
 @ranks(2)
 def test_an_object_that_one_rank_cannot_send_breaks_nothing(rank, group):
-    number = groups.resolve(None).core.where()[0]
+    number = resolve(None).core.where()[0]
     with pytest.raises(TypeError, match=r"obj\[0\]: an? "):
         mscomm.all_gather_object([len] if rank == 0 else [object()])
     if rank == 1:
         with pytest.raises(TypeError, match="obj: an object"):
             mscomm.broadcast_object(object(), root=1)
-    assert groups.resolve(None).core.where()[0] == number
+    assert resolve(None).core.where()[0] == number
     assert mscomm.all_gather_object(rank) == [0, 1]
 
 
@@ -790,7 +791,7 @@ def test_a_rank_that_others_wait_for_in_vain_is_named_when_the_time_is_up(rank, 
             mscomm.all_gather_object(1, timeout=datetime.timedelta(seconds=0.3))
         assert caught.value.waiting_for == (1,)
     else:
-        while groups.resolve(None).core.failure() is None:
+        while resolve(None).core.failure() is None:
             time.sleep(0.01)
         with pytest.raises(mscomm.CollectiveTimeout):
             mscomm.all_gather_object(1)

@@ -14,8 +14,9 @@ import pytest
 from ranks import ranks
 
 import mscomm
-from mscomm import context, groups, ops
+from mscomm import context, ops
 from mscomm.communication import GlobalComm, comm_func, management
+from mscomm.job import resolve
 from mscomm.ops import ReduceOp
 
 
@@ -59,9 +60,9 @@ def test_broadcast_takes_a_tuple_or_an_array(rank, group):
 
 @ranks(2)
 def test_barrier_is_a_call_of_every_rank(rank, group):
-    before = groups.resolve(None).core.where()[0]
+    before = resolve(None).core.where()[0]
     assert ops.Barrier()() is None
-    assert groups.resolve(None).core.where()[0] == before + 1
+    assert resolve(None).core.where()[0] == before + 1
 
 
 @ranks(2)
@@ -102,7 +103,7 @@ def test_all_to_all_splits_one_axis_and_joins_another(rank, group):
 
 @ranks(2)
 def test_all_to_all_refuses_what_does_not_fit_before_anything_is_sent(rank, group):
-    before = groups.resolve(None).core.where()[0]
+    before = resolve(None).core.where()[0]
     for operator, shape, message in [
         (ops.AlltoAll(3, 0, 0), (6,), "split_count is 3, the group has 2 ranks"),
         (ops.AlltoAll(2, 1, 0), (6,), "split_dim is 1"),
@@ -114,7 +115,7 @@ def test_all_to_all_refuses_what_does_not_fit_before_anything_is_sent(rank, grou
             operator(np.zeros(shape))
     with pytest.raises(TypeError, match=r"AlltoAll: x is a list.*np\.asarray"):
         ops.AlltoAll(2, 0, 0)([1, 2])
-    assert groups.resolve(None).core.where()[0] == before
+    assert resolve(None).core.where()[0] == before
 
 
 @ranks(2)
@@ -255,8 +256,8 @@ def test_every_name_of_the_world_is_the_world():
     mscomm.init()
     try:
         for name in ("HCCL_WORLD_COMM_GROUP", "NCCL_WORLD_COMM_GROUP", "MCCL_WORLD_COMM_GROUP"):
-            assert groups.resolve(getattr(management, name)) is groups.resolve(None)
-        assert groups.resolve(GlobalComm.WORLD_COMM_GROUP) is groups.resolve(None)
+            assert resolve(getattr(management, name)) is resolve(None)
+        assert resolve(GlobalComm.WORLD_COMM_GROUP) is resolve(None)
     finally:
         mscomm.release()
 

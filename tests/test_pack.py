@@ -26,7 +26,7 @@ from functions import DTYPES, bits
 
 import mscomm
 from mscomm import _core, accelerators
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 EMBEDDED, ARCHITECTURES = _core.embedded_image()

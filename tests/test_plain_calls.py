@@ -14,8 +14,9 @@ import pytest
 from ranks import everybody_is_here, ranks, tell, until_told, when_inside
 
 import mscomm
-from mscomm import _core, groups
+from mscomm import _core
 from mscomm.group import Group
+from mscomm.job import resolve
 
 WHAT = {name: code for code, name in enumerate(_core.collectives)}
 
@@ -81,7 +82,7 @@ PLAIN = {
 @pytest.fixture
 def alone():
     mscomm.init()
-    yield groups.resolve(None)
+    yield resolve(None)
     mscomm.release()
 
 
@@ -135,7 +136,7 @@ def test_the_functions_take_it_unless_a_timeout_or_a_work_is_wanted(alone, monke
 
 @ranks(3)
 def test_what_the_general_way_refuses_or_knows_better(rank, group):
-    there = groups.resolve(None)
+    there = resolve(None)
     x = np.arange(6.0)
     call = there.call_plain
     for case in (
@@ -208,7 +209,7 @@ def test_a_released_group_is_told(alone):
 def test_a_released_group_is_let_go():
     mscomm.init()
     mscomm.all_reduce(whole)
-    group = weakref.ref(groups.resolve(None))
+    group = weakref.ref(resolve(None))
     mscomm.release()
     gc.collect()
     assert group() is None
@@ -277,4 +278,4 @@ def test_a_call_after_those_beside_it(rank, group):
     works = [mscomm.all_reduce(np.full(100_000, k, np.float64), async_op=True) for k in range(4)]
     assert mscomm.all_reduce(np.ones(1))[0] == 2
     assert [work.wait()[0] for work in works] == [0, 2, 4, 6]
-    assert groups.resolve(None).core.where()[0] == 5
+    assert resolve(None).core.where()[0] == 5

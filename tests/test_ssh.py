@@ -119,7 +119,7 @@ def test_a_hostfile_and_a_program(start, tmp_path):
 
 def test_the_key_is_on_no_command_line_and_in_no_environment(start, tmp_path):
     body = (
-        "import glob, mscomm\nfrom mscomm import groups\nmscomm.init()\nkey = groups._joined.job.key\n"
+        "import glob, mscomm\nfrom mscomm import job\nmscomm.init()\nkey = job.default().epoch.key\n"
         "for path in [*glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('/proc/[0-9]*/environ')]:\n"
         "    try:\n        text = open(path, 'rb').read()\n    except OSError:\n        continue\n"
         "    assert key not in text and key.hex().encode() not in text, path\n"

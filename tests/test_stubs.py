@@ -84,10 +84,9 @@ def test_the_package_passes_mypy_strict():
 
 
 def typed_names() -> set[str]:
-    """The names that mscomm/__init__.py imports only for type checkers."""
-    tree = ast.parse((ROOT / "python/mscomm/__init__.py").read_text())
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    """The names in mscomm/__init__.pyi, but for the modules."""
+    tree = ast.parse((ROOT / "python/mscomm/__init__.pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "mscomm"]
     return {alias.asname or alias.name for node in imports for alias in node.names}
 
 

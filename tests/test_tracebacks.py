@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_run import MSCOMM, appears, run
 
-from mscomm.cli.tracebacks import Tracebacks, last_words, numbers
+from mscomm.launching.tracebacks import Tracebacks, last_words, numbers
 
 PREAMBLE = "import os, signal, sys, time\nimport numpy as np\nimport mscomm\n"
 

@@ -12,7 +12,7 @@ from ranks import everybody_is_here, ranks
 
 import mscomm
 from mscomm.cluster.assemble import cpu_quota
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 WAIT_S = 5
 SHARE = 0.01  # of a core

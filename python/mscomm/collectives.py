@@ -39,7 +39,7 @@ from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
 from mscomm.group import Call, Group, Part
-from mscomm.groups import resolve, shared_empty
+from mscomm.job import resolve, shared_empty
 
 Timeout = float | timedelta | None
 Array = np.ndarray[Any, Any]

@@ -126,7 +126,7 @@ VARIABLES = (
         1800.0,
         seconds,
         "Seconds that a collective call may take, where neither the call nor `init` says. `inf`: no limit.",
-        ("groups",),
+        ("job",),
     ),
     Variable(
         "MSCOMM_ALGO",
@@ -134,7 +134,7 @@ VARIABLES = (
         words,
         "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it."
         " The same text on every rank.",
-        ("groups",),
+        ("job",),
     ),
     Variable(
         "MSCOMM_NCCL_LIBRARY",
@@ -187,7 +187,7 @@ VARIABLES = (
         one_of("SHORT", "FULL"),
         "`full`: the traceback of an exception that ends a rank also has mscomm's own frames, and what this rank saw of"
         " the first failure. Unset: neither.",
-        ("groups", "cli.launch"),
+        ("exits", "launching.processes"),
     ),
     Variable(
         "MSCOMM_DEBUG",
@@ -358,7 +358,7 @@ VARIABLES = (
         _switch,
         "1, for the scheduler: a lost worker may come back under its `MS_NODE_ID`; the others wait for it in `rejoin`."
         " With another launcher it has no effect, and rank 0 says so.",
-        ("bootstrap.ms_cluster", "groups"),
+        ("bootstrap.ms_cluster", "job"),
         CLUSTER,
     ),
     Variable(
@@ -366,7 +366,7 @@ VARIABLES = (
         None,
         words,
         "Has no effect, and rank 0 says so: the scheduler keeps no file. `Model.resume` goes on from checkpoints.",
-        ("groups",),
+        ("job",),
         CLUSTER,
     ),
     _given("MSCOMM_RANK", "bootstrap.launcher", set_by=RUN, meaning=_RANK),
@@ -375,7 +375,7 @@ VARIABLES = (
     _given("MSCOMM_LOCAL_WORLD_SIZE", "bootstrap.launcher", set_by=RUN, meaning=_LOCAL_SIZE),
     _given(
         "MSCOMM_RESTART_COUNT",
-        "cli.launch",
+        "launching.processes",
         set_by=RUN,
         meaning="how often `mscomm run --max-restarts` has started this rank again; 0 at first",
     ),

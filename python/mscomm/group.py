@@ -20,7 +20,7 @@ import numpy as np
 from mscomm import _core, environment, log
 from mscomm.arrays import plain_types
 from mscomm.arrays.device import OnDevice
-from mscomm.cluster.assemble import Founded, Job
+from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
 from mscomm.cluster.letters import Letters
 from mscomm.errors import Error, make
@@ -219,15 +219,15 @@ class Group:
         self._tracing = threading.Lock()  # protects _traced
         self._watching = threading.Lock()  # protects _running
 
-    def enter(self, job: Job, id: str, founded: Founded) -> None:
+    def enter(self, epoch: Epoch, id: str, founded: Founded) -> None:
         """Begin to work, in a new epoch perhaps again."""
-        self.job = job
+        self.epoch = epoch
         self.id = id
-        self.rank = self.ranks.index(job.rank)
+        self.rank = self.ranks.index(epoch.rank)
         self.core = founded.core
         self.control, self._control_ranks = founded.control, founded.control_ranks
-        self.member = job.member
-        self.hosts = [job.hosts[rank] for rank in self.ranks]
+        self.member = epoch.member
+        self.hosts = [epoch.hosts[rank] for rank in self.ranks]
         self.raised = False  # the user has seen the failure
         self._cause: Error | None = None  # what every call raises from now on
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
@@ -241,7 +241,7 @@ class Group:
         self.call_plain = _not_plain
         if not noted:
             me = weakref.ref(self)  # the garbage collector does not see what the core's function refers to
-            mine = job.accelerator
+            mine = epoch.accelerator
             self.call_plain = founded.core.plain_calls(
                 self.timeout_s,
                 self._running,
@@ -250,7 +250,7 @@ class Group:
                 mine.device if mine else -1,
             )
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
-        self._letters = Letters(job, self.core, id, self.ranks)
+        self._letters = Letters(epoch, self.core, id, self.ranks)
         if self.member:
             self.member.attach(id, self.core, self._letters.dialled)
 
@@ -263,8 +263,8 @@ class Group:
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
         if self.member:
             self.member.detach(self.id)
-        if self.control is not None and self.job.heap is not None:
-            self.job.heap.release_control(self.control, self._control_ranks)
+        if self.control is not None and self.epoch.heap is not None:
+            self.epoch.heap.release_control(self.control, self._control_ranks)
             self.control = None
 
     def __bool__(self) -> bool:
@@ -331,7 +331,7 @@ class Group:
 
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
         """TypeError unless the array is on the device with which this rank has joined."""
-        mine = self.job.accelerator
+        mine = self.epoch.accelerator
         if mine is not None and there.index < 0:
             there.index = mine.opened.runtime.device_of(there.__array_interface__["data"][0])
         if mine is None:
@@ -345,8 +345,8 @@ class Group:
 
     def refuses(self, dtype: int, op: int) -> str:
         """Why the accelerator cannot reduce such elements so; "": it can."""
-        assert self.job.accelerator
-        return self.job.accelerator.opened.vendor.refuses(dtype, op)
+        assert self.epoch.accelerator
+        return self.epoch.accelerator.opened.vendor.refuses(dtype, op)
 
     def seconds(self, timeout: Any) -> float:
         """The limit of one call."""
@@ -436,10 +436,10 @@ class Group:
             raise  # from a call, which has told them
         except BaseException as error:
             if self.core.failure() is None:
-                text = printable(f"rank {self.job.rank}: {what}: {type(error).__name__}: {error}")
-                self.core.abort("Aborted", [self.job.rank], [], text)
+                text = printable(f"rank {self.epoch.rank}: {what}: {type(error).__name__}: {error}")
+                self.core.abort("Aborted", [self.epoch.rank], [], text)
                 if self.member is not None:
-                    self.member.report("Aborted", text, [self.job.rank], self.id)
+                    self.member.report("Aborted", text, [self.epoch.rank], self.id)
                 self._write_record(text)
             self.raised = True
             raise
@@ -550,7 +550,7 @@ class Group:
         calls = self.core.calls()
         for call in calls:
             call["line"] = self._lines.get(call["number"], "")
-        rank = self.job.rank
+        rank = self.epoch.rank
         suffix = "" if self.name == "world" else "." + re.sub(r"[^\w.-]", "_", self.name)
         path = Path(self.record_dir, f"rank_{rank}{suffix}.json")
         partial = path.with_suffix(".partial")

@@ -27,7 +27,8 @@ from mscomm import _core
 from mscomm.arrays import fill, library, memory_anywhere, on_host, written
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, readable, writable
-from mscomm.groups import Group, resolve
+from mscomm.group import Group
+from mscomm.job import resolve
 
 Timeout = float | timedelta | None
 

@@ -33,7 +33,7 @@ from mscomm.arguments import checked_root
 from mscomm.arrays.numpy import dtype_code
 from mscomm.collectives import FUNCTION, WHAT, gather_rows
 from mscomm.group import Call, Group
-from mscomm.groups import resolve
+from mscomm.job import resolve
 from mscomm.messages import LAST_TAG, Status, checked_rank, checked_source, checked_tag
 from mscomm.packing import pack, unpack
 from mscomm.registry import register_object as register_object

@@ -17,7 +17,8 @@ from mscomm import collectives, messages, notices
 from mscomm.arrays import memory_anywhere
 from mscomm.arrays.numpy import dtype_named
 from mscomm.communication import GlobalComm
-from mscomm.groups import Group, resolve
+from mscomm.group import Group
+from mscomm.job import resolve
 
 _WORLD = GlobalComm.WORLD_COMM_GROUP
 

@@ -21,7 +21,7 @@ from ranks import everybody_is_here, ranks
 
 import mscomm
 from mscomm import _core, accelerators
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 pytestmark = pytest.mark.gpu
 BOUND_S = 60  # generous: what a fault may take to be told

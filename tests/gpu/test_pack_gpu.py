@@ -19,7 +19,7 @@ from ranks import ranks
 import mscomm
 from mscomm import _core, accelerators
 from mscomm.arrays.device import OnDevice
-from mscomm.groups import resolve
+from mscomm.job import resolve
 
 pytestmark = pytest.mark.gpu
 Array = np.ndarray[Any, Any]

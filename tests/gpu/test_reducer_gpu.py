@@ -13,7 +13,7 @@ from gpu.test_gpu import each_library, give, has, on_gpu, take
 
 import mscomm
 from mscomm import _core
-from mscomm.groups import resolve
+from mscomm.job import resolve
 from mscomm.train import GradientReducer, broadcast_parameters
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ import mscomm
 from mscomm.bench import report
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Array, Case, Contents, times_ns
-from mscomm.groups import resolve
+from mscomm.job import resolve
 from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 

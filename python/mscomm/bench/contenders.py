@@ -131,7 +131,7 @@ def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Cal
 
 def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
     """mscomm as a contender, on arrays of mscomm.empty (`shared`) or on ordinary ones."""
-    from mscomm.groups import resolve
+    from mscomm.job import resolve
 
     chosen = assemble.chosen(resolve(None).core).get(case.row.name, "not known")
     memory = "arrays of mscomm.empty" if shared else "private arrays"

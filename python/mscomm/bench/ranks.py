@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 import sys
-from collections.abc import Iterator
-from typing import Any, NoReturn
 
 import numpy as np
 
 import mscomm
 from mscomm.bench import report
 from mscomm.bench.contenders import Contender, ourselves
+from mscomm.bench.measuring import Result, of_size, rehearse, telling
 from mscomm.bench.peers import PEERS, Unfit
-from mscomm.bench.plan import BUCKETS, TUNE, WARMUP_CALLS, Plan
+from mscomm.bench.plan import BUCKETS, TUNE, Plan
 from mscomm.bench.table import Case
-
-Result = dict[str, Any]
 
 
 def run(plan: Plan, wanted_ranks: int | None) -> None:
@@ -70,59 +65,3 @@ def _measure(plan: Plan, case: Case) -> Result:
     for contender in contenders:
         contender.close()
     return result
-
-
-def rehearse(contender: Contender, count: int, in_place: bool) -> None:
-    """Make one call before anything is measured; Unfit if the contender cannot do it."""
-    cell = contender.cell(count, in_place)
-    try:
-        cell.measure(1, 1)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise Unfit(f"{contender.name}: {error}") from error
-    cell.close()
-
-
-def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
-    """Measure the contenders in turn, round by round. Returns, by contender and mode, the times of each round and the
-    number of wrong elements.
-    """
-    found: Result = {contender.name: {} for contender in contenders}
-    for in_place in plan.modes(case):
-        cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
-        rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
-        # An MPI's samples exist only on rank 0, and only rank 0 tells the MPI how many calls to make.
-        trials = {name: [1.0] for name in cells}
-        if plan.warmup is None or plan.iterations is None:
-            trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
-        for _ in range(plan.rounds):
-            for name, cell in cells.items():
-                shortest = min(statistics.median(one) for one in (trials[name], *rounds[name]) if one)
-                rounds[name].append(cell.measure(*plan.calls(shortest)))
-        for name, cell in cells.items():
-            wrong = cell.wrong() if plan.check else None
-            medians = [statistics.median(one) for one in rounds[name] if one]
-            us = statistics.median(medians) if medians else 0.0
-            mode = "in_place" if in_place else "out_of_place"
-            found[name][mode] = {"us": us, "wrong": wrong, "rounds_us": rounds[name]}
-            cell.close()
-    return found
-
-
-@contextlib.contextmanager
-def telling(rank: int) -> Iterator[None]:
-    """If any rank raises Unfit in here, all ranks end; the lowest rank that did prints the reason."""
-    problem = ""
-    try:
-        yield
-    except Unfit as error:
-        problem = str(error)
-    ranks = mscomm.get_group_size()
-    first = int(mscomm.all_reduce(np.array([rank if problem else ranks]), "min")[0])
-    if first < ranks:
-        _end(problem if rank == first else "")
-
-
-def _end(problem: str) -> NoReturn:
-    if problem:
-        print(f"mscomm bench: {problem}", file=sys.stderr, flush=True)
-    sys.exit(1)

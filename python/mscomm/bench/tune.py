@@ -13,11 +13,11 @@ import statistics
 from typing import Any
 
 import mscomm
-from mscomm import _core, groups
+from mscomm import _core, job, subgroups
 from mscomm.bench import contenders, report
+from mscomm.bench.measuring import of_size, rehearse, telling
 from mscomm.bench.peers import Unfit
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
-from mscomm.bench.ranks import of_size, rehearse, telling
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
@@ -37,9 +37,9 @@ def algorithms(hosts: list[int]) -> dict[str, list[str]]:
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
     """Measure all collectives in turn. Every rank must call this."""
-    world = groups.resolve(None)
+    world = job.resolve(None)
     with telling(rank):
-        if any(world.job.forced):
+        if any(world.epoch.forced):
             raise Unfit("tune shows what init chooses; unset MSCOMM_ALGO, which forces it")
     plan = plan._replace(rounds=max(plan.rounds, ROUNDS_WITH_PEERS))
     result: dict[str, Any] = {"environment": report.environment(plan, ranks), "rows": []}
@@ -51,7 +51,7 @@ def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
     with contextlib.ExitStack() as destroying:
         variants = {}
         for name in dict.fromkeys(name for names in known.values() for name in names):
-            variants[name] = groups.create_variant(f"tune {name}", name)
+            variants[name] = subgroups.create_variant(f"tune {name}", name)
             destroying.callback(mscomm.destroy_group, variants[name])
         for what, names in known.items():
             case = Case(COLLECTIVES[what], dtype_of(plan.dtype), plan.op, plan.root, ranks, rank)

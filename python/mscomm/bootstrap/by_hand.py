@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mscomm.bootstrap import Invitation, Launcher, kvs
+from mscomm.bootstrap import kvs
+from mscomm.bootstrap.invitation import Invitation, Launcher
 from mscomm.bootstrap.rendezvous import Place, Spot, meet
 from mscomm.cluster.assemble import host_id
 from mscomm.cluster.deadline import Deadline

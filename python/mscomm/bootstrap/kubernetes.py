@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rendezvous import Place, Spot, meet, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline

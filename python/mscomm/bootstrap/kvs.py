@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rendezvous import Place, invitation
-from mscomm.cluster import hub, interfaces, links, security
+from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
@@ -119,7 +119,7 @@ def _open(
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        return hub.spawn(listener, at.size, key, deadline.rest(), links.job_of(env)), address, key, text
+        return hub_process.spawn(listener, at.size, key, deadline.rest(), links.job_of(env)), address, key, text
 
 
 def _listen(launcher: str, at: Place, env: Mapping[str, str]) -> socket.socket:

@@ -12,7 +12,7 @@ import socket
 import stat
 from collections.abc import Mapping
 
-from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rendezvous import Place, invitation, reach
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.links import CONTROL, greet, newcomer, require_same_user

@@ -18,7 +18,8 @@ from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
 from mscomm import environment
-from mscomm.bootstrap import Invitation, rendezvous
+from mscomm.bootstrap import rendezvous
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline, join_timeout_s
 from mscomm.cluster.hub import Hub

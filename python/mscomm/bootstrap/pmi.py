@@ -20,7 +20,8 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from mscomm.bootstrap import Invitation, kvs
+from mscomm.bootstrap import kvs
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 

@@ -15,7 +15,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from mscomm.bootstrap import Invitation, kvs
+from mscomm.bootstrap import kvs
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable, CollectiveTimeout
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rank_table_file import Table, load
 from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mscomm import environment
-from mscomm.bootstrap import Invitation
-from mscomm.cluster import hub, interfaces, links, security
+from mscomm.bootstrap.invitation import Invitation
+from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import Frames
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
@@ -234,7 +234,7 @@ def _host(
         time.sleep(_RETRY_S[1])
     with listener:
         address = _address(listener)
-        process = hub.spawn(listener, at.size, key, deadline.rest(), links.job_of(env))
+        process = hub_process.spawn(listener, at.size, key, deadline.rest(), links.job_of(env))
         try:
             sock = links.connect(address, deadline)
         except BaseException:

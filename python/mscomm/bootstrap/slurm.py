@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mscomm.bootstrap import Invitation, torchrun
+from mscomm.bootstrap import torchrun
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.cluster.deadline import Deadline
 
 NAME = "RANK and WORLD_SIZE"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from mscomm.bootstrap import Invitation
+from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rendezvous import Place, Spot, is_loopback_name, meet, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
 

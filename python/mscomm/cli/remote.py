@@ -11,12 +11,10 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,18 +27,18 @@ import msgpack
 from mscomm import environment
 from mscomm.bootstrap import rendezvous
 from mscomm.bootstrap.rendezvous import is_loopback_name
-from mscomm.cli.launch import DRAIN_S, CannotStart, Launch
-from mscomm.cli.output import Output, Stream
-from mscomm.cli.parts import Log, Node0, OtherNode
 from mscomm.cluster import links, security
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import BackendUnavailable, Error
+from mscomm.launching.output import Output, Stream
+from mscomm.launching.parts import Log, Node0
+from mscomm.launching.processes import DRAIN_S
 
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # prefixes of the variables' names
 _OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # not handed over: they belong to one host
 _ENDS_S = 10.0  # for a launcher to end after its stdin has ended: its ranks get SIGTERM, and SIGKILL after 7 s
-_LENGTH = struct.Struct("<I")
-_MOST_BYTES = 1 << 20
+LENGTH = struct.Struct("<I")  # comes before what a launcher gets through stdin
+MOST_BYTES = 1 << 20
 
 
 class Share(NamedTuple):
@@ -244,11 +242,11 @@ class _Agent:
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(task))
-        if len(body) > _MOST_BYTES:
-            raise Error(f"arguments and variables are {len(body)} bytes; {share.name} takes at most {_MOST_BYTES}")
+        if len(body) > MOST_BYTES:
+            raise Error(f"arguments and variables are {len(body)} bytes; {share.name} takes at most {MOST_BYTES}")
         self.share = share
         self.told = False
-        remote = shlex.join([sys.executable, "-m", "mscomm.cli.remote"])
+        remote = shlex.join([sys.executable, "-m", "mscomm.cli.started_by_ssh"])
         if path := os.environ.get("PYTHONPATH"):
             remote = f"PYTHONPATH={shlex.quote(path)} {remote}"
         target = share.name.replace("[", "").replace("]", "")
@@ -261,7 +259,7 @@ class _Agent:
             bufsize=0,
             start_new_session=True,  # Ctrl-C reaches only us; we pass it on through stdin
         )
-        self._write(_LENGTH.pack(len(body)) + body)
+        self._write(LENGTH.pack(len(body)) + body)
 
     def pipes(self, stdout: Output, stderr: Output) -> list[tuple[IO[bytes], Output]]:
         assert self.process.stdout and self.process.stderr
@@ -314,66 +312,3 @@ class _Passed(Stream):
 def handed_over(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that the ranks of other hosts get too."""
     return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}
-
-
-def main() -> None:
-    """What ssh starts on another host."""
-    task = _read_task()
-    threading.Thread(target=_obey, name="mscomm-stdin", daemon=True).start()
-    try:
-        sys.exit(_run(task))
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-
-
-def _run(task: Mapping[str, Any]) -> int:
-    from mscomm.cli import run
-
-    os.environ.update(task["env"])
-    ranks = range(task["first"], task["end"])
-    where = task["host"], task["port"], False, task["timeout"]
-    part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, key=task["key"])
-    log_dir = Path(task["log_dir"]) if task["log_dir"] else None
-    try:
-        try:
-            os.chdir(task["cwd"])
-            line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
-        except (click.ClickException, OSError):
-            with ExitStack() as stack:  # node 0 hears the reason and ends the job
-                part.open(stack, lambda text: None, lambda text: None)
-                raise
-        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
-    except (CannotStart, Error, OSError) as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _read_task() -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(_read(_LENGTH.size))
-    if length > _MOST_BYTES:
-        raise SystemExit("mscomm run: what came through stdin is nothing that `mscomm run --hosts` sends")
-    task: dict[str, Any] = msgpack.unpackb(_read(length))
-    return task
-
-
-def _read(count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        received = os.read(0, count - len(data))
-        if not received:
-            raise SystemExit("mscomm run: the host that started this one has gone")
-        data += received
-    return data
-
-
-def _obey() -> None:
-    """Raise the signals that the other end sends, and SIGTERM when it has closed stdin."""
-    while number := os.read(0, 1):
-        os.kill(os.getpid(), number[0])
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main()

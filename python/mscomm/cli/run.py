@@ -153,9 +153,9 @@ def command(
         read("MSCOMM_TRACEBACK", os.environ)  # check it here, because Launch reads it later
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    from mscomm.cli.launch import CannotStart, Launch
-    from mscomm.cli.parts import Node0, OtherNode, Part, WholeJob, layout
     from mscomm.errors import Error
+    from mscomm.launching.parts import Node0, OtherNode, Part, WholeJob, layout
+    from mscomm.launching.processes import CannotStart, Launch
 
     _open_standard_streams()
     size, where = nodes.number * local, (nodes.host, nodes.port, permit_plain, topo_timeout_s)

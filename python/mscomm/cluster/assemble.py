@@ -131,7 +131,7 @@ def heap_bytes(ranks: int) -> int:
     return max(_HUGE_PAGE, min(size, room // (ranks + 1)) // _HUGE_PAGE * _HUGE_PAGE)
 
 
-# -- the job in one epoch
+# -- one epoch of the job
 
 
 def chosen(core: _core.Group) -> dict[str, str]:
@@ -149,7 +149,7 @@ class Founded(NamedTuple):
     control_ranks: int
 
 
-class Job:
+class Epoch:
     """What all groups of one epoch have in common: who the ranks are, which hosts they are on, their shared memory."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Job:
         self.member = member
         self.rank = welcome.rank
         self.size = welcome.size
-        self.epoch = welcome.epoch
+        self.number = welcome.epoch
         self.facts = welcome.facts
         self.key = welcome.key
         self.identity = Identity(welcome.job, package_version(), welcome.rank, welcome.epoch)
@@ -228,7 +228,7 @@ class Job:
                     peers=self.peers,
                     ranks=ranks,
                     rank=me,
-                    epoch=self.epoch,
+                    epoch=self.number,
                     forced=forced,
                     control=told[min(at_home)]["control"] if by_arena else -1,
                     spin=spin,
@@ -343,7 +343,7 @@ class Job:
 
 def share(
     member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline, asked: str
-) -> Job:
+) -> Epoch:
     """What the groups of this epoch stand on; every rank calls it.
 
     memory: the listener that facts() told of. asked: the backend.
@@ -385,7 +385,7 @@ def share(
             heap=heap,
             heap_fds=heap_fds,
         )
-    return Job(member, welcome, forced, heap, peers, accelerator)
+    return Epoch(member, welcome, forced, heap, peers, accelerator)
 
 
 def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Accelerator | None:
@@ -444,7 +444,7 @@ def _warn_of_forced(forced: list[str]) -> None:
     log.warn(f"MSCOMM_ALGO forces {', '.join(items)}{own_order}")
 
 
-def alone(asked: Asked) -> Job:
+def alone(asked: Asked) -> Epoch:
     """A job of one."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
@@ -452,7 +452,7 @@ def alone(asked: Asked) -> Job:
     accelerator = choose(asked.backend, 0, facts)
     if accelerator:
         _set_up(accelerator, None)
-    return Job(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers, accelerator)
+    return Epoch(None, Welcome(0, 1, b"", 0, b"", facts), [""] * len(_core.collectives), None, peers, accelerator)
 
 
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:

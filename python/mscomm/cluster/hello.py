@@ -13,8 +13,8 @@ import struct
 from collections.abc import Callable, Container, Generator
 from typing import NamedTuple
 
-import mscomm
 from mscomm.errors import AuthenticationError, Error
+from mscomm.version import VERSION
 
 MAGIC = b"MSCM"
 WIRE = 1
@@ -49,7 +49,7 @@ def named(job_id: str | None) -> bytes:
 
 def package_version() -> str:
     """mscomm's version as the hello carries it: at most 16 characters."""
-    return mscomm.__version__[:16]
+    return VERSION[:16]
 
 
 class NotMscomm(Error):

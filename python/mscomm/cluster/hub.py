@@ -8,18 +8,14 @@ when a meeting is complete, and switchboard.py moves the bytes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-import mscomm
 from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
 from mscomm.cluster.judge import Judge, Place, Verdict
@@ -29,9 +25,6 @@ from mscomm.cluster.plan import world_id
 from mscomm.cluster.roster import Link, Roster
 from mscomm.cluster.switchboard import Line, Switchboard
 from mscomm.errors import Error
-
-if TYPE_CHECKING:
-    import subprocess
 
 _T = TypeVar("_T")
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when to tell which ranks the job waits for
@@ -895,80 +888,3 @@ def _field(message: Message, name: str, kind: type[_T]) -> _T:
     if not isinstance(value, kind):
         raise Error(f"{message['t']!r} needs {name!r} as {kind.__name__}, not {value!r}")
     return value
-
-
-# -- the hub as a process of its own, under launchers that do not run one
-
-
-def spawn(
-    listener: socket.socket, size: int, key: bytes, topo_timeout_s: float, named: bytes = UNKNOWN_JOB
-) -> subprocess.Popen[bytes]:
-    """Rank 0: start a hub with known ranks that serves the listener. Its process ends by itself when the job has ended.
-
-    The key goes through a pipe, so that it is neither in argv nor in the environment. The caller need not wait for the
-    process: the next spawn reaps it. It inherits none of our standard streams, because a launcher would wait until they
-    are closed.
-    """
-    import fcntl
-    import subprocess
-
-    import msgpack
-
-    class Detached(subprocess.Popen[bytes]):
-        """A child that may outlive us, so that dropping the object must cause no ResourceWarning."""
-
-        def __del__(self, *_: object) -> None:
-            self.poll()
-
-    folders = [os.path.dirname(os.path.dirname(os.path.abspath(str(module.__file__)))) for module in (mscomm, msgpack)]
-    program = "import sys; sys.path += sys.argv[6:]; from mscomm.cluster.hub import main; main(*sys.argv[1:6])"
-    _spawned[:] = [process for process in _spawned if process.poll() is None]
-    with ExitStack() as stack:
-        reader, writer = os.pipe()
-        stack.callback(os.close, reader)
-        stack.callback(os.close, writer)
-        os.write(writer, key)  # 32 bytes: a pipe takes them at once
-        passed = [listener.fileno(), reader]
-        with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox offers no pidfds
-            passed.append(os.pidfd_open(os.getpid()))
-            stack.callback(os.close, passed[-1])
-        # If our standard streams are closed, these may be fds 0 to 2, which the child needs for its own streams.
-        fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
-        for fd in fds:
-            stack.callback(os.close, fd)
-        values = [",".join(map(str, fds)), str(size), str(topo_timeout_s), package_version(), named.hex()]
-        process = Detached(
-            [sys.executable, "-I", "-S", "-c", program, *values, *folders],
-            env=dict(os.environ),  # a copy: another thread may change os.environ while the child starts
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=fds,
-            start_new_session=True,  # a signal to the ranks' process group must not kill the hub
-        )
-    _spawned.append(process)
-    return process
-
-
-_spawned: list[subprocess.Popen[bytes]] = []  # the next spawn() reaps those that have ended
-
-
-def main(fds: str, size: str, topo_timeout_s: str, version: str, named: str) -> None:
-    """Run the hub in the spawned process."""
-    listener_fd, key_fd, *starter = map(int, fds.split(","))
-    with open(key_fd, "rb") as pipe:
-        key = pipe.read(32)
-    with socket.socket(fileno=listener_fd) as listener:
-        listener.set_inheritable(False)
-        hub = Hub(
-            int(size),
-            key=key,
-            topo_timeout_s=float(topo_timeout_s),
-            ranks_known=True,
-            named=bytes.fromhex(named),
-            version=version,
-        )
-        hub.listen(listener)
-        for pidfd in starter:
-            hub.started_by(0, pidfd)
-        hub.serve()

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from mscomm import _core
-from mscomm.cluster.assemble import Job
+from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import LETTERS
 from mscomm.errors import CollectiveTimeout, Error, make
@@ -21,13 +21,13 @@ _ANSWER_S = 30.0  # for the receiver to connect; the sender is waiting already
 class Letters:
     """The message links of one group in one epoch. group: the group's id for the hub."""
 
-    def __init__(self, job: Job, core: _core.Group, group: str, ranks: list[int]) -> None:
-        self._job = job
+    def __init__(self, epoch: Epoch, core: _core.Group, group: str, ranks: list[int]) -> None:
+        self._epoch = epoch
         self._core = core
         self._group = group
         self._ranks = ranks
         self._dialling = [threading.Lock() for _ in ranks]  # one link to a peer is made at a time
-        self.linked = {ranks.index(job.rank)}  # peers that have a link; a message to oneself needs none
+        self.linked = {ranks.index(epoch.rank)}  # peers that have a link; a message to oneself needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
         """Make the link to that rank of the group, unless there is one. A failure breaks the group."""
@@ -40,7 +40,7 @@ class Letters:
             try:
                 core.check(peer)
                 if peer not in self.linked:
-                    core.add_outgoing(peer, self._job.invite(self._group, rank, deadline, lambda: core.check(peer)))
+                    core.add_outgoing(peer, self._epoch.invite(self._group, rank, deadline, lambda: core.check(peer)))
                     self.linked.add(peer)
             finally:
                 self._dialling[peer].release()
@@ -51,7 +51,7 @@ class Letters:
             self._break(error)
             raise error from symptom
         except BaseException:
-            self._break(make("Aborted", f"{self._me}: interrupted in {what}", [self._job.rank]))
+            self._break(make("Aborted", f"{self._me}: interrupted in {what}", [self._epoch.rank]))
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
@@ -63,18 +63,18 @@ class Letters:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
         except RuntimeError as error:  # no memory for a thread, or the interpreter is shutting down
             symptom = self._no_link(rank, error)
-            assert self._job.member is not None
-            self._job.member.report(type(symptom).__name__, str(symptom), symptom.ranks, self._group)
+            assert self._epoch.member is not None
+            self._epoch.member.report(type(symptom).__name__, str(symptom), symptom.ranks, self._group)
 
     def _answer(self, peer: int, addresses: Any) -> None:
         rank = self._ranks[peer]
         try:
-            fd = self._job.call(rank, addresses, LETTERS, Deadline(_ANSWER_S))
+            fd = self._epoch.call(rank, addresses, LETTERS, Deadline(_ANSWER_S))
             self._core.add_incoming(peer, fd)
         except RuntimeError as error:  # Error is one
             symptom = self._no_link(rank, error)
-            if self._core.failure() is not None and self._job.member is not None:  # else we left the group
-                self._job.member.settle(self._group, symptom, -1)
+            if self._core.failure() is not None and self._epoch.member is not None:  # else we left the group
+                self._epoch.member.settle(self._group, symptom, -1)
 
     def _no_link(self, rank: int, error: RuntimeError) -> Error:
         text = f"{self._me}: no link for messages from rank {rank}: {error}"
@@ -88,4 +88,4 @@ class Letters:
 
     @property
     def _me(self) -> str:
-        return self._job.names[self._job.rank]
+        return self._epoch.names[self._epoch.rank]

@@ -14,7 +14,8 @@ from mscomm import collectives, messages
 from mscomm.arrays import library, memory_anywhere
 from mscomm.arrays.device import OnDevice
 from mscomm.communication.management import GlobalComm
-from mscomm.groups import Group, resolve
+from mscomm.group import Group
+from mscomm.job import resolve
 
 _WORLD = GlobalComm.WORLD_COMM_GROUP
 

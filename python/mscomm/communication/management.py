@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from mscomm import groups
-from mscomm.groups import create_group as create_group
-from mscomm.groups import destroy_group as destroy_group
-from mscomm.groups import get_backend as _get_backend
-from mscomm.groups import get_group_rank_from_world_rank as get_group_rank_from_world_rank
-from mscomm.groups import get_group_size as get_group_size
-from mscomm.groups import get_local_rank as get_local_rank
-from mscomm.groups import get_local_rank_size as get_local_rank_size
-from mscomm.groups import get_process_group_ranks as get_process_group_ranks
-from mscomm.groups import get_rank as get_rank
-from mscomm.groups import get_world_rank_from_group_rank as get_world_rank_from_group_rank
-from mscomm.groups import init as init
-from mscomm.groups import is_initialized as _is_initialized
-from mscomm.groups import release as release
+from mscomm.job import WORLD_NAMES
+from mscomm.job import get_backend as _get_backend
+from mscomm.job import get_group_rank_from_world_rank as get_group_rank_from_world_rank
+from mscomm.job import get_group_size as get_group_size
+from mscomm.job import get_local_rank as get_local_rank
+from mscomm.job import get_local_rank_size as get_local_rank_size
+from mscomm.job import get_process_group_ranks as get_process_group_ranks
+from mscomm.job import get_rank as get_rank
+from mscomm.job import get_world_rank_from_group_rank as get_world_rank_from_group_rank
+from mscomm.job import init as init
+from mscomm.job import is_initialized as _is_initialized
+from mscomm.job import release as release
+from mscomm.subgroups import create_group as create_group
+from mscomm.subgroups import destroy_group as destroy_group
 
 # Each of these names the group of all ranks, whatever the backend.
-HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = groups.WORLD_NAMES
+HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = WORLD_NAMES
 
 
 class _State(type):

@@ -6,7 +6,7 @@ import socket
 from hashlib import blake2b
 from typing import Any
 
-from mscomm import groups, objects
+from mscomm import job, objects
 
 # What may differ, and what to do about it.
 _CURES = {
@@ -24,7 +24,7 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
     Nothing is compared if no job was joined, or if num_shards is not the job's size: then a problem is this rank's
     alone. ValueError; the rank that has the problem raises it as it is.
     """
-    alone = not groups.is_initialized() or num_shards < 2 or num_shards != groups.get_group_size()
+    alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:
         mine = {"facts": facts, "where": f"{where} on {socket.gethostname()}", "problem": problem and str(problem)}
         ranks = objects.all_gather_object(mine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,8 +13,22 @@ from mscomm.dataset import config
 from mscomm.dataset.prefetch import Prefetch
 from mscomm.dataset.workers import Turn, in_order
 
-if TYPE_CHECKING:
-    from mscomm.dataset.pipeline import Dataset
+
+class Pipeline(Protocol):
+    """What a pass needs of a pipeline; see the methods of pipeline.Dataset."""
+
+    columns: tuple[str, ...]
+    position: tuple[int, int]
+
+    def begin_pass(self) -> tuple[int, int, int]: ...
+
+    def tickets(self, seed: int, epoch: int) -> Generator[Any, None, None]: ...
+
+    def load(self, turn: Turn, tickets: Sequence[Any]) -> list[Any]: ...
+
+    def widths(self) -> dict[int, int]: ...
+
+    def threads(self) -> int: ...
 
 
 def row_of(column: Any, which: int) -> Any:
@@ -30,7 +44,7 @@ class DatasetIterator:
     `with`, or dropping the iterator.
     """
 
-    def __init__(self, dataset: Dataset, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
+    def __init__(self, dataset: Pipeline, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
         if isinstance(num_epochs, bool) or not isinstance(num_epochs, int):
             raise TypeError(f"num_epochs is a {type(num_epochs).__name__}; expected an int")
         if num_epochs != -1 and num_epochs < 1:
@@ -92,7 +106,7 @@ class DatasetIterator:
         self.close()
 
 
-def _rows(dataset: Dataset, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
+def _rows(dataset: Pipeline, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
     """The rows, or batches, of one pass without the first `skip`, of which only the order is computed."""
     tickets = dataset.tickets(seed, epoch)
 

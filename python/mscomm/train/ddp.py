@@ -10,7 +10,7 @@ import torch
 
 from mscomm import collectives, log
 from mscomm.group import Group
-from mscomm.groups import resolve
+from mscomm.job import resolve
 from mscomm.train import join
 from mscomm.train.autograd import Autograd
 from mscomm.train.reducer import GradientReducer

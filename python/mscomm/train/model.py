@@ -16,7 +16,7 @@ from mscomm import bootstrap, collectives, context, log, notices, objects
 from mscomm.arrays import on_host
 from mscomm.context import ParallelMode
 from mscomm.group import Group
-from mscomm.groups import is_initialized, resolve
+from mscomm.job import is_initialized, resolve
 from mscomm.train import hooks, networks, randomness, resuming, serialization, states
 from mscomm.train.checkpoint import ModelCheckpoint
 from mscomm.train.epochs import Epochs, knows_its_place

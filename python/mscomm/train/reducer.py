@@ -16,7 +16,7 @@ from mscomm.arrays import library, memory_anywhere
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import readable
 from mscomm.group import Group
-from mscomm.groups import resolve
+from mscomm.job import resolve
 from mscomm.train import join
 from mscomm.train.buckets import COMPRESSIONS, Bucket, HostBucket, Layout
 from mscomm.train.device_buckets import DeviceBucket, why_not

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mscomm.cli.tracebacks import LastWords, numbers
 from mscomm.cluster.judge import Verdict
+from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 _OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that say less than the end of the rank that they name

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mscomm.cli.output import Output
+from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
 
 HOLD_S = 1.0  # while no rank has failed: a longer time would hide the output of a program that goes on

@@ -16,16 +16,16 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mscomm import tracebacks
-from mscomm.cli.ending import End
-from mscomm.cli.launch import PIPE_CLOSED, Launch
-from mscomm.cli.output import Output, TextOutput
-from mscomm.cli.parts import WholeJob
-from mscomm.cli.tracebacks import PYTHONS_STATUS, numbers
 from mscomm.cluster.deadline import join_timeout_s, seconds_of
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
+from mscomm.launching.ending import End
+from mscomm.launching.output import Output, TextOutput
+from mscomm.launching.parts import WholeJob
+from mscomm.launching.processes import PIPE_CLOSED, Launch
+from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
 
-_SERVE = "from mscomm.launching import serve; serve()"
+_SERVE = "from mscomm.launching.function import serve; serve()"
 _OF_THE_MAIN_MODULE = ("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path")
 _importing_main = False  # in a rank, while it imports the script in which launch() was called
 
@@ -216,8 +216,8 @@ def serve() -> None:
             _importing_main = False
             function, args = pickle.load(memory)  # noqa: S301
             result = function(*args)
-            if groups := sys.modules.get("mscomm.groups"):
-                groups.release()  # this may raise an error that no call has met
+            if job := sys.modules.get("mscomm.job"):
+                job.release()  # this may raise an error that no call has met
             outcome = _result(pickler, result)
         except Exception as error:
             memory.seek(0, os.SEEK_END)

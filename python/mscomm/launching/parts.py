@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
-from mscomm.cli.output import Output, Stream
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.frames import FROM_HUB_BYTES, Frames, Message
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
+from mscomm.launching.output import Output, Stream
 
 LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, which no event reports to it
 

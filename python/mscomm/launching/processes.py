@@ -17,13 +17,13 @@ from pathlib import Path
 
 from mscomm import environment
 from mscomm.bootstrap.launcher import CONTROL_FD, KEY_FD, SCHED
-from mscomm.cli import ending
-from mscomm.cli.breakpoints import HOOK
-from mscomm.cli.ending import End
-from mscomm.cli.output import Log, Output, Stream, Streams
-from mscomm.cli.parts import OtherNode, Part
-from mscomm.cli.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 from mscomm.cluster.judge import Verdict
+from mscomm.launching import ending
+from mscomm.launching.breakpoints import HOOK
+from mscomm.launching.ending import End
+from mscomm.launching.output import Log, Output, Stream, Streams
+from mscomm.launching.parts import OtherNode, Part
+from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # from SIGTERM to SIGKILL

@@ -1,0 +1,51 @@
+"""What every launcher module of this folder offers, and what it gives: a way into the job."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from mscomm.cluster.deadline import Deadline
+
+
+@dataclass
+class Invitation:
+    """A way into the job: a socket connected to the hub, the job's key, and what the launcher says about this rank.
+
+    `greeted`: the hello is done, or the socket is inherited and needs none. `hub`: the hub's process, if this rank
+    started it.
+    """
+
+    sock: socket.socket
+    key: bytes
+    greeted: bool
+    rank: int | None
+    size: int
+    local_rank: int | None
+    node_id: str | None
+    launcher: str
+    hub: subprocess.Popen[bytes] | None = None
+    where: str = "the scheduler"  # what messages call the hub
+    device: int | None = None  # the accelerator's number, if the launcher gives one
+
+
+class Launcher(Protocol):
+    """A way into a job."""
+
+    NAME: str
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Whether this launcher started the process. It looks only at `env`."""
+
+    def accept(self, env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
+        """Connect to the job. Raises an Error that says what was tried if that fails."""
+
+
+class Found(Launcher, Protocol):
+    """What each launcher module of this folder offers."""
+
+    PLACE: tuple[tuple[str, ...], tuple[str, ...]]
+    """The variables that tell the rank, and those that tell how many ranks there are; the first that is set counts."""

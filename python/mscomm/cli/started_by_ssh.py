@@ -1,0 +1,82 @@
+"""What ssh starts on another host for `mscomm run --hosts`: a launcher that gets everything it needs through stdin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import msgpack
+
+from mscomm.cli import run
+from mscomm.cli.remote import LENGTH, MOST_BYTES
+from mscomm.errors import Error
+from mscomm.launching.parts import OtherNode
+from mscomm.launching.processes import CannotStart, Launch
+
+
+def main() -> None:
+    """What ssh starts on another host."""
+    task = _read_task()
+    threading.Thread(target=_obey, name="mscomm-stdin", daemon=True).start()
+    try:
+        sys.exit(_run(task))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(task: Mapping[str, Any]) -> int:
+    os.environ.update(task["env"])
+    ranks = range(task["first"], task["end"])
+    where = task["host"], task["port"], False, task["timeout"]
+    part = OtherNode(task["size"], ranks, task["name"], "--hosts", *where, key=task["key"])
+    log_dir = Path(task["log_dir"]) if task["log_dir"] else None
+    try:
+        try:
+            os.chdir(task["cwd"])
+            line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
+        except (click.ClickException, OSError):
+            with ExitStack() as stack:  # node 0 hears the reason and ends the job
+                part.open(stack, lambda text: None, lambda text: None)
+                raise
+        return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
+    except (CannotStart, Error, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _read_task() -> dict[str, Any]:
+    (length,) = LENGTH.unpack(_read(LENGTH.size))
+    if length > MOST_BYTES:
+        raise SystemExit("mscomm run: what came through stdin is nothing that `mscomm run --hosts` sends")
+    task: dict[str, Any] = msgpack.unpackb(_read(length))
+    return task
+
+
+def _read(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        received = os.read(0, count - len(data))
+        if not received:
+            raise SystemExit("mscomm run: the host that started this one has gone")
+        data += received
+    return data
+
+
+def _obey() -> None:
+    """Raise the signals that the other end sends, and SIGTERM when it has closed stdin."""
+    while number := os.read(0, 1):
+        os.kill(os.getpid(), number[0])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

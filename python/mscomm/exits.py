@@ -1,0 +1,76 @@
+"""The end of a rank's process: it leaves the job, and an exception that ends it is told to the other ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from mscomm import environment, tracebacks
+from mscomm.errors import Error
+
+_watching = False
+
+
+def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
+    """From now on the process calls these when it ends; later calls of watch() do nothing.
+
+    release: leaves the job. tell(error, words): tells the other ranks of the exception that ends this one; returns
+    whether there are others.
+    """
+    global _watching
+    full = environment.read("MSCOMM_TRACEBACK", os.environ) == "FULL"
+    if _watching:
+        return
+    _watching = True
+    atexit.register(_release, release)
+    sys.excepthook = _TellingHook(sys.excepthook, tell, full)
+
+
+def _release(release: Callable[[], None]) -> None:
+    try:
+        release()
+    except Error as error:
+        print(f"mscomm: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+class _TellingHook:
+    """An excepthook that tells the other ranks why this one ends, then calls the hook before it.
+
+    full: the hook before it gets the whole traceback, not only the user's part.
+    """
+
+    def __init__(self, before: Any, tell: Callable[[BaseException, str], bool], full: bool) -> None:
+        self._before = before
+        self._tell = tell
+        self._full = full
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if issubclass(kind, KeyboardInterrupt) and handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # people press Ctrl-C twice
+        else:
+            handler = None
+        try:
+            self._tell_and_show(kind, error, trace)
+        finally:
+            if handler:
+                signal.signal(signal.SIGINT, handler)
+
+    def _tell_and_show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        place = tracebacks.place(trace)
+        where = f" ({place})" if place else ""
+        has_others = self._tell(error, "".join(traceback.format_exception_only(kind, error)).strip() + where)
+        if not self._full:
+            tracebacks.shorten(error)
+            trace = tracebacks.users_part(trace)
+            if has_others and issubclass(kind, KeyboardInterrupt) and self._before is sys.__excepthook__:
+                print(f"KeyboardInterrupt{where}", file=sys.stderr, flush=True)  # every rank gets it: one line each
+                return
+        self._before(kind, error, trace)

@@ -1,0 +1,528 @@
+"""The job that this process takes part in: joining it, leaving it, joining it again, and the ranks of its groups.
+
+A Job holds what init() made. The functions of this module work on the default one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import operator
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mscomm import bootstrap, environment, exits, log, notices
+from mscomm.accelerators import CPU, NAMES
+from mscomm.bootstrap import ms_cluster
+from mscomm.bootstrap.invitation import Invitation, Launcher
+from mscomm.cluster import assemble, links, plan
+from mscomm.cluster.deadline import Deadline, join_timeout_s, seconds_of
+from mscomm.cluster.frames import FROM_HUB_BYTES, Frames
+from mscomm.cluster.hello import CONTROL, UNKNOWN_RANK, package_version
+from mscomm.cluster.member import Member, Welcome
+from mscomm.context import device_id, device_target, plain_links_permitted
+from mscomm.errors import Error, PeerLost, make
+from mscomm.group import Group, NonMember, printable
+
+CPU_NAMES = ("gloo", "mccl", CPU)
+AUTO = "auto"
+_BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}  # by MindSpore's device_target
+WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
+
+
+class Making(NamedTuple):
+    """A create_group or split call of this rank, which rejoin() repeats in each epoch."""
+
+    group: Group  # its result
+    make: Callable[[Deadline], object]
+
+
+class Job:
+    """What init() made, until release()."""
+
+    def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
+        self.epoch = epoch
+        self.asked = asked
+        self.algo = algo
+        self.timeout_s = timeout_s
+        self.launcher = "none"
+        self.local_rank = 0
+        self.hub: Any = None  # its process, if this rank started it
+        self.pid = os.getpid()
+        self.forked = False  # in a child of the process that joined; every call asks, and getpid() would be slow
+        self.world = Group("world", list(range(epoch.size)), timeout_s)
+        self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
+        self.others: dict[str, NonMember] = {}  # groups without this rank whose create_group it called
+        self.makings: list[Making] = []  # in the order in which rejoin() repeats them
+        self.splits: dict[str, int] = {}  # how often each group was split in this epoch
+        self.creations: dict[str, int] = {}  # how often each list of ranks was given each name in this epoch
+
+    @property
+    def rank(self) -> int:
+        return self.epoch.rank
+
+    @property
+    def size(self) -> int:
+        return self.epoch.size
+
+    @property
+    def member(self) -> Member | None:
+        return self.epoch.member
+
+    @property
+    def backend(self) -> str:
+        return self.epoch.accelerator.name if self.epoch.accelerator else CPU
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that joined, and no child of it."""
+        return self.pid == os.getpid()
+
+    def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
+        """Found the group and let it begin to work; all its ranks do. forced: algorithms, if not the job's."""
+        ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
+        key = f"{group.name}:{ranks}"
+        turn = self.creations.get(key, 0) + 1
+        id = plan.world_id(self.epoch.number) if group.name == "world" else f"{self.epoch.number}:{key}:{turn}"
+
+        met = False
+
+        def all_came() -> None:
+            nonlocal met
+            met, self.creations[key] = True, turn
+
+        try:
+            founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
+        except Error as symptom:
+            if self.member is None or not met:  # a meeting that failed has failed for all of them
+                raise
+            cause = self.member.settle(id, symptom, 0)
+            if cause is symptom:
+                raise
+            raise cause from symptom
+        group.enter(self.epoch, id, founded)
+        self.groups[group.name] = group
+        self.others.pop(group.name, None)
+
+    def resolve(self, group: Group | str | None) -> Group:
+        """The Group that the argument names. RuntimeError if this rank is no member of it."""
+        if group is None:
+            return self.world
+        if isinstance(group, Group):
+            if self.groups.get(group.name) is not group:
+                if isinstance(group, NonMember):
+                    raise group.refusal()
+                raise ValueError(f"group {group.name!r} was destroyed, or is of a job that this process has left")
+            return group
+        if isinstance(group, str):
+            if group in WORLD_NAMES:
+                return self.world
+            if group in self.groups:
+                return self.groups[group]
+            if group in self.others:
+                raise self.others[group].refusal()
+            raise ValueError(f"no group is named {group!r}; there is {', '.join(self.groups)}")
+        raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
+
+    def leave(self) -> None:
+        """End this rank's part. Raise the failure of a group if it came after this rank's last call."""
+        groups = list(reversed(self.groups.values()))
+        unseen: Error | None = None
+        for group in groups:
+            group.drain()
+            try:
+                group.core.last_look()
+            except Error as symptom:
+                # A mismatch that no call of this rank has met: the others learn of it before this rank says bye.
+                unseen = None if group.raised else group.settle(symptom)
+        # The hub is told before the links end, so that ranks which still wait for this one know that it left.
+        if self.member is not None:
+            self.member.leave(self.world.core.where()[0])
+        for group in groups:
+            group.leave()
+            failure = group.core.failure()
+            if unseen is None and failure is not None and not group.raised:
+                kind, text, ranks, waiting_for, _, _ = failure
+                unseen = make(kind, text, ranks, waiting_for)
+        if unseen is not None and not self.world.raised:
+            raise unseen
+
+    def abort(self, text: str) -> None:
+        """End all groups on all ranks, for that reason."""
+        for group in self.groups.values():
+            group.raised = True
+        if self.member is not None:
+            self.member.report("Aborted", text, [self.rank])
+        for group in self.groups.values():
+            group.core.abort("Aborted", [self.rank], [], text)
+
+    def rejoin(self, deadline: Deadline) -> int:
+        """See the function rejoin()."""
+        if self.member is None:
+            raise RuntimeError("rejoin: this is a job of one rank")
+        while True:
+            # From here on no rank of the old epoch can reach what this rank has in shared memory.
+            for group in self.groups.values():
+                group.leave()
+            if self.epoch.heap is not None:
+                self.epoch.heap.retire()
+            with assemble.unix_listener() as memory:
+                facts = assemble.facts(self.asked, self.size, self.algo, memory)
+                welcome = self.member.rejoin(facts, deadline)
+                try:
+                    self._begin_epoch(self.member, welcome, memory, deadline)
+                    return welcome.epoch
+                except PeerLost:
+                    if deadline.passed:
+                        raise
+                    # Another rank was lost on the way. The next turn of the loop learns whether it comes back.
+
+    def _begin_epoch(self, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
+        """Make everything of this rank's part anew, except the control link and the Group objects."""
+        with _telling(member, welcome.rank, welcome.epoch):
+            self.epoch = assemble.share(member, welcome, memory, self.epoch.forced, deadline, self.asked.backend)
+            self.creations.clear()
+            self.splits.clear()
+            returning = [self.world, *(making.group for making in self.makings)]
+            self.groups = {name: group for name, group in self.groups.items() if group in returning}
+            self.found(self.world, deadline)
+            member.ready(deadline)
+        log.info(f"epoch {welcome.epoch} begins")
+        for making in self.makings:
+            making.make(deadline)
+
+
+_default: Job | None = None
+
+
+def init(
+    backend_name: str | None = None,
+    *,
+    init_method: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta | None = None,
+    device: int | None = None,
+) -> None:
+    """Join the job that the environment describes; return when all its ranks have.
+
+    backend_name: "gloo", "mccl" or "cpu" for the CPU core. "nccl": beside it NCCL, for arrays on NVIDIA GPUs; device
+    is this rank's GPU, by default that of its place on the host, and becomes the current one. "hccl": likewise HCCL,
+    for Ascend NPUs. None: what set_context(device_target=...) says, else nccl if every rank has a GPU of its own, else
+    hccl likewise, else the CPU core, for all ranks alike; the driver is asked for that, so set CUDA_VISIBLE_DEVICES
+    before. BackendUnavailable, on all ranks and with the reason of each, if one cannot use the backend that was named;
+    Mismatch if they have different versions of it.
+
+    timeout: the default of the collective calls, in seconds (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most
+    MS_TOPO_TIMEOUT seconds (600).
+
+    Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun, Slurm, Kubernetes, a
+    rank table; bootstrap.LAUNCHERS has them in the order in which they count. Without one: a job of one. In the
+    process whose MS_ROLE is MS_SCHED, init() serves the job and ends the process with it.
+
+    By hand: init_method="tcp://host:port" with rank and world_size; rank 0 listens there. Or init_method=comm, an
+    mpi4py communicator.
+
+    Calling it again with the same backend does nothing; with another it raises RuntimeError.
+
+    >>> import mscomm
+    >>> mscomm.init()
+    >>> mscomm.get_rank(), mscomm.get_group_size()
+    (0, 1)
+    """
+    global _default
+    asked = assemble.Asked(_backend(backend_name), _device(device))
+    if _default is not None and _default.is_ours:
+        if asked.backend not in (AUTO, _default.backend):
+            raise RuntimeError(
+                f'init("{backend_name}"): this process has joined with backend {_default.backend}; call release() first'
+            )
+        return
+    timeout_s = environment.read("MSCOMM_TIMEOUT", os.environ) if timeout is None else seconds_of(timeout)
+    algo = environment.read("MSCOMM_ALGO", os.environ)
+    forced = assemble.forced_algorithms(algo)
+    deadline = Deadline(join_timeout_s(os.environ))
+    exits.watch(release, _tell_others)
+
+    began = time.monotonic()
+    log.version(f"mscomm {package_version()}, Python {platform.python_version()}, NumPy {np.__version__}")
+    launcher = bootstrap.find(os.environ, init_method, rank, world_size)
+    if log.enabled(log.INFO):
+        _tell_launcher(launcher)
+    if launcher is None:
+        log.set_rank(0)
+        job = Job(assemble.alone(asked), asked, algo, timeout_s)
+        job.found(job.world, deadline)
+    else:
+        invitation = launcher.accept(os.environ, deadline, plain_links_permitted())
+        device = invitation.device if asked.device is None else asked.device
+        asked = asked._replace(device=device, local_rank=_local_rank_of(invitation))
+        job = _join(invitation, asked, algo, forced, timeout_s, deadline)
+    _default = job
+    notices.know_rank(job.rank)
+    _tell_variables_without_effect(launcher)
+    log.info(f"joined as rank {job.rank} of {job.size} in {time.monotonic() - began:.3f} s")
+
+
+def _tell_launcher(launcher: Launcher | None) -> None:
+    if launcher is None:
+        log.info("launcher: none, a job of one")
+        return
+    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # none: init's arguments say it
+    known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
+    log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
+
+
+def _tell_variables_without_effect(launcher: Launcher | None) -> None:
+    given = environment.given(os.environ, environment.CLUSTER)
+    names = ["MS_RECOVERY_PATH"]
+    if launcher is None or launcher.NAME != ms_cluster.NAME:
+        names.append("MS_ENABLE_RECOVERY")
+    notices.tell_without_effect("environment", **{name: given.get(name) for name in names})
+
+
+def _local_rank_of(invitation: Invitation) -> int | None:
+    """As the launcher counts; None: it does not, or what it calls one host is divided."""
+    return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.local_rank
+
+
+def _join(
+    invitation: Invitation,
+    asked: assemble.Asked,
+    algo: str,
+    forced: list[str],
+    timeout_s: float,
+    deadline: Deadline,
+) -> Job:
+    """From the invitation to a group that every rank is ready to use."""
+    sock, rank = invitation.sock, invitation.rank
+    with contextlib.ExitStack() as failing, assemble.unix_listener() as memory:
+        failing.callback(sock.close)
+        if not invitation.greeted:
+            mine = links.newcomer(os.environ, UNKNOWN_RANK if rank is None else rank)
+            links.greet(sock, invitation.key, CONTROL, mine, deadline)
+        member = Member(
+            Frames(sock, FROM_HUB_BYTES),
+            key=invitation.key,
+            rank=rank,
+            node_id=invitation.node_id,
+            hub=invitation.where,
+        )
+        failing.callback(member.close)
+        welcome = member.join(assemble.facts(asked, invitation.size, algo, memory), deadline)
+        log.set_rank(welcome.rank)
+        with _telling(member, welcome.rank, welcome.epoch):
+            epoch = assemble.share(member, welcome, memory, forced, deadline, asked.backend)
+            job = Job(epoch, asked, algo, timeout_s)
+            job.found(job.world, deadline)
+            member.ready(deadline)
+        failing.pop_all()
+    job.launcher, job.hub = invitation.launcher, invitation.hub
+    job.local_rank = epoch.neighbours().index(job.rank) if asked.local_rank is None else asked.local_rank
+    return job
+
+
+@contextlib.contextmanager
+def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
+    """What goes wrong in the set-up of the world is told to the others, who must not wait for this rank."""
+    world = plan.world_id(epoch)
+    try:
+        yield
+    except Error as symptom:
+        cause = member.settle(world, symptom, 0)
+        if cause is symptom:
+            raise
+        # Where all ranks found the same, as that there is no libnccl, once is enough.
+        raise cause from (None if str(cause) == str(symptom) else symptom)
+    except BaseException as error:
+        member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
+        raise
+
+
+def _backend(name: str | None) -> str:
+    if name is None:
+        name = _BACKEND_OF[device_target()]
+    if name in CPU_NAMES:
+        return CPU
+    if name in (*NAMES, AUTO):
+        return name
+    raise ValueError(f"init: backend {name!r} is none of {', '.join(CPU_NAMES)}, nccl, hccl")
+
+
+def _device(device: int | None) -> int | None:
+    """The rank's device as its user says it: to init, or to set_context."""
+    if device is None:
+        device = device_id()
+    try:
+        return None if device is None else operator.index(device)
+    except TypeError:
+        raise TypeError(f"init: device {device!r} is not an integer") from None
+
+
+def release() -> None:
+    """Leave the job. Raises a group's failure if it came after this rank's last call and nobody has seen it yet.
+
+    Calls that run beside the caller are waited for. A rank that has left is no failure until another one waits for it.
+    An exit handler calls this too.
+    """
+    global _default
+    job, _default = _default, None
+    if job is not None and job.is_ours:
+        job.leave()
+
+
+def is_initialized() -> bool:
+    """Whether init() has joined a job that this process has not left."""
+    return _default is not None and _default.is_ours
+
+
+def abort(reason: str) -> None:
+    """End the job's communication: every rank's current and later calls raise Aborted with this rank and the reason."""
+    job = default()
+    job.abort(printable(f"rank {job.rank} called abort: {reason}"))
+
+
+def rejoin(timeout: float | timedelta | None = None) -> int:
+    """After PeerLost: wait until every lost rank was started again, and go on with all of them in a new epoch.
+
+    Also after Aborted, if the rank that failed is started again. All ranks that are left call it; the new ones call
+    init(). The groups come back in the order of their creation: a new rank makes the same create_group and split calls
+    as at the start, but for groups that were destroyed. A split comes back where its parent and all its parts are still
+    there. Groups of shrink() end. Arrays stay as they are; those of
+    mscomm.empty that were made before are private memory from now on. What the ranks computed, they must bring to one
+    state themselves. Returns the epoch's number, 1 for the first; that of two ranks can differ if another rank was lost
+    meanwhile: the one that is behind meets PeerLost in its next call.
+
+    timeout: seconds or a timedelta, None: MS_TOPO_TIMEOUT (600); then CollectiveTimeout, whose waiting_for names those
+    that did not come; rejoin() may be called again. PeerLost if nobody starts the lost ranks again, which `mscomm run
+    --max-restarts N` does, or if a rank has left the job. RuntimeError in a job of one rank.
+    """
+    return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
+
+
+def _tell_others(error: BaseException, words: str) -> bool:
+    """Tell the other ranks of the exception that ends this one, unless its group has told them. False: no others."""
+    job = _default
+    if job is None or not job.is_ours or job.member is None:
+        return False
+    told = isinstance(error, Error) and any(group.raised for group in job.groups.values())
+    if not told:
+        job.abort(printable(f"rank {job.rank}: {words}"))
+    return True
+
+
+# -- the default job, and its groups' ranks
+
+
+def default() -> Job:
+    """RuntimeError before init(), and in a forked child."""
+    if _default is None:
+        raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
+    if _default.forked:
+        raise RuntimeError(
+            f"mscomm: this process was forked from a rank (pid {_default.pid}) and is no rank itself;"
+            " call mscomm in the parent"
+        )
+    return _default
+
+
+def resolve(group: Group | str | None) -> Group:
+    """The Group that the argument names. RuntimeError before init(), in a forked child, and if it lacks this rank."""
+    job = _default
+    if job is None or job.forked:
+        job = default()  # which says what is wrong
+    return job.world if group is None else job.resolve(group)
+
+
+def _in_child() -> None:
+    if _default is not None:
+        _default.forked = True
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def get_rank(group: Group | str | None = None) -> int:
+    """This process's rank in the group, from 0."""
+    return resolve(group).rank
+
+
+def get_group_size(group: Group | str | None = None) -> int:
+    """How many ranks the group has."""
+    return resolve(group).size
+
+
+get_world_size = get_group_size
+
+
+def get_local_rank(group: Group | str | None = None) -> int:
+    """This process's place among the group's ranks of its host; in the world as the launcher counts them."""
+    job, found = default(), resolve(group)
+    if found is job.world:
+        return job.local_rank
+    local = [rank for rank, host in zip(found.ranks, found.hosts, strict=True) if host == found.hosts[found.rank]]
+    return local.index(job.rank)
+
+
+def get_local_rank_size(group: Group | str | None = None) -> int:
+    """How many ranks of the group are on this host."""
+    found = resolve(group)
+    return found.hosts.count(found.hosts[found.rank])
+
+
+def get_backend(group: Group | str | None = None) -> str:
+    """The job's backend: "cpu", or the accelerator's beside it, "nccl" or "hccl"."""
+    resolve(group)
+    return default().backend
+
+
+def get_launcher() -> str:
+    """What started this job: "mscomm run", "MS_* cluster", "PMIx", ..., or "none" for a job of one."""
+    return default().launcher
+
+
+def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
+    """The group's ranks, as ranks in the world, in their order."""
+    return list(resolve(group).ranks)
+
+
+def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> int:
+    """The rank in the world of a rank of the group."""
+    found = resolve(group)
+    return found.ranks[rank_in(found.size, group_rank_id, "get_world_rank_from_group_rank: group_rank_id")]
+
+
+def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
+    """The rank in the group of a rank of the world. ValueError if it is none of the group's."""
+    found = resolve(group)
+    rank = rank_in(default().size, world_rank_id, "get_group_rank_from_world_rank: world_rank_id")
+    if rank not in found.ranks:
+        raise ValueError(f"get_group_rank_from_world_rank: rank {rank} is not in group {found.name} {found.ranks}")
+    return found.ranks.index(rank)
+
+
+def rank_in(size: int, rank: Any, what: str) -> int:
+    try:
+        rank = operator.index(rank)
+    except TypeError:
+        raise TypeError(f"{what}: {rank!r} is not an int") from None
+    if not 0 <= rank < size:
+        raise ValueError(f"{what}: {rank} is none of the ranks 0 to {size - 1}")
+    return int(rank)
+
+
+def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An uninitialised array, in memory that the host's ranks share where there is such memory."""
+    heap = _default.epoch.heap if _default is not None and _default.is_ours else None
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    memory = heap.allocate(size) if heap is not None else None
+    return np.empty(shape, dtype) if memory is None else memory[:size].view(dtype).reshape(shape)

@@ -1,0 +1,162 @@
+"""Groups of some of the job's ranks: create_group, split, shrink, destroy_group."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+
+from mscomm.cluster import assemble
+from mscomm.cluster.deadline import Deadline, join_timeout_s
+from mscomm.group import Group, NonMember, printable
+from mscomm.job import WORLD_NAMES, Making, default, rank_in, resolve
+
+_NAME_BYTES = 200
+_NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
+
+
+def create_group(group: str, rank_ids: list[int]) -> Group:
+    """Found a group of some of the ranks; all of them call it with the same name and the same list.
+
+    rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
+    need not call. If it does, nothing is sent, and it gets a Group that is False and raises RuntimeError at every use,
+    as the name does: ask `if group:`. The same name and ranks again: the group that is there. Groups may overlap, and
+    two threads may use two groups at once. It returns when all of the list have called it: ranks that are in several
+    groups make them in one order.
+
+    TypeError if group is no str or rank_ids no list of ints; ValueError for an empty list, a rank that is none, a rank
+    that is named twice, or a name that has other ranks. Mismatch if the ranks do not agree on the list; PeerLost;
+    CollectiveTimeout after MS_TOPO_TIMEOUT.
+
+    >>> pair = mscomm.create_group("pair", [0, 1])
+    >>> if pair:                                                           # ranks 0 and 1
+    ...     print(mscomm.all_reduce(np.ones(1), group=pair))
+    [2.]
+    """
+    job = default()
+    if not isinstance(group, str):
+        raise TypeError(f"create_group: the name is a {type(group).__name__}, expected a str")
+    if not isinstance(rank_ids, list):
+        raise TypeError(f"create_group: rank_ids is a {type(rank_ids).__name__}, expected a list of ints")
+    _check_name("create_group", group)
+    ranks = [rank_in(job.size, rank, "create_group: rank_ids") for rank in rank_ids]
+    if not ranks:
+        raise ValueError("create_group: rank_ids is empty")
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        raise ValueError(f"create_group: rank {twice} is in rank_ids {ranks.count(twice)} times")
+    there = job.groups.get(group)
+    if there is not None:
+        if there.ranks != ranks:
+            raise ValueError(f"create_group: group {group!r} has the ranks {there.ranks}; destroy_group it first")
+        return there
+    if job.rank not in ranks:
+        job.others[group] = NonMember(group, ranks, job.rank)
+        return job.others[group]
+    made = Group(group, ranks, job.timeout_s)
+    job.found(made, Deadline(join_timeout_s(os.environ)))
+    job.makings.append(Making(made, lambda deadline: job.found(made, deadline)))
+    return made
+
+
+def create_variant(group: str, algo: str) -> Group:
+    """The world again, as a group whose collectives go by these algorithms, written as in MSCOMM_ALGO: to measure them.
+
+    All ranks call it. rejoin() does not bring it back. Raises as create_group; ValueError for algo.
+    """
+    job = default()
+    made = Group(group, list(job.world.ranks), job.timeout_s)
+    job.found(made, Deadline(join_timeout_s(os.environ)), assemble.forced_algorithms(algo))
+    return made
+
+
+def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group:
+    """Divide a group: the ranks with the same color found a group, ordered by key, then by rank.
+
+    All ranks of the group (None: the world) call it. color None: this rank takes part in none, and gets a Group that is
+    False, as a non-member of create_group. As MPI_Comm_split. Raises as create_group.
+    """
+    job = default()
+    parent = resolve(group)
+    color = None if color is None else _in_64_bits("color", color)
+    key = _in_64_bits("key", key)
+
+    def found(deadline: Deadline) -> None:
+        turn = job.splits[parent.name] = job.splits.get(parent.name, 0) + 1
+        facts = {"color": color, "key": key}
+        said = [facts]
+        if job.member:
+            meeting = f"{job.epoch.number}:split {turn}:{parent.id}"
+            said = job.member.meet(meeting, f"split of group {parent.name}", parent.ranks, facts, deadline).facts
+        before, made.name = made.name, f"{parent.name}.{turn}.{color}"
+        if color is None:
+            return
+        job.groups.pop(before, None)  # in an earlier epoch, by another name perhaps
+        alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
+        ranks = [parent.ranks[place] for _, place in sorted(alike)]
+        made.ranks, made.size = ranks, len(ranks)
+        job.found(made, deadline)
+
+    made = Group("", [], job.timeout_s) if color is not None else NonMember("", None, job.rank)
+    found(Deadline(join_timeout_s(os.environ)))
+    job.makings.append(Making(made, found))
+    return made
+
+
+def shrink(group: Group | str | None, name: str) -> Group:
+    """After PeerLost: found a group of those ranks of the group that are still there, in their order.
+
+    All of them call it. It lasts until rejoin(). Raises as create_group.
+    """
+    job = default()
+    parent = resolve(group)
+    _check_name("shrink", name)
+    if name in job.groups:
+        raise ValueError(f"shrink: there is a group {name!r} already")
+    deadline = Deadline(join_timeout_s(os.environ))
+    ranks = parent.ranks
+    if job.member:
+        meeting = f"{job.epoch.number}:shrink to {name}:{parent.id}"
+        ranks = job.member.meet(meeting, f"shrink to {name!r}", ranks, {}, deadline, survivors=True).ranks
+    made = Group(name, ranks, job.timeout_s)
+    job.found(made, deadline)
+    return made
+
+
+def destroy_group(group: Group | str) -> None:
+    """End this rank's part in the group, and free what it holds; a rank that is no member forgets the name.
+
+    ValueError for the group of all ranks.
+    """
+    job = default()
+    outside = job.others.get(group) if isinstance(group, str) else group
+    if isinstance(outside, NonMember):
+        job.makings = [making for making in job.makings if making.group is not outside]
+        if job.others.get(outside.name) is outside:
+            del job.others[outside.name]
+        return
+    found = resolve(group)
+    if found is job.world:
+        raise ValueError("destroy_group: the group of all ranks ends with release()")
+    del job.groups[found.name]
+    job.makings = [making for making in job.makings if making.group is not found]
+    found.drain()
+    found.leave()
+
+
+def _check_name(function: str, name: str) -> None:
+    if name == "world" or name in WORLD_NAMES or not name:
+        raise ValueError(f"{function}: {name!r} is the group of all ranks; choose another name")
+    if _NAME_OF_SPLIT.search(name):
+        raise ValueError(f"{function}: names that end in a number and a number, as {name!r}, are those of split")
+    if len(printable(name)) > _NAME_BYTES or printable(name) != name:
+        raise ValueError(
+            f"{function}: a name has at most {_NAME_BYTES} characters, all of them UTF-8; not {name!r:.300}"
+        )
+
+
+def _in_64_bits(argument: str, number: int) -> int:
+    number = operator.index(number)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"split: {argument} {number} has more than 64 bits")
+    return number
