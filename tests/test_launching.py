@@ -18,7 +18,7 @@ import pytest
 from test_run import appears, ends
 
 import mscomm
-from mscomm import launching
+from mscomm.launching import function
 
 
 @dataclasses.dataclass
@@ -117,9 +117,9 @@ def test_the_first_failure_is_raised_with_its_rank_and_the_tracebacks(capsys):
     with pytest.raises(KeyError, match="price") as raised:
         mscomm.launch(fails, 3, 1, KeyError("price"))
     cause = raised.value.__cause__
-    assert isinstance(cause, launching.RankTraceback) and cause.rank == 1
+    assert isinstance(cause, function.RankTraceback) and cause.rank == 1
     assert "[0,2] mscomm.errors.Aborted: rank 1: KeyError: 'price' (test_launching.py:" in cause.text
-    assert "in fails" in cause.text and "launching.py" not in cause.text.replace("test_launching.py", "")
+    assert "in fails" in cause.text and "mscomm/launching" not in cause.text
     assert capsys.readouterr().err == ""
     if sys.version_info >= (3, 11):
         assert raised.value.__notes__ == ["in rank 1 of 3"]
@@ -141,8 +141,8 @@ def test_a_result_that_cannot_be_unpickled_is_an_error():
 
 def test_a_result_that_was_not_written_to_its_end_is_none():
     file = os.memfd_create("call")
-    os.write(file, pickle.dumps(launching._Outcome(b"x" * 100))[:-10])
-    assert launching._outcome(0, file, 0) is None  # incomplete: the rank was killed, which is the error to raise
+    os.write(file, pickle.dumps(function._Outcome(b"x" * 100))[:-10])
+    assert function._outcome(0, file, 0) is None  # incomplete: the rank was killed, which is the error to raise
     os.close(file)
 
 
