@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import selectors
 import socket
 import threading
 import time
@@ -45,6 +47,90 @@ def test_accept_all_brings_every_wanted_rank_in(family):
             sock.close()
         for thread in threads:
             thread.join()
+
+
+def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
+    """Any user of the host can fill it; the kernel then answers EAGAIN at once."""
+    with listening(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.listen(1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                other = stack.enter_context(socket.socket(socket.AF_UNIX))
+                other.setblocking(False)
+                other.connect(listener.getsockname())
+        with pytest.raises(TimeoutError, match="the listener accepts no connection"):
+            links.connect(listener.getsockname(), Deadline(0.05))
+
+        def accept():
+            time.sleep(0.2)
+            for _ in range(3):
+                stack.enter_context(listener.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        links.connect(listener.getsockname(), soon()).close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def no_descriptor_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others():
+    with listening() as listener, socket.create_connection(listener.getsockname()):
+        began = time.process_time()
+        mine = Identity(JOB, VERSION, 0, 1)
+        lacking = no_descriptor_left()
+        entered = []
+
+        def check():  # called when the selector has its descriptor
+            if not entered:
+                entered.append(lacking.__enter__())
+
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                links.accept_all([listener], {1}, KEY, DATA, mine, Deadline(20), check=check)
+        finally:
+            lacking.__exit__(None, None, None)
+        assert time.process_time() - began < 5
+
+
+def test_a_door_without_descriptors_rests_and_opens_again():
+    """The hub's: it must neither spin nor end."""
+    entered = []
+    with listening() as listener, selectors.DefaultSelector() as selector:
+        door = links.Door(
+            selector, KEY, (DATA,), Identity(JOB, VERSION, 0, 1), {1}, lambda sock, *_: entered.append(sock)
+        )
+        door.listen(listener)
+        with socket.create_connection(listener.getsockname()) as sock:
+            with no_descriptor_left():
+                for ready, _ in selector.select(5):
+                    ready.data()
+                assert selector.select(0.01) == [] and door.expire() > 0  # it does not spin
+            thread = threading.Thread(target=lambda: links.greet(sock, KEY, DATA, Identity(JOB, VERSION, 1, 1), soon()))
+            thread.start()
+            until = time.monotonic() + 20
+            while not entered and time.monotonic() < until:
+                door.expire()
+                for ready, _ in selector.select(0.05):
+                    ready.data()
+            thread.join()
+        door.close()
+        assert len(entered) == 1
+        entered[0].close()
 
 
 def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted():

@@ -549,10 +549,15 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
 
 @contextlib.contextmanager
 def _reaching(peer: int, where: str = "") -> Iterator[None]:
-    """Whatever goes wrong on the way to a peer is a symptom of that peer; the hub knows what is behind it."""
+    """What goes wrong on the way to a peer is a symptom of that peer, unless it is this process that lacks something.
+
+    The hub knows the cause behind a symptom.
+    """
     try:
         yield
     except (OSError, Error) as error:
+        if links.is_shortage(error):
+            raise
         raise PeerLost(f"cannot reach rank {peer}{where}: {error}", [peer]) from error
 
 

@@ -36,6 +36,8 @@ Address: TypeAlias = "tuple[str, int] | str | bytes"
 
 _HALF_OPEN = 64  # connections that may be in the middle of a hello at one time, or twice as many as ranks are expected
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_S = 0.1  # for a listener whose connections cannot be accepted now
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
@@ -47,8 +49,7 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
     if isinstance(address, (str, bytes)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(deadline.left())
-            sock.connect(address)
+            _connect_unix(sock, address, deadline)
         except BaseException:
             sock.close()
             raise
@@ -59,6 +60,24 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
         tune(sock)
     sock.settimeout(None)
     return sock
+
+
+def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline) -> None:
+    """Retry while the listener's backlog is full, which any user of the host can bring about for a while."""
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(address)
+            return
+        except BlockingIOError:
+            if deadline.passed:
+                raise TimeoutError(f"the listener accepts no connection for {deadline.seconds:g} s") from None
+            time.sleep(random.SystemRandom().uniform(0.001, 0.01))
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether this process or its host lacks descriptors or memory, so that no peer is to blame."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def node_timeout_s() -> float:
@@ -207,6 +226,7 @@ class Door:
         enter: Callable[[socket.socket, Identity, int], None],
         log: Callable[[str], None] | None = None,
         turned_away: Callable[[str, str, bool], None] | None = None,
+        on_shortage: Callable[[OSError], None] | None = None,
     ) -> None:
         self._selector = selector
         self._new_hello: Callable[[], Hello] = lambda: Hello.acceptor(key, purposes, mine, ranks)
@@ -214,13 +234,18 @@ class Door:
         self._enter = enter
         self._log = log or (lambda text: None)
         self._turned_away = turned_away or (lambda address, why, unproven: None)
+        self._on_shortage = on_shortage or (lambda error: None)
         self._complaints: set[str] = set()  # each kind of nuisance is logged once
         self._listeners: list[socket.socket] = []
+        self._paused: dict[socket.socket, float] = {}  # listeners, and when they are tried again
         self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first; when it is given up
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
+        self._watch(listener)
+
+    def _watch(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def expire(self) -> float | None:
@@ -228,15 +253,21 @@ class Door:
         now = time.monotonic()
         for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
             self._drop(sock, "it did not finish its hello in time")
-        return min((until - now for _, until in self._half_open.values()), default=None)
+        for listener in [listener for listener, until in self._paused.items() if until <= now]:
+            del self._paused[listener]
+            self._watch(listener)
+        times = [until for _, until in self._half_open.values()] + list(self._paused.values())
+        return min((until - now for until in times), default=None)
 
     def close(self) -> None:
         """Drop the half-open connections and forget the listeners, which stay open for their owner."""
         for sock in list(self._half_open):
             self._forget(sock).close()
         for listener in self._listeners:
-            self._selector.unregister(listener)
+            if listener not in self._paused:
+                self._selector.unregister(listener)
         self._listeners.clear()
+        self._paused.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         # One a turn: between two newcomers everybody who has something to say is heard, so a flood cannot push out the
@@ -247,6 +278,11 @@ class Door:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
             self._complain(f"cannot accept a connection: {error}")
+            if is_shortage(error):
+                # The connection stays in the backlog, so the listener would be ready again at once.
+                self._selector.unregister(listener)
+                self._paused[listener] = time.monotonic() + _PAUSE_S
+                self._on_shortage(error)
             return
         sock.setblocking(False)
         try:
@@ -320,7 +356,8 @@ def accept_all(
 ) -> dict[int, socket.socket]:
     """One authenticated connection (blocking) from each wanted rank; CollectiveTimeout names those that did not come.
 
-    `check` is called at least every 100 ms and may raise to end the wait.
+    `check` is called at least every 100 ms and may raise to end the wait. OSError if this process or its host lacks
+    descriptors or memory for them.
     """
     missing = set(wanted)
     came: dict[int, socket.socket] = {}
@@ -333,8 +370,11 @@ def accept_all(
         sock.setblocking(True)
         came[peer.rank] = sock
 
+    def give_up(error: OSError) -> None:
+        raise error
+
     with selectors.DefaultSelector() as selector:
-        door = Door(selector, key, (purpose,), mine, missing, enter, log)
+        door = Door(selector, key, (purpose,), mine, missing, enter, log, on_shortage=give_up)
         for listener in listeners:
             door.listen(listener)
         try:
