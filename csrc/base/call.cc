@@ -10,12 +10,12 @@ namespace mscomm {
 
 namespace {
 
-// Of x that are read, and of out that are written, on one rank.
+// How many elements of x one rank reads, and how many elements of out it writes.
 struct Elements {
   uint64_t x = 0, out = 0;
 };
 
-// A number that does not fit becomes, and stays, none.
+// nullopt: the number does not fit into 64 bits. What is computed from it is nullopt, too.
 using Size = std::optional<uint64_t>;
 
 Size product(Size a, uint64_t b) {
@@ -46,12 +46,12 @@ bool divides(Collective what) {
 
 bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
 
-// What the collective as a whole does on each rank, the root's part being everybody's.
+// What rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the root.
 Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;
   const uint64_t count = call.signature.count;
   const std::vector<uint64_t>& counts = call.counts;
-  // The sums fit: they are parts of the whole, which was added up before.
+  // The sums cannot overflow: check() has added up all counts before.
   const uint64_t own = counts.empty() ? count / (divides(what) ? n : 1) : counts[me];
   const uint64_t whole = counts.empty() ? count * (gathers(what) ? n : 1) : *sum(counts, 0, counts.size(), 1);
   switch (what) {
@@ -86,7 +86,8 @@ void check(const Call& call, int rank, int size) {
   const Collective what = signature.what;
   const auto n = static_cast<size_t>(size), me = static_cast<size_t>(rank);
 
-  // What goes ahead of a call with a root carries that root, too; but to a reduction a root means one result instead of many.
+  // The head of a call with a root carries that root, too, although the collective that moves the head may have none. A head that
+  // is a reduction may not: there a root would mean that only the root gets the result.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +
@@ -97,7 +98,7 @@ void check(const Call& call, int rank, int size) {
 
   Size count = what == Collective::barrier ? 0 : 1;
   for (int i = 0; i < signature.dims; i++) count = product(count, signature.shape[i]);
-  // The largest that anybody holds, in bytes.
+  // The size in bytes of the largest array on any rank.
   if (!product(product(count, call.element_bytes()), n)) refuse("the shape is of more bytes than this machine can count");
   if (*count != signature.count)
     refuse(std::to_string(signature.count) + " elements, expected " + std::to_string(*count) + ", the product of the shape");
@@ -134,7 +135,7 @@ void check(const Call& call, int rank, int size) {
 
 uint64_t Signature::fingerprint() const {
   uint64_t mixed = 0;
-  // Each step maps the mixed words one to one (an odd factor, a shift), so what went in differently stays different.
+  // Each step maps `mixed` one to one (xor, an odd factor, a shift), so a difference in one word is never lost in later steps.
   const auto mix = [&mixed](uint64_t word) {
     mixed = (mixed ^ word) * 0x9E3779B97F4A7C15u;
     mixed ^= mixed >> 32;

@@ -13,7 +13,7 @@ namespace {
 
 thread_local bool worker_thread = false;
 
-constexpr double delivery_s = 5;  // of what was sent, at the end
+constexpr double delivery_s = 5;  // how long close() waits until messages have reached the peers' kernels
 
 // "all_reduce #7 (4 MiB)"
 std::string brief(const Signature& call) {
@@ -38,7 +38,7 @@ void Communicator::leave_caller(uint64_t ended) {
 }
 
 Work::~Work() {
-  // The parent's threads may wait on it, and the destructor of the child's copy would wait for them.
+  // The parent's threads may be waiting on it, and in a forked child the destructor of the copy would wait for them.
   if (getpid() != owner_) (void)ended_.release();
 }
 
@@ -138,7 +138,7 @@ uint64_t Communicator::reserve(int count) {
   return take_numbers(count);
 }
 
-// A wrong call uses no number.
+// A call that fails here uses up no number.
 void Communicator::check(const Call& call) const {
   check_usable();
   mscomm::check(call, rank_, size());
@@ -160,7 +160,7 @@ void Communicator::run(Call call, double timeout_s) {
   inside.ended();
 }
 
-// Both allocate before they take a number: a number that no call uses would stop the group.
+// start() and start_on_device() allocate before they take a number: all later calls would wait for a number that no call uses.
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   if (call.stream) return start_on_device(std::move(call), timeout_s);
   check(call);
@@ -204,7 +204,7 @@ void Communicator::pack(const Packing& packing, StreamHandle stream) { device().
 
 void Communicator::clear(void* memory, size_t bytes, StreamHandle stream) { device().clear(memory, bytes, stream); }
 
-// What the device does is watched by a thread of its own: these three come from there.
+// The device's backend calls these three on its watching thread, and ended() also on a caller's, if a graph captures the call.
 void Communicator::ended(uint64_t number) {
   recorder_.end(number, Record::State::done);
   std::shared_ptr<Work> work;
@@ -221,21 +221,21 @@ void Communicator::failed(const Signature& call, const Error& error) {
   if (hooks_.failed) hooks_.failed();
 }
 
-// The vendor's library knows neither ranks nor calls.
+// Adds the rank and the call, which the vendor's library does not know.
 Error Communicator::of_device(const Signature& call, const Error& error) const {
   return {error.kind, name_of(rank_) + ": " + brief(call) + ": " + error.what(), error.ranks, error.waiting_for};
 }
 
 void Communicator::waits(const Signature& call, double waited_s) {
   stuck_ = call.number;
-  if (hooks_.failed) hooks_.failed();  // wakes who asks
+  if (hooks_.failed) hooks_.failed();  // wakes the thread that asks for stuck()
   if (waited_s < first_notice_s || !hooks_.notice) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
   hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + brief(call) +
                 " has not ended on the device since " + seconds_text(waited_s));
 }
 
-// For threads that have no caller: an exception that leaves one ends the process.
+// For the worker's and the mailbox's thread, which no exception may leave: that would end the process.
 std::optional<Error> Communicator::outcome(const std::function<void()>& part) {
   try {
     try {
@@ -245,14 +245,14 @@ std::optional<Error> Communicator::outcome(const std::function<void()>& part) {
     }
     return std::nullopt;
   } catch (...) {
-    // There was no memory to say what is wrong.
+    // Most likely there was no memory for a better error.
     const Error error("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
     abort({error, false});
     return error;
   }
 }
 
-// The worker's thread. It never calls Python: at the end of the process that could not return.
+// The worker's thread. It never calls Python, because such a call might not return while the process ends.
 void Communicator::work() {
   worker_thread = true;
   while (true) {
@@ -267,12 +267,13 @@ void Communicator::work() {
     std::optional<Error> failure = outcome([&] { execute(job->call, job->deadline, false); });
     const bool failed = failure.has_value();
     leave_caller(failed ? 0 : job->call.signature.number);
-    job->work->end(std::move(failure));  // last: whoever sees it may close the group
+    job->work->end(std::move(failure));  // last: a waiter may close the group then
     if (failed && hooks_.failed) hooks_.failed();
   }
 }
 
-// THE catch: whatever ends a call early ends it here.
+// Runs one call. Whatever ends it early is caught here, breaks the group, and is thrown on as the group's first cause. Messages
+// have the same in messages.cc.
 void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
   const uint64_t number = call.signature.number;
   try {
@@ -280,7 +281,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // Whoever was stopped in here may have been given up meanwhile: what it read can have changed.
+    // If this rank was stopped in the call, its peers may have given it up meanwhile, and what it read may have changed.
     if (broken()) throw_failure();
   } catch (const Differs& differs) {
     fail(call, differing(differs));
@@ -289,7 +290,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (const std::bad_alloc&) {
     fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_))));
   } catch (const Interrupted& interrupted) {
-    // Python's own exception, from a signal handler: it passes through as it is, the peers get its meaning.
+    // A Python exception from a signal handler: it reaches the caller unchanged, and the peers get Aborted.
     try {
       fail(call, Error("Aborted", name_of(rank_) + " was interrupted in " + current(), {in_job(rank_)}));
     } catch (const Error&) {
@@ -308,7 +309,7 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
     turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();
-    // The ranks that are missing are those of the call whose turn it is, and not known here.
+    // The missing ranks are those that the running call waits for, which this thread does not know.
     if (deadline.passed() && !broken())
       throw Error("CollectiveTimeout", brief(call) + " on " + name_of(rank_) + " did not end within " +
                                            seconds_text(deadline.timeout_s()) + ": waiting for its turn, after " + current());
@@ -405,7 +406,7 @@ void Communicator::close() {
                  {in_job(rank_)}),
            false});
     turn.lock();
-    // They leave at their next bounded wake; one that does not is this thread itself, in a signal handler.
+    // Callers leave at their next bounded wake. One that does not may be this thread itself, if this is a signal handler.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
@@ -414,7 +415,7 @@ void Communicator::close() {
     const std::lock_guard lock(state_mutex_);
     if (closed_) return;
     closed_ = true;
-    broken_ = true;  // later calls find it released
+    broken_ = true;  // later calls find the group released
   }
   turn.unlock();
   if (worker_) stop_worker();
@@ -439,12 +440,12 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
     }
   }
   const double waited_s = seconds_since(deadline.start());
-  // A call that waits for its turn is silent: the one whose turn it is speaks.
+  // A call that waits for its turn has no missing ranks and reports nothing: the running call does.
   if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
-  // On a link the end of the data tells, and not before all of it was read: a rank may have sent its part and gone.
+  // Over links a peer is lost only when its data ends and all of it was read: it may have sent its part and exited.
   if (ranks.empty() || !missing.by_memory) return;
   std::vector<std::pair<int, const char*>> gone;
   {
@@ -458,7 +459,7 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
   for (size_t i = 0; ended > 0 && i < lives.size(); i++)
     if (lives[i].revents & POLLIN) gone.emplace_back(ranks[i], " ended, but ");
   if (gone.empty()) return;
-  // It may have arrived after `ranks` was made, and gone then.
+  // A rank may have arrived after `ranks` was made, and exited then.
   const std::vector<int> still = missing();
   for (const auto& [rank, how] : gone)
     if (std::find(still.begin(), still.end(), rank) != still.end())
@@ -467,7 +468,7 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  // In shared memory all waiters see the same: the lowest of the host speaks for them.
+  // In shared memory all waiters miss the same ranks, so only the lowest waiting rank of the host reports.
   const auto is_missing = [&](int rank) { return std::find(missing.begin(), missing.end(), rank) != missing.end(); };
   int speaker = 0;
   while (is_missing(speaker) || host_of(speaker) != host_of(rank_)) speaker++;
@@ -528,7 +529,8 @@ void Communicator::in_child() {
     if (communicator->device_) communicator->device_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    // The parent's: a thread that is not here, waiters that the destructor would wait for, and who reads of failures.
+    // These are the parent's: a thread that does not exist here, condition variables whose destructors would wait for the
+    // parent's waiters, and the thread that hears of failures.
     (void)communicator->worker_.release();
     (void)communicator->turn_.release();
     (void)communicator->job_.release();

@@ -1,5 +1,5 @@
-// A group's communicator: numbers calls, runs them in order, sends and receives messages beside them (messages.cc),
-// and is the one place where a failure is caught.
+// A group's communicator: numbers calls, runs them in order, and sends and receives messages beside them (messages.cc). An error
+// in a call or a message breaks the group (abort()). From then on every call raises the group's first cause.
 #pragma once
 
 #include <unistd.h>
@@ -29,25 +29,25 @@
 
 namespace mscomm {
 
-// Why a group is broken. verdict: the hub has said so, so that it is the first cause of the whole job; else this rank's own
-// symptom. number: of the call that saw it; -1: it was no call.
+// Why a group is broken. verdict: whether this is the first cause, as the hub decided or as this rank aborts; otherwise it is
+// only a symptom that this rank has seen. number: the call that saw it; -1: no call did.
 struct Failure {
   Error error;
   bool verdict;
   int64_t number = -1;
 };
 
-// One send or recv, as the user called it. data is read or written as long as it has not ended.
+// One send or recv, as the user called it. data is read or written until the message has ended.
 struct Message {
   bool sends;
-  int peer;     // in the group, or any_source
+  int peer;     // rank in the group, or any_source
   int64_t tag;  // or any_tag
   Dtype dtype;
   void* data;
   size_t bytes;
 };
 
-// What a recv got: from whom in the group, and with which tag.
+// The source (a rank in the group) and the tag of the message that a recv got.
 struct Matched {
   int peer;
   int64_t tag;
@@ -59,19 +59,19 @@ struct Where {
   std::string text;
 };
 
-// A call that runs on the group's worker thread, or on the device.
+// A call that runs on the group's worker thread or on the device, or a message that was started.
 class Work {
  public:
   Work() = default;
   ~Work();
   uint64_t number() const { return number_; }  // of the call; 0: a message
-  // Whether it has ended, well or not.
+  // Whether it has ended, with or without an error.
   bool done() const { return done_.load(); }
-  // Waits at most that long; false if it has not ended then.
+  // Waits at most that long. Returns whether it has ended.
   bool wait(double timeout_s);
   // The error that it ended with.
   std::optional<Error> error() const;
-  // Which message came, if this is a recv that has ended well.
+  // Which message came; only for a recv that has ended without an error.
   std::optional<Matched> matched() const;
 
  private:
@@ -89,68 +89,75 @@ class Work {
 
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
-  // interrupt: called at each bounded wake of a caller's thread, never of the worker's; may throw. notice: one line for the user.
-  // failed: the worker's thread has broken the group, and nobody may be there to see it.
+  // interrupt: called on a caller's thread at each bounded wake, never on the worker's or the mailbox's; may throw. notice: one
+  // line for the user. failed: a thread that is not a caller's has broken the group, which nobody may notice otherwise; or
+  // stuck() has a number.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
     std::function<void()> failed;
   };
 
-  // ranks: of the group, as ranks of the job; rank: this one's place among them. Errors and messages name ranks of the job.
+  // ranks: the group's ranks, as ranks of the job; rank: this rank's place among them. Errors and notices name ranks of the job.
   Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
                std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
-  // Before the first call: who runs those on arrays of a device.
+  // To be called before the first call. The device's backend runs the calls on its arrays.
   void add_device(std::unique_ptr<VendorBackend> device);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // Takes that many numbers in a row, for a call that is made of several; returns the first. Each must then be run.
+  // Takes that many call numbers in a row, for a call that is made of several, and returns the first. Each of them must then be
+  // run.
   uint64_t reserve(int count);
-  // One collective call, start to end; the signature lacks its number, unless it was reserved. Throws Error, and what the
-  // interrupt hook throws; after that the group is broken.
+  // Runs one collective call from start to end. The signature's number is 0, unless it was reserved. Throws Error, or what the
+  // interrupt hook throws; the group is broken then, unless the call was refused before it began.
   void run(Call call, double timeout_s);
-  // The same on the worker's thread, in the order of calls. x and out must live until the work has ended. A device's arrays need
-  // no thread: the call is enqueued when this returns.
+  // Runs the call on the worker's thread, in the order of calls. x and out must live until the work has ended. A call on a
+  // device's arrays needs no thread: it has been enqueued when this returns.
   std::shared_ptr<Work> start(Call call, double timeout_s);
-  // What is enqueued on the stream from now on comes after that call of the device.
+  // Makes what is enqueued on the stream from now on wait for that call on the device.
   void order(uint64_t number, StreamHandle stream);
-  // Of the device's arrays, by the device.
+  // Pack or clear the device's arrays, on the device.
   void pack(const Packing& packing, StreamHandle stream);
   void clear(void* memory, size_t bytes, StreamHandle stream);
-  // Whether pack() scales, and casts where the dtypes differ.
+  // Whether pack() scales, and casts if the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
-  // Whether there is a device whose library can reduce such elements so.
+  // Whether there is a device whose library can reduce elements of this type by this operation.
   bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
 
-  // Messages that begin together, in that order, start to end, as run(); any number of threads at once, beside the calls. The
-  // link to a peer must be there before the first send to it. Returns what was matched to each.
+  // Starts these messages together, in this order, and waits until all have ended. Throws as run() for a call. Any number of
+  // threads may do it at once, beside the calls. The link to a peer must exist before the first send to it. Returns what was
+  // matched to each message.
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
-  // The same on the mailbox's thread.
+  // Starts one message; the mailbox's thread waits for it.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);
   void add_incoming(int peer, int fd);
-  // A link from the peer is being made: whether the peer is still there, that link will tell.
+  // Says that a link from the peer is being made. From now on a recv learns from the end of that link, not from left() or the
+  // peer's process, that the peer is gone.
   void expect_incoming(int peer);
   // Throws if the group is broken, or the peer has left or ended.
   void check_peer(int peer) const;
 
-  // From any thread, at any time, without waiting. The first failure stays, but a verdict replaces a symptom.
+  // Breaks the group. May be called from any thread at any time, and does not wait. The first failure is kept, but a verdict
+  // replaces a symptom.
   void abort(Failure failure);
-  // rank of the job ended well: no failure until somebody waits for it.
+  // Says that this rank of the job ended well. That is no failure until somebody waits for it.
   void left(int rank);
   Where where() const;
-  // The number of a call that the device has not ended within a second: do all ranks make it? Once for each; 0: there is none.
+  // The number of a call that the device has not ended within a second, so that the caller can check that all ranks make it.
+  // Returns each number once; 0: none.
   uint64_t stuck() { return stuck_.exchange(0); }
   std::optional<Failure> failure() const;
-  // Compares what the peers said last with this rank's own calls; throws as run() does when they differ.
+  // Compares the last headers from the peers with this rank's own calls; throws as run() does if they differ.
   void last_look();
-  // Until the device has ended what was enqueued, or the group is broken; its peers must still be heard of meanwhile.
+  // Waits until the device has ended what was enqueued, or the group is broken. It has no deadline, so the loss of a peer must
+  // still be reported to this group (abort()) meanwhile.
   void drain() const;
-  // Ends this rank's part. A call that another thread is in fails first.
+  // Ends this rank's part in the group. If another thread is still in a call, that call fails first.
   void close();
 
   // Watch
@@ -158,15 +165,15 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  // Counts a thread in and out of run(), for close().
+  // Counts the threads inside run() and start_on_device(), for close().
   class Caller {
    public:
-    // With a message, which is beside the calls.
+    // For a message, which takes no number.
     explicit Caller(Communicator& group) : group_(group), in_call_(false), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
       enter();
     }
-    // With a call, which gets its number here, unless it was reserved.
+    // For a call, which gets its number here unless one was reserved.
     Caller(Communicator& group, Signature& call) : group_(group), in_call_(true), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
       const uint64_t first = group_.take_numbers(call.number == 0 ? 1 : 0);
@@ -178,9 +185,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
       innermost_ = outer_;
       group_.leave_caller(ended_ ? number_ : 0);
     }
-    // Whether no call was before this one when it was numbered.
+    // Whether all earlier calls had ended when this one was numbered.
     bool its_turn() const { return its_turn_; }
-    // The call has ended well: the next one's turn comes when this thread leaves.
+    // Says that the call has ended well: the next call's turn comes when this thread leaves.
     void ended() { ended_ = true; }
     // Whether this thread is in a call of the group.
     static bool calls(const Communicator& group) {
@@ -201,7 +208,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     const bool in_call_;
     uint64_t number_ = 0;
     bool its_turn_ = false, ended_ = false;
-    const Caller* const outer_;  // of the same thread: a signal handler may call, too
+    const Caller* const outer_;  // what the same thread was in before: a signal handler may call, too
     static inline thread_local const Caller* innermost_ = nullptr;
   };
   class Delivery;
@@ -221,11 +228,11 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void waits(const Signature& call, double waited_s) override;
 
   void leave_caller(uint64_t ended = 0);  // ended: the number of a call that has ended well
-  // Before any lock is taken: in a forked child one may be locked for ever. Again under the lock.
+  // To be called before any lock is taken, because in a forked child a mutex may be locked for ever; and again under the lock.
   void check_usable() const;
   void check_no_handler() const;
   VendorBackend& device() const;
-  uint64_t take_numbers(int count);  // with turn_mutex_; returns the first
+  uint64_t take_numbers(int count);  // to be called with turn_mutex_; returns the first
   void check(const Call& call) const;
   std::shared_ptr<Work> start_on_device(Call call, double timeout_s);
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
@@ -266,12 +273,12 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Recorder& recorder_;
   Hooks hooks_;
 
-  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, and the making of worker_
+  std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, stopping_, and the making of worker_
   std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();  // running_ or callers_ changed
   std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();   // the worker has something to do
   uint64_t next_ = 1;
-  uint64_t running_ = 1;  // the number whose turn it is; goes on as the thread of a call that ended well leaves
-  int callers_ = 0;       // threads inside run(), and jobs and messages that have not ended
+  uint64_t running_ = 1;  // the number whose turn it is; advances when a call has ended well and its thread has left
+  int callers_ = 0;       // threads inside run(), and started calls and messages that have not ended
   std::deque<Job> jobs_;
   bool stopping_ = false;
   std::unique_ptr<std::thread> worker_;  // made by the first start()
@@ -279,8 +286,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   mutable std::mutex state_mutex_;  // protects failure_, left_, expected_, delivering_ and on_device_; never held while waiting
   std::optional<Failure> failure_;
   std::vector<bool> left_;
-  std::vector<bool> expected_;                           // from whom a link for messages is being made, or is there
-  std::list<const Delivery*> delivering_;                // that threads wait for, oldest first
+  std::vector<bool> expected_;                           // peers from which a link for messages exists or is being made
+  std::list<const Delivery*> delivering_;                // messages that callers wait for, oldest first
   std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // calls that somebody may wait for, by number
   std::atomic<bool> broken_{false};
   bool closed_ = false;  // with state_mutex_
@@ -288,7 +295,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::atomic<uint64_t> stuck_{0};
   std::atomic<double> next_notice_s_{0};  // of the running call
   std::atomic<bool> forked_{false};
-  Mailbox mailbox_;  // last: its thread uses all the rest
+  Mailbox mailbox_;  // last, so destroyed first: its thread uses everything above
 };
 
 }  // namespace mscomm

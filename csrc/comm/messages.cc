@@ -1,4 +1,5 @@
-// The communicator's messages: the mailbox moves them, here they get their waits, their words and the group's first cause.
+// The communicator's messages. The mailbox moves them; this file watches the waits for them, describes them in errors, and breaks
+// the group when one fails.
 #include <poll.h>
 
 #include <list>
@@ -8,10 +9,11 @@
 
 namespace mscomm {
 
-// One message while it is waited for. Each has its own deadline, words and notices, as many threads wait at a time.
+// A message while somebody waits for it. Each has its own deadline, text and notices, because many threads may wait at once.
 class Communicator::Delivery final : public Watch {
  public:
-  // calls_python: false on the mailbox's thread, which Python cannot end.
+  // calls_python: true if a caller waits; false if the mailbox's thread waits, which must not call Python, because such a call
+  // might not return while the process ends.
   Delivery(Communicator& group, const Message& message, bool calls_python)
       : group_(group), message_(message), calls_python_(calls_python) {
     if (!calls_python_) return;
@@ -29,7 +31,7 @@ class Communicator::Delivery final : public Watch {
   void look(const Deadline& deadline, const Missing& missing) override {
     if (group_.broken()) group_.throw_failure();
     const std::vector<int> peers = missing();
-    if (peers.empty()) return;  // it ended meanwhile
+    if (peers.empty()) return;  // the transfer ended meanwhile
     for (const auto& other : together)
       if (other->done() && other->error()) throw *other->error();
     if (deadline.passed())
@@ -66,17 +68,18 @@ class Communicator::Delivery final : public Watch {
     return (message_.sends ? "send to " : "recv from ") + peer + ", " + tag + " (" + in_units(message_.bytes) + ")";
   }
 
-  // Transfers that began with this one: if one of them fails, the wait for this one ends with its error.
+  // Transfers that were started together with this one: if one of them fails, the wait for this one ends with its error.
   std::span<const std::shared_ptr<Transfer>> together;
 
  private:
-  // The ranks for which it waits, in words.
+  // The ranks that the message waits for, in words.
   std::string named(const std::vector<int>& peers) const {
     if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
-  // Throws if none of them can send any more. Where there is a link, or one is being made, its end tells, and not before all that
-  // it brought was read: a rank may have sent the message and gone. From a given rank the mailbox tells that end.
+  // Throws if none of the peers can send any more. A peer that has a link to us, or is making one, counts as gone only when that
+  // link has ended and all its data was read, because the peer may have sent the message and exited. A recv from one given rank
+  // is told that by the mailbox.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {
@@ -94,7 +97,7 @@ class Communicator::Delivery final : public Watch {
   Communicator& group_;
   const Message message_;
   const bool calls_python_;
-  std::list<const Delivery*>::iterator place_;  // in delivering_, if a thread waits for it
+  std::list<const Delivery*>::iterator place_;  // in delivering_, if calls_python_
   double next_notice_s_ = first_notice_s;
 };
 
@@ -104,7 +107,7 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
   check_usable();
   std::list<Delivery> deliveries;
   std::vector<std::shared_ptr<Transfer>> transfers;
-  std::string text;  // of what fails
+  std::string text;  // of the current message, for errors
   try {
     for (const Message& message : messages) {
       text = deliveries.emplace_back(*this, message, true).text();
@@ -119,13 +122,13 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
       matched.push_back({transfer->matched_peer(), transfer->matched_tag()});
     }
     return matched;
-    // One that fails may leave others: fail() makes the mailbox let go of their memory.
+    // If one message fails, others may be under way: fail() ends them, so that the mailbox does not use their memory any more.
   } catch (const Error& error) {
     fail(error);
   } catch (const std::bad_alloc&) {
     fail(Error("MemoryError", text + ": out of memory"));
   } catch (const Interrupted& interrupted) {
-    // As in execute(): Python's own exception passes through, the peers get its meaning.
+    // As in execute(): the Python exception reaches the caller unchanged, and the peers get Aborted.
     try {
       fail(Error("Aborted", "interrupted in " + text, {in_job(rank_)}));
     } catch (const Error&) {
@@ -154,19 +157,19 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
       const bool failed = cause.has_value();
       leave_caller();
       const Matched matched{transfer->matched_peer(), transfer->matched_tag()};
-      work->end(std::move(cause), failed ? std::nullopt : std::optional(matched));  // last: whoever sees it may close the group
+      work->end(std::move(cause), failed ? std::nullopt : std::optional(matched));  // last: a waiter may close the group then
       if (failed && hooks_.failed) hooks_.failed();
     });
     return work;
   } catch (const std::exception& error) {
-    // It may have begun: fail() makes the mailbox let go of the caller's memory.
+    // The transfer may have begun: fail() ends it, so that the mailbox does not use the caller's memory any more.
     leave_caller();
     const auto* known = dynamic_cast<const Error*>(&error);
     fail(known ? *known : Error("Error", std::string("a message could not be started: ") + error.what()));
   }
 }
 
-// A message failed, so the group is broken. Throws the first cause that this rank knows of.
+// Breaks the group because a message failed. Throws the first cause that this rank knows of.
 void Communicator::fail(const Error& error) {
   abort({Error(error.kind, name_of(rank_) + ": " + error.what(), error.ranks, error.waiting_for), false});
   throw_failure();
@@ -177,7 +180,7 @@ void Communicator::check_peer(int peer) const {
   if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
 }
 
-// " and waits in recv from rank 3, tag 7 (4 MiB)", for who asks where this rank is.
+// " and waits in recv from rank 3, tag 7 (4 MiB)", for where().
 std::string Communicator::in_messages() const {
   const std::lock_guard lock(state_mutex_);
   return delivering_.empty() ? "" : " and waits in " + delivering_.front()->text();

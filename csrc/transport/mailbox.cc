@@ -16,8 +16,8 @@ namespace mscomm {
 
 namespace {
 
-constexpr size_t piece_bytes = 256u << 10;  // by one system call; mutex_ is held for it
-constexpr int messages_a_turn = 64;         // read from one link, before others have their turn
+constexpr size_t piece_bytes = 256u << 10;  // at most in one system call, during which mutex_ is held
+constexpr int messages_a_turn = 64;         // at most read from one link before the other links get their turn
 
 using Kind = Envelope::Kind;
 
@@ -25,7 +25,7 @@ size_t payload_bytes(const Envelope& envelope) {
   return envelope.kind == Kind::announce ? 0 : envelope.count * size_of(envelope.dtype);
 }
 
-// What a whole message takes of the window.
+// How much of the eager window a whole message takes.
 size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
 
 void end_stream(const std::optional<Stream>& stream) {
@@ -125,7 +125,7 @@ std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype
     finish(recv, shut_);
     return recv;
   }
-  // The message that came first.
+  // Find the first message that fits.
   int source = any_source;
   std::deque<Unexpected>::iterator early;
   for (int from = 0; static_cast<size_t>(from) < ranks_.size(); from++) {
@@ -196,12 +196,12 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   detaching_->notify_one();
 }
 
-// The own thread. An exception that leaves it ends the process.
+// The mailbox's own thread. An exception that left it would end the process.
 void Mailbox::serve() {
   while (true) try {
       return serve_detached();
     } catch (...) {
-      // There was no memory to say what is wrong. All transfers end now, and those who wait for them are told.
+      // Most likely there was no memory to handle an error. All transfers end now, and their waiters are told.
       shut_down(Error("Error", "the thread for messages failed: out of memory?"));
     }
 }
@@ -234,7 +234,7 @@ void Mailbox::serve_detached() {
     }
     const bool idle = driving_ ? !await_change(lock) : !turn(lock);
     if (!idle && seconds_since(looked) <= longest_sleep_ms * 1e-3) continue;
-    // Only this thread takes from the list, so the elements stay where they are.
+    // Only this thread removes elements from the list, so the pointers stay valid.
     std::vector<Detached*> all;
     for (Detached& one : detached_) all.push_back(&one);
     lock.unlock();
@@ -292,7 +292,7 @@ void Mailbox::close(double timeout_s) {
       link.stream.reset();
     }
     for (Incoming& link : incoming_) link.stream.reset();
-    // Nobody drives any more.
+    // There is no driver any more.
     if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
   for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
@@ -316,7 +316,8 @@ void Mailbox::close_descriptors() {
   for (Outgoing& link : outgoing_) link.stream.reset();
   for (Incoming& link : incoming_) link.stream.reset();
   ::close(std::exchange(wake_fd_, -1));
-  // The parent's: a thread that is not here, and waiters that the destructor would wait for.
+  // These are the parent's: a thread that does not exist here, and condition variables whose destructors would wait for the
+  // parent's waiters.
   (void)thread_.release();
   (void)changed_.release();
   (void)detaching_.release();
@@ -333,7 +334,7 @@ std::unique_lock<std::mutex> Mailbox::enter() const {
 
 void Mailbox::wake_driver() const {
   const uint64_t one = 1;
-  // It fails only when the count is full, and then the driver wakes anyway.
+  // The write fails only when the eventfd's count is full, and then the driver wakes anyway.
   if (driving_ && write(wake_fd_, &one, sizeof one) < 0) return;
 }
 
@@ -341,7 +342,7 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves what can move now for all transfers, else waits until something can. False: it waited in vain.
+// Moves what can move now, for all transfers. If nothing can, waits until something may. False: nothing happened meanwhile.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();
@@ -368,12 +369,12 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   return ready > 0;
 }
 
-// While another thread drives. False: nothing changed.
+// Waits while another thread drives. False: nothing changed.
 bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
-// From any source: all other ranks; this one alone where there is no other.
+// The ranks that the transfer waits for. For a recv from any source: all other ranks, or this one if there is no other.
 std::vector<int> Mailbox::missing(const Transfer& transfer) const {
   if (transfer.done()) return {};
   const int peer = transfer.matched_peer();
@@ -397,7 +398,7 @@ bool Mailbox::move_some() {
       moved |= read_returns(peer);
       moved |= write_some(peer);
     } catch (const std::bad_alloc&) {
-      // A header without its payload, or half of a list: these links cannot go on.
+      // A header may lack its payload, or a list may be half changed: these links cannot go on.
       const Ending ending{"MemoryError", "out of memory"};
       end_stream(outgoing_[static_cast<size_t>(peer)].stream);
       end_outgoing(peer, ending);
@@ -540,7 +541,7 @@ bool Mailbox::read_some(int peer) {
   return moved;
 }
 
-// A header is complete: decides where its payload goes. False: it is none.
+// To be called when a header is complete: decides where its payload goes. False: the header is invalid, and the link has ended.
 bool Mailbox::open(int peer) {
   Incoming& link = incoming_[static_cast<size_t>(peer)];
   const Envelope& header = link.inbox;
@@ -583,7 +584,7 @@ bool Mailbox::open(int peer) {
   return true;
 }
 
-// A payload is complete.
+// To be called when a payload is complete.
 void Mailbox::deliver(int peer) {
   Incoming& link = incoming_[static_cast<size_t>(peer)];
   link.inbox_got = link.payload_got = 0;
@@ -592,7 +593,7 @@ void Mailbox::deliver(int peer) {
   std::vector<char> kept = std::move(link.kept);
   link.kept.clear();
   if (!recv) {
-    // One may have been posted while the payload came.
+    // A recv that fits may have been posted while the payload came.
     recv = match(peer, link.inbox);
     if (!recv) {
       keep(peer, link.inbox, std::move(kept));
@@ -604,8 +605,8 @@ void Mailbox::deliver(int peer) {
   finish(recv);
 }
 
-// Of the recvs that wait for this source and tag the one that was called first. One that waits for another type or size ends with
-// Mismatch, and the message stays.
+// Takes the recv for this source and tag that was called first, if there is one. A recv that expects another type or size ends
+// with Mismatch, and the next one is tried.
 std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   auto& from_peer = incoming_[static_cast<size_t>(peer)].posted;
   const auto first_of = [&](std::deque<Shared>& posted) {
@@ -623,7 +624,7 @@ std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   }
 }
 
-// Whether the recv is of the message's type and size, and is matched to it now; else it ends.
+// Matches the recv to the message if both have the same type and size. False: they have not, and the recv ends with Mismatch.
 bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
   const uint64_t expected = recv->bytes / size_of(recv->dtype);
   if (recv->dtype == envelope.dtype && expected == envelope.count) {
@@ -639,7 +640,7 @@ bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
   return false;
 }
 
-// Until a recv takes it.
+// Keeps the message until a recv takes it.
 void Mailbox::keep(int peer, const Envelope& envelope, std::vector<char> payload) {
   incoming_[static_cast<size_t>(peer)].unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
@@ -651,7 +652,7 @@ void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Not each time: credit costs a header.
+// Returns credit, but not for each message, because credit costs a header.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;
@@ -672,7 +673,7 @@ bool Mailbox::write_returns(int peer) {
       link.outbox_sent += sent;
       moved = true;
     } catch (const Stream::Broken&) {
-      link.deaf = true;  // what it sent before is still to be read, and then its end
+      link.deaf = true;  // what the peer sent before is still to be read, and then the link's end
       return true;
     }
     if (link.outbox_sent == sizeof(Envelope)) link.outbox.pop_front(), link.outbox_sent = 0;
@@ -689,7 +690,7 @@ void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   finished_ = true;
 }
 
-// The waiter gave up.
+// To be called when the waiter gives up.
 void Mailbox::drop(const Shared& transfer, const Error& error) {
   if (transfer->done()) return;
   finish(transfer, error);
@@ -727,7 +728,7 @@ void Mailbox::end_incoming(int peer, Ending ending) {
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, recv] : std::exchange(link.cleared, {})) fail(recv);
   for (const Shared& recv : std::exchange(link.posted, {})) fail(recv);
-  // A rank that ended may leave others that send. Any other end may have taken a message away.
+  // If the peer is lost, others may still send. Any other end may have lost a message that such a recv would have taken.
   if (link.ended->kind != "PeerLost")
     for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
 }
