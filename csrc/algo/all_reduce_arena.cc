@@ -1,10 +1,10 @@
 // All-reduce and reduce in shared memory. Each rank reduces its part of everybody's message, for all ranks or for the root.
 //
-// Heap memory: rank r reads part r of every x and writes the result into part r of every out that there is: two rounds, nothing
-// is copied. Foreign memory: the same in chunks through staging, one round a chunk: while the slowest peer still copies chunk k-1
-// out, chunk k is reduced and chunk k+1 copied in. A rank's own part is never staged: it comes from its x and goes to its out.
-// Two ranks read long foreign memory where it is, if the kernel lets them.
-// Tiny messages that are not all in heaps: every rank reads every slot, one round.
+// Heap memory: rank r reads part r of every x and writes the result into part r of every out: two rounds, and nothing is copied.
+// Foreign memory: the same in chunks through staging, with one round for each chunk. While the slowest peer still copies chunk
+// k-1 out, chunk k is reduced and chunk k+1 is copied in. A rank reads its own part from its x and writes that result to its out.
+// Two ranks read long foreign memory in each other's process, if the kernel lets them.
+// Tiny messages that are not all in heaps: every rank reads every slot, in one round.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -15,13 +15,13 @@ namespace mscomm {
 
 namespace {
 
-// Bytes of each input that are read, reduced and written to all outputs while they are in the cache. In the arena, where a rank's
-// part is too long for any cache, memory likes longer pieces.
+// Bytes of each input that are read, reduced and written to all outputs while they are in the cache. If a rank's part is too long
+// for any cache, longer pieces take less time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
-// After the first round, on all ranks alike.
+// To be called after the first round. All ranks get the same answer.
 bool all_in_heaps(const Call& call, const Arena& arena) {
   for (int rank = 0; rank < arena.size(); rank++)
     if (!arena.x_in_heap(rank) || (receives(call, rank) && arena.posted(rank).out_offset == not_in_heap)) return false;
@@ -50,8 +50,8 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// Every rank combines all messages itself, which costs less time than a round up to so many bytes together. In the slot a message
-// has at most tiny_bytes.
+// Up to so many bytes in all messages together, every rank combines all of them itself, which takes less time than another round.
+// Each message must also fit into its slot, which has room for tiny_bytes.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -66,7 +66,7 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// A rank whose x is in a heap has not copied it to its slot: the copy would be in vain if all are in heaps.
+// A rank whose x is in a heap has not copied it to its slot, because nobody needs the copy if all arrays are in heaps.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -75,7 +75,8 @@ void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   arena.round(wait);
 }
 
-// What this rank reduces it reads from its own x, and writes to its own out: only what the others reduce is staged.
+// The way through staging. A rank stages only the parts of its x that the others reduce, and of the results only those that
+// others need.
 class Chunks {
  public:
   Chunks(const Call& call, const Ranks& ranks)
@@ -89,7 +90,7 @@ class Chunks {
     copy(staged(me_, k), x, mine.begin);
     copy(staged(me_, k) + mine.end, x + mine.end, whole.bytes() - mine.end);
   }
-  // Where that rank's x can be read without staging.
+  // Finds out which ranks' x can be read without staging.
   void look() {
     for (int rank = 0; rank < n_; rank++)
       x_.push_back(rank == me_ ? call_.in() : arena_.at(rank, arena_.posted(rank).x_offset, call_.bytes()));
@@ -106,7 +107,7 @@ class Chunks {
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
       reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
-      if (call_.signature.root < 0) copy(staged_at, result, now);  // from a root nobody takes anything
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, it is already where it is needed
     }
   }
   void take(size_t k) const {
@@ -131,8 +132,8 @@ class Chunks {
   std::vector<const void*> in_;
 };
 
-// From so many bytes on two ranks that may read each other's memory need no staging: of both parts of the message each is read
-// once before it is combined and once afterwards. More ranks would all read the same then, and that takes longer.
+// From so many bytes on, two ranks that can read each other's memory need no staging: each reads the peer's x for its own part,
+// and then the peer's result for the other part. More than two ranks would all read the same results, which takes longer.
 constexpr size_t pulled_bytes = 2 << 20;
 
 bool all_readable(const Arena& arena) {
@@ -168,7 +169,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    // So small a message nobody has offered: the peers' posts, a cache line or two each, need not be read.
+    // Nobody offers messages below this size, so the peers' posts, a cache line or two each, need not be read.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);
@@ -187,7 +188,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     pulled(call, ranks, wait);
     return;
   }
-  if (!staged) {  // an array of this call cannot be read there
+  if (!staged) {  // an array of this call cannot be read in its process
     chunks.put(0);
     arena.round(wait);
   }

@@ -1,4 +1,4 @@
-// What the algorithms in the arena share: the first round, x's way through staging, and moving without combining.
+// What the algorithms in the arena share: the first round, moving x through staging, and the collectives that combine nothing.
 #include <optional>
 
 #include "algo/algorithm.h"
@@ -26,7 +26,7 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
       left_out_(static_cast<size_t>(blocks_.size())),
       piece_bytes_(std::max<size_t>(64, chunk_bytes / static_cast<size_t>(blocks_.size()) / 64 * 64)),
       first_(arena.steps()) {
-  if (blocks_.size() > 1) leave_out(arena.rank());  // its own block a rank reads from x
+  if (blocks_.size() > 1) leave_out(arena.rank());  // a rank reads its own block from x
 }
 
 void Staging::enter(const Call& call, Pulled pulled, const Wait& wait) {
@@ -58,13 +58,13 @@ enum class Way { own, read, staged, pulled };
 struct Plan {
   Move move;
   Way way;
-  size_t share;  // so many bytes at the end of it the source writes itself
+  size_t share;  // bytes at the end of the move that the source writes itself
 };
 
-// All ranks read the same posts, so all find the same ways.
+// All ranks read the same posts, so all of them find the same ways.
 class Ways {
  public:
-  // pull: whether private memory is read in the process of its owner, if the owner has said where it is.
+  // pull: whether private memory is read in the process of its owner, if the owner has posted the address.
   Ways(const Moves& moves, const Arena& arena, int root, bool pull)
       : moves_(moves), arena_(arena), root_(root), pull_(pull), for_all_(moves.blocks.size() == 1) {
     if (root >= 0) look_at_the_root();
@@ -79,13 +79,14 @@ class Ways {
     const bool pullable = pull_ && arena_.posted(source).x_address != 0;
     const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
     if (!writable) return {move, way, 0};
-    // A root that has one message for all has its part in the work: it would have to write it many times.
+    // If the root has one message for all, it writes only its share of it to each rank: to write all of it many times would take
+    // too long.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // Else the root is alone: where both could copy, the others do it.
+    // Otherwise, if both ranks could copy, the one that is not the root does, because there is only one root.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
-  // No piece that goes by staging is larger; 0: nothing does.
+  // The bytes of the largest move that goes through staging; 0: none does.
   size_t largest_staged() const { return largest_staged_; }
   // Whether a rank may read or write an array of another one.
   bool touched() const { return touched_; }
@@ -100,8 +101,8 @@ class Ways {
         else touched_ = true;
       }
   }
-  // Without one each source has one way to all whose out it cannot write, and writes to the others, so the n squared pairs need
-  // not be looked at.
+  // Without a root, the way depends on what the source can offer and on whether it can write to the destination. So it is enough
+  // to count the ranks, and the n squared pairs need not be looked at.
   void look_at_all() {
     int staging = 0, unwritable = 0;  // sources that must stage, destinations that must fetch
     bool both = false;                // ... one rank is both
@@ -124,9 +125,9 @@ class Ways {
   bool touched_ = false;
 };
 
-// Foreign memory that one rank needs is read where it is, in one copy, if the kernel lets us: two by way of staging take longer.
-// Not so where several ranks need the same, or the one that has it would have nothing to do but wait for one that copies a long
-// message. Measured, see docs/performance.md.
+// Foreign memory that only one rank needs is read in its owner's process, if the kernel lets us: one copy takes less time than
+// two through staging. This does not pay if several ranks need the same data, or if the owner would only wait while one other
+// rank copies a long message. Measured, see docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, const Moves& moves, int n) {
@@ -139,7 +140,7 @@ bool worth_pulling(const Call& call, const Moves& moves, int n) {
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank(), root = call.signature.root;
-  // In place, all_to_all writes over what others still need: then nobody else touches the array.
+  // In place, all_to_all overwrites data that others still need. Then the array is not offered, so that nobody else touches it.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
   const Call unoffered{.signature = call.signature};
   const Call& posted = hidden ? unoffered : call;
@@ -157,7 +158,7 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
   std::optional<Ways> ways(std::in_place, moves, arena, root, false);
   if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, root, true);
 
-  // Each rank starts with another peer, so that they do not all use one at a time.
+  // Each rank starts with another peer, so that they do not all write to the same one at once.
   for (int i = 1; i < n; i++) {
     const int destination = (me + i) % n;
     const auto [move, way, share] = ways->between(me, destination);
@@ -174,7 +175,7 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
       const auto [move, way, share] = ways->between(source, me);
-      // Also what is read directly goes piece by piece: in place it may only fill what was staged before.
+      // What is read directly goes piece by piece, too: in place, out may be written only where x has been staged before.
       Range now = piece(move.bytes - share, staging.piece_bytes(), k);
       if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;

@@ -23,14 +23,15 @@ namespace {
 
 // How long a waiter stays awake before it sleeps. See docs/performance.md.
 constexpr std::chrono::microseconds awake{100};
-// With ranks beyond CPUs a yield can be in vain: who has had less than his share of the CPU gets it back at once, or keeps it to
-// the end of his slice, while a rank that all wait for cannot run. After as long as a sleep and its wake take, that is what
-// helps.
+// With more ranks than CPUs a yield can be in vain: a rank that has had less than its share of the CPU gets it back at once, or
+// keeps it to the end of its time slice, while the rank that all wait for cannot run. Such a rank sleeps after it has yielded in
+// vain for as long as a sleep and its wake take.
 constexpr std::chrono::microseconds as_long_as_a_sleep{5};
-constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that returns sooner was in vain
+constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that returns sooner than that was in vain
 constexpr int polls_a_turn = 64;                        // about a microsecond: most partners of a small call arrive within it
 
-// At most: a look at the others costs a cache line from each, parting tens of microseconds.
+// How often at most a rank looks for others on its CPU, which costs a cache line from each, and leaves that CPU, which takes tens
+// of microseconds.
 constexpr std::chrono::microseconds look_every{50}, part_every{1000};
 
 void pause_briefly() {
@@ -49,7 +50,7 @@ long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, con
 // CLOCK_MONOTONIC: the same for all processes of the host.
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
-// As read(): a part of it, or -1 with errno.
+// Like read(): may return less than asked for, or -1 with errno.
 ssize_t read_process(pid_t process, uint64_t address, void* to, size_t bytes) {
   const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
   return process_vm_readv(process, &here, 1, &there, 1, 0);
@@ -76,7 +77,7 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
     mine.token_address = reinterpret_cast<uint64_t>(&token_);
     mine.token = token_;
   } catch (...) {
-    gate().closed.fetch_add(1);  // there will be no destructor to say it
+    gate().closed.fetch_add(1);  // because there will be no destructor to do it
     throw;
   }
 }
@@ -145,17 +146,18 @@ void Arena::withdraw(const Call& call) {
 void Arena::round(const Wait& wait) {
   round_++;
   here_ = 0;
-  // seq_cst here, in open() and for the sleepers: of a rank that arrives and one that goes to sleep, one sees the other.
+  // seq_cst here, in open() and for the sleepers: if one rank arrives while another goes to sleep, at least one of them sees the
+  // other.
   slot(rank_).lines[round_ & 1].arrived.store(round_);
   if (open()) {
     wake();
     return;
   }
-  // Between turns the CPU is offered to the others, also where every rank has one of its own: the kernel may have put two ranks
-  // on the same.
+  // Between polls this rank yields its CPU to the others. It does so even if there is a CPU for each rank, because the kernel may
+  // have put two ranks on one.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
-  Clock::duration in_vain{};  // of the last yields, in which nobody else got the CPU
+  Clock::duration in_vain{};  // how long the last yields took, in which nobody else got the CPU
   while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
       if (open()) return;
@@ -175,8 +177,8 @@ void Arena::round(const Wait& wait) {
   sleep(wait);
 }
 
-// The kernel parts two ranks on one CPU only after milliseconds, the more so where they hand it to each other; see
-// docs/performance.md. The higher rank moves: for a moment this thread may not run where it is.
+// The kernel separates two ranks on one CPU only after milliseconds, and even later if they yield to each other; see
+// docs/performance.md. So the higher rank moves: for a moment its thread is not allowed to run on that CPU.
 void Arena::part_from_who_shares_the_cpu() {
   constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
   const int cpu = sched_getcpu();
@@ -195,7 +197,7 @@ void Arena::part_from_who_shares_the_cpu() {
   elsewhere = allowed;
   CPU_CLR(cpu, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
-  sched_setaffinity(0, sizeof allowed, &allowed);  // a set that held a moment ago; what a smaller cpuset leaves of it holds now
+  sched_setaffinity(0, sizeof allowed, &allowed);  // the set of a moment ago; if the cpuset has shrunk since, its rest applies
   parted_ = now;
   partings_++;
 }
@@ -218,14 +220,14 @@ void Arena::wake() {
 void Arena::sleep(const Wait& wait) {
   const timespec longest{0, wait.sleep_ms * 1'000'000};
   while (!open()) {
-    const uint32_t bell = gate().bell.load();  // first: what rings after this look around ends the sleep
+    const uint32_t bell = gate().bell.load();  // first, so that a ring after this line ends the sleep
     wait.look({[this] { return missing(); }, true});
     gate().sleepers.fetch_add(1);
     if (!open()) {
-      const int64_t bound_ns = now_ns() + longest.tv_nsec;  // the sleep ends later than this, or is woken
+      const int64_t bound_ns = now_ns() + longest.tv_nsec;  // unless it is woken, the sleep ends later than this
       const bool timed_out = futex(gate().bell, FUTEX_WAIT, bell, &longest) < 0 && errno == ETIMEDOUT;
-      // A gate that opened at about the bound is no lost wake: its opener may be on the way to us. While this rank counts as a
-      // sleeper none has to be seen.
+      // If the gate opened at about that time, no wake was lost: the rank that opened it may be about to wake us. One that opened
+      // it and saw no sleepers has lost a wake, because this rank still counts as a sleeper.
       if (timed_out && woken_before(bound_ns)) lost_wakes_++;
     }
     gate().sleepers.fetch_sub(1);
@@ -263,14 +265,15 @@ bool Arena::can_pull(const Wait& wait) {
   return all;
 }
 
-// A process id means another process in another namespace of them.
+// In another pid namespace the same process id means another process.
 bool Arena::reads_token_of(int rank) const {
   const Slot& other = slot(rank);
   uint64_t token = 0;
   return read_process(other.process, other.token_address, &token, sizeof token) == sizeof token && token == other.token;
 }
 
-// The address of memory, if it can be read from outside as far as its ends show it: what a driver has mapped cannot. Else 0.
+// The address of memory, or 0 if other processes cannot read it, such as memory that a driver has mapped. Tests only the first
+// and the last byte.
 uint64_t Arena::readable(const void* memory, size_t bytes, Tested& last) const {
   if (bytes == 0 || pulls_ == Tried::no) return 0;
   if (const Tested now{memory, bytes}; now != last) {
@@ -293,7 +296,7 @@ void Arena::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait&
     }
     const int error = now < 0 ? errno : EFAULT, job_rank = ranks_[static_cast<size_t>(rank)];
     const std::string what = "reading the array of rank " + std::to_string(job_rank);
-    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // says how it was lost, if it was
+    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // throws how the rank was lost, if it was
     if (error == ESRCH) throw peer_lost(job_rank, what + ": its process is gone");
     throw system_error(what, error);
   }

@@ -1,7 +1,7 @@
 // The arena: what the ranks of one host share for one group, and the rounds by which they keep in step.
 //
-// The group's control memory, in the heap of its lowest rank, holds the gate, one slot a rank and each rank's staging. The
-// protocol is in docs/design/0001-call.md; who may touch what in which state is there, too.
+// The group's control memory is in the heap of its lowest rank. It holds the gate, and a slot and staging chunks for each rank.
+// docs/design/0001-call.md describes the protocol, and which rank may touch what in which state.
 #pragma once
 
 #include <unistd.h>
@@ -19,12 +19,12 @@
 namespace mscomm {
 
 inline constexpr uint64_t not_in_heap = ~uint64_t{0};
-// From foreign memory a message of at most so many bytes lies whole in the slot of its call.
+// A message of at most so many bytes from foreign memory, which is not in a heap, is copied as a whole; see tiny().
 inline constexpr size_t tiny_bytes = 16 << 10;
-// Larger ones pass through staging in chunks, of which each costs a round; the chunks in use by all ranks have to fit the cache.
+// Larger ones go through staging in chunks. Each chunk costs a round, and the chunks that all ranks use must fit into the cache.
 inline constexpr size_t chunk_bytes = 512 << 10;
 inline constexpr int chunks = 3;
-// What goes along with the arrival at a round, in the same cache line.
+// Bytes of data that fit into the cache line by which a rank says that it has arrived at a round.
 inline constexpr size_t inline_bytes = 48;
 
 // What a rank says about its call before the first round.
@@ -32,103 +32,106 @@ struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // in its heap
   uint64_t out_offset = not_in_heap;
-  uint64_t x_address = 0, out_address = 0;  // in its process; 0: not to be read there
+  uint64_t x_address = 0, out_address = 0;  // in its process; 0: peers must not read it there
 };
 
-// What of a call is to be read where it is, in private memory, too.
+// Which arrays of a call peers may read in this rank's process, if they are in private memory.
 enum class Pulled { nothing, x, x_and_out };
 
 class Arena {
  public:
-  // ranks: of the group, all on this host, as ranks of the job; rank: this one's place among them; control: where the lowest
-  // rank's heap has the control memory. spin: whether the host has a CPU for each rank; equal on all ranks.
+  // ranks: those of the group on this host, as ranks of the job. rank: this rank's place among them. control: the offset of the
+  // control memory in the lowest rank's heap. spin: whether the host has a CPU for each rank; the same on all ranks.
   Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin);
-  // Tells the others that this rank looks at the control memory no more.
+  // Tells the others that this rank no longer looks at the control memory.
   ~Arena();
 
-  // The lowest rank's part, before anybody makes an Arena over it: memory for a group of that size, ready for use.
+  // The lowest rank calls these three, the first before any rank makes an Arena there. Reserves control memory for a group of
+  // that size, ready for use, and returns its offset.
   static uint64_t reserve(Heap& heap, int size);
-  // ... and after all arenas over it are gone, or never if one of them stays: memory that a late rank may look at is not reused.
+  // The memory is used again when all arenas there are gone. It is never used again if one of them stays, because a late rank may
+  // still look at it.
   static void release(Heap& heap, uint64_t control, int size);
-  // ... and where this rank makes no Arena, but the others may have been told to make theirs.
+  // release() by a rank that made no Arena there, although the others may have made theirs.
   static void abandon(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // ENTERED: tells the others about this call, and offers them x and out where the heap lets them have it and they are not small.
-  // Followed by the first round.
+  // State ENTERED: tells the others about this call, and offers them x and out, if they are in the heap and not small. The first
+  // round must follow.
   void post(const Call& call, Pulled pulled = Pulled::nothing);
-  // After that round: whether all ranks posted the same signature.
+  // To be called after that round: whether all ranks posted the same signature.
   bool agreed() const;
-  // The group is broken: takes what was offered for the call out of the others' reach. Throws if some of it stays there; then no
-  // later call offers anything.
+  // To be called when the group is broken: takes what was offered for the call out of the others' reach. Throws if that fails for
+  // some of it; then no later call offers anything.
   void withdraw(const Call& call);
-  // What rank said about the current call. Valid after the first round, until this rank's next call.
+  // What that rank posted for the current call. Valid after the first round, until this rank's next call.
   const Post& posted(int rank) const { return slot(rank).post[parity_]; }
 
-  // Arrives, and returns when all ranks have.
+  // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait);
   // Ranks that have not arrived in the current round.
   std::vector<int> missing() const;
-  // Wakes every sleeper of the host, so that it looks around.
+  // Wakes every rank that sleeps in this arena, so that it looks around.
   void ring() const;
 
-  // An array of at most so many bytes is not offered: a round that is a turn of the scheduler costs more than the copy.
+  // Arrays of at most so many bytes are not offered: copying them costs less than another round, the more so if there are more
+  // ranks than CPUs, so that each round waits for the scheduler.
   size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
-  // Where rank's message of the current call lies when none is larger than `bytes`, which are tiny. Before the first round this
-  // rank's is written, and read after it, until the next round.
+  // Where that rank's message of the current call lies, if no rank's message is larger than `bytes`, at most tiny_bytes. Each
+  // rank writes its own before the first round. All may be read after it, until the next round.
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? slot(rank).lines[first_round_ & 1].data : staging(rank) + parity_ * tiny_bytes;
   }
-  // The staging chunk of rank that is number `step` since the group was made; in use until step + chunks.
+  // That rank's staging chunk for a step, counted since the group was made. Step + chunks uses the same memory.
   char* chunk(int rank, uint64_t step) const { return staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
-  // Chunk steps taken so far; a call that used n of them adds n, on all ranks alike.
+  // Steps taken so far. A call that used n chunks of each rank adds n, on all ranks.
   uint64_t& steps() { return steps_; }
 
-  // Whether each rank can read the memory of every other one (process_vm_readv). To be asked in the same place of a call on all
-  // ranks, after its first round: the first time they try it, which takes a round.
+  // Whether each rank can read the memory of every other one (process_vm_readv). All ranks must call it at the same point of a
+  // call, after the first round, because the first time they try it, which takes a round.
   bool can_pull(const Wait& wait);
-  // What can_pull has found; false before.
+  // What can_pull has found; false before that.
   bool pulls() const { return pulls_ == Tried::yes; }
-  // Copies bytes from that address on in rank's process.
+  // Copies so many bytes from that address in that rank's process.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
-  // rank's memory at an offset that it posted, after checking that bytes from there lie in its heap; nullptr: not in its heap.
+  // That rank's memory at an offset that it posted. Checks that the bytes from there on lie in its heap. nullptr: not_in_heap.
   char* at(int rank, uint64_t offset, size_t bytes) const;
   bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
 
-  // Lost wakes: sleeps that lasted until their bound although a rank that had found all there as it arrived had woken the
-  // sleepers before, or had not, because it saw none. Always 0, and tested to be. That there is such a rank it does not tell.
+  // Lost wakes: sleeps that lasted to their time limit although, before that, a rank that found all others there as it arrived
+  // had woken the sleepers, or had seen none. Always 0, and tested to be. It does not show whether there was such a rank.
   uint64_t lost_wakes() const { return lost_wakes_; }
-  // How often this rank has left a CPU that a lower one shared.
+  // How often this rank has left a CPU that it shared with a lower rank.
   uint64_t partings() const { return partings_; }
 
  private:
-  // Written only where somebody sleeps: else a line that all ranks have in their caches.
+  // Written only if somebody sleeps. Otherwise all ranks keep its cache line.
   struct alignas(64) Gate {
-    std::atomic<uint32_t> bell;  // the futex word: rung when all have arrived in a round and some sleep
+    std::atomic<uint32_t> bell;  // the futex word: changed when all have arrived in a round and some sleep, and by ring()
     std::atomic<uint32_t> sleepers;
     alignas(64) std::atomic<uint32_t> closed;  // ranks whose Arena is gone
   };
-  // One cache line: what the others need of a rank that has nothing but a few bytes to say.
+  // One cache line: all that the others need to read of a rank whose message is a few bytes.
   struct alignas(64) Line {
     std::atomic<uint64_t> arrived;  // the last round of this parity that the rank reached
-    uint64_t fingerprint;           // in the first round of a call: of its signature
+    uint64_t fingerprint;           // of the call's signature; in the first round of a call
     char data[inline_bytes];
   };
   struct alignas(64) Slot {
     Line lines[2];  // for odd and even rounds: a rank may be one ahead of a peer that still reads
     Post post[2];
-    // For lost_wakes alone: the last round in which this rank found all there as it arrived, and when it had woken the sleepers,
-    // on CLOCK_MONOTONIC; 0: there were none.
+    // Only for lost_wakes: the last round in which this rank found all others there as it arrived, and the time on
+    // CLOCK_MONOTONIC when it had woken the sleepers; 0: it saw none.
     alignas(64) std::atomic<uint64_t> opened;
     std::atomic<int64_t> opened_ns;
-    // For pull: the process, and a number somewhere in its memory, to see that what is read is this process and no other.
+    // For pull: the process id, and a random number in the process's memory, by which a peer checks that it reads this process.
     pid_t process;
     uint64_t token_address, token;
     std::atomic<bool> reads_all;  // what can_pull found on this rank
-    std::atomic<uint64_t> place;  // where this rank last waited awake: the round, and the CPU in the low 16 bits; 0: it sleeps
+    std::atomic<uint64_t> place;  // of this rank's last wait awake: the round, and the CPU in the low 16 bits; 0: it sleeps
   };
   static_assert(sizeof(Line) == 64 && std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
@@ -146,7 +149,7 @@ class Arena {
   void part_from_who_shares_the_cpu();
   bool woken_before(int64_t bound_ns) const;
   bool reads_token_of(int rank) const;
-  // What was read by a test last: most programs use the same arrays again.
+  // The array that readable() tested last: most programs use the same arrays again.
   struct Tested {
     const void* memory = nullptr;
     size_t bytes = 0;
@@ -163,7 +166,7 @@ class Arena {
   bool spin_;
   uint64_t round_ = 0;
   uint64_t first_round_ = 0;  // of the current call
-  int here_ = 0;              // the ranks below this one are known to have arrived in the current round
+  int here_ = 0;              // all ranks below this number are known to have arrived in the current round
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
   uint64_t token_;
@@ -171,8 +174,8 @@ class Arena {
   Tested tested_x_, tested_out_;
   uint64_t lost_wakes_ = 0;
   uint64_t partings_ = 0;
-  Clock::time_point looked_, parted_;  // at who shares the CPU
-  const int owner_ = getpid();         // a forked child has the mapping, but is no rank
+  Clock::time_point looked_, parted_;  // when it last looked which ranks share its CPU, and when it last left that CPU
+  const int owner_ = getpid();         // a forked child has the mapping, but is not a rank
 };
 
 }  // namespace mscomm

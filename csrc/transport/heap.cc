@@ -35,7 +35,7 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    populate(memory, need);  // without the mutex: it takes long, and calls need that to look up their arrays
+    populate(memory, need);  // without the mutex, which calls need to look up their arrays: it takes long
   } catch (...) {
     release(memory);
     throw;
@@ -54,7 +54,7 @@ void Heap::release(void* memory) {
     const uint64_t bytes = found->second.bytes;
     used_.erase(found);
     split(offset, offset + bytes, shared, withdrawn);
-    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays and control memory may come here
+    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays or control memory may be next here
   }
   // Without the mutex, because it takes long. The range is neither used nor free now, so nobody else touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
@@ -70,11 +70,11 @@ uint64_t Heap::reserve(size_t bytes) {
     const auto found = reserved_.find(one.offset);
     const uint64_t end = one.offset + found->second;
     reserved_.erase(found);
-    give_pages_back(one.offset, end);  // few: of control memory only what was used has pages
+    give_pages_back(one.offset, end);  // takes little time: only the part that was used has pages
     give(one.offset, end);
     return true;
   });
-  // Never less than what is given back to the kernel as a whole, so that it keeps no pages when it is released.
+  // At least give_back_from, so that its pages go back to the kernel when it is released.
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
@@ -101,7 +101,7 @@ std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
   return std::nullopt;
 }
 
-// Peers do not see withdrawn pages any more, so only what lies beside them can be used again.
+// Splits a range into what is shared and what was withdrawn. Peers do not see withdrawn pages, so these are not used again.
 void Heap::split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const {
   for (const auto& [first, last] : withdrawn_) {
     if (end <= first || last <= begin) continue;
@@ -149,7 +149,7 @@ std::optional<uint64_t> Heap::exclusive(const void* memory, size_t bytes) const 
   if (after == used_.begin()) return std::nullopt;
   const auto& [start, room] = *std::prev(after);
   const uint64_t end = offset + bytes, last = start + room.asked;
-  const bool to_the_end = end == last && (start + room.bytes) % page == 0;  // then the rest of the last page is nobody's
+  const bool to_the_end = end == last && (start + room.bytes) % page == 0;  // then the rest of the last page is unused
   return offset % page == 0 && end <= last && (end % page == 0 || to_the_end) ? std::optional(offset) : std::nullopt;
 }
 

@@ -11,9 +11,9 @@
 namespace mscomm {
 
 namespace {
-// Before the other links, and the other direction, are looked at.
+// At most so many bytes are moved over one link before the other links, and the other direction, are served.
 constexpr size_t at_once_bytes = 256 << 10;
-// Before the next peer has its turn.
+// At most so many bytes are sent to one peer before the next peer has its turn.
 constexpr size_t turn_bytes = 128 << 10;
 // While one peer's turn holds up the others: how often to check whether that peer still reads.
 constexpr int look_at_wire_ms = 5;
@@ -92,7 +92,7 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, const Done& don
     link.receive_left = piece.bytes;
   }
   while (!done()) {
-    // Also while bytes flow: before they move, so that a call that is complete does not fail.
+    // Look around also while bytes flow. Do so before they move, so that a call that is complete does not fail.
     if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
     if (!move_some()) poll_links(wait);
   }
@@ -137,7 +137,7 @@ bool Mesh::move_some() {
   return moved;
 }
 
-// Returns the bytes that went, and finds out whether the others are to be sent to as well.
+// Sends in the order of turns, and sets others_. Returns how many bytes it sent.
 size_t Mesh::send_in_turn() {
   size_t bytes = 0;
   others_ = Others::none;
@@ -172,7 +172,7 @@ bool Mesh::send_some(int peer) {
     if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
     return moved > 0;
   } catch (const Stream::Broken& broken) {
-    // A bare greeting may find that the peer has sent all that we wait for and gone: what it sent is still there to read.
+    // If this header announced no data, the peer may have sent all that we wait for and exited: what it sent can still be read.
     if (link.announced) throw lost(peer, broken);
     link.outbox.clear();
     link.outbox_sent = 0;
@@ -226,7 +226,8 @@ bool Mesh::compare_inbox(int peer) {
     if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
     link.due = header.payload;
   } else {
-    // A greeting that we had not waited for, from a call that is over here; or data of a call in which we expected none.
+    // The header of an earlier call. It is right if it equals our own call of that number and announces no data: then we did not
+    // wait for it. Data that we did not expect shows that the peer made another call.
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }
@@ -254,8 +255,8 @@ void Mesh::poll_links(const Wait& wait) {
   const bool looks_at_wire = others_ == Others::wait;
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
-  // Nothing came: tell those that we wait for which call we are in. Not earlier: a peer may have sent its part and gone, and what
-  // is sent to it then makes its kernel throw away what we have not read.
+  // Nothing came: tell the peers that we wait for which call we are in. Not earlier, because a peer may have sent its part and
+  // exited, and then anything sent to it makes its kernel throw away what we have not read.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);
@@ -265,7 +266,7 @@ void Mesh::poll_links(const Wait& wait) {
 
 std::vector<int> Mesh::missing() const {
   std::vector<int> ranks;
-  // Who takes nothing from us may wait for the same ranks as we do: he counts when nothing else is missing.
+  // A peer that accepts no data may be waiting for the same ranks as we are, so name it only if no data is missing.
   const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[static_cast<size_t>(peer)];

@@ -26,39 +26,40 @@ struct Piece {
 
 class Mesh {
  public:
-  // ranks: of the group, as ranks of the job, for errors; links[rank] for every rank of the group but this one; own calls are
-  // looked up by number with `recorded`.
+  // ranks: the group's ranks, as ranks of the job, for errors. links: by rank; all ranks of the group but this one have one.
+  // recorded: finds this rank's own call of that number.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
   Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Starts a call; takes in what peers already said, without waiting.
+  // Starts a call, and compares the headers that peers have already sent, without waiting.
   void begin(const Signature& mine);
-  // Queues the pieces. They go while a later receive or exchange waits. The peers take turns, a part of a piece each, so that one
-  // stream at a time has the wire. While the peer whose turn it is leaves the wire free because it does not read, the others are
-  // sent to as well. The pieces must stay unchanged until the next exchange has ended, or the peer has shown by what it sent that
-  // it has them.
+  // Queues the pieces. They are sent while a later receive or exchange waits. The peers take turns, a part of a piece each, so
+  // that one stream at a time has the wire. If the peer whose turn it is does not read, so that the wire is free, data goes to
+  // the others as well. The pieces must stay unchanged until the next exchange has ended, or until the peer has sent something
+  // that shows that it has them.
   void send(std::span<const Piece> out);
-  // Receives all pieces, in any order, at most one from a peer. Who waits long tells the peer which call it is in.
+  // Receives all pieces, in any order, at most one from each peer. When it has waited for a while, it tells the peers that have
+  // not sent their pieces which call this rank is in.
   void receive(std::span<const Piece> in, const Wait& wait);
-  // Both, full duplex; returns when all that was ever queued is sent, too.
+  // Sends and receives in full duplex. Returns when everything was received, and everything that was ever queued is sent.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
-  // Takes in what peers said since, without waiting.
+  // Compares the headers that peers have sent since, without waiting.
   void last_look();
-  // Sends what goes at once.
+  // Sends as much of what is queued as it can without waiting.
   void progress();
-  // Whether all that was ever queued has gone.
+  // Whether everything that was ever queued has been sent.
   bool all_sent() const;
-  // Pieces still to come, for "who is missing".
+  // The peers that this rank waits for.
   std::vector<int> missing() const;
 
   // From any thread: ends all links at once, so that both sides stop waiting.
   void shut_down() const;
-  // Ends all links after what was sent has reached the other side's kernel, for at most timeout_s.
+  // Ends all links. Before that, waits at most timeout_s until the peers' kernels have all that was sent.
   void close(double timeout_s);
-  // In a forked child: closes the child's copies of the sockets, so that the peers see the parent's end when it ends.
+  // In a forked child: closes the child's copies of the sockets, so that the peers notice when the parent ends.
   void close_descriptors();
 
  private:
@@ -68,13 +69,13 @@ class Mesh {
   };
   struct Link {
     std::optional<Stream> stream;
-    std::optional<Stream::Broken> ended;  // seen while nothing was due from this peer: no failure until something is
+    std::optional<Stream::Broken> ended;  // the link has ended; that is a failure only if we wait for data from this peer
 
     bool greeted = false;    // the peer was told which call we are in
     bool announced = false;  // ... and that data follows
     std::deque<Header> outbox;
-    size_t outbox_sent = 0;    // bytes of outbox.front() that are gone
-    std::deque<Queued> queue;  // behind the outbox; of the first what is still to go
+    size_t outbox_sent = 0;    // bytes of outbox.front() that were sent
+    std::deque<Queued> queue;  // sent after the outbox; the first piece is what is left of it
 
     Header inbox;
     size_t inbox_got = 0;  // bytes of inbox that came
@@ -91,12 +92,12 @@ class Mesh {
   template <typename Done>
   void transfer(std::span<const Piece> in, const Wait& wait, const Done& done);
   void greet(Link& link, bool payload);
-  // Whose piece goes next; -1: there is none.
+  // The peer whose piece is sent next; -1: none.
   int next();
   bool send_some(int peer);
   size_t send_piece(Link& link);
   bool receive_some(int peer);
-  // Compares a complete inbox with our own calls. False: the peer is ahead, keep it for later.
+  // Compares a complete inbox with our own calls. False: the peer is in a later call; the header stays for that call.
   bool compare_inbox(int peer);
   bool move_some();
   size_t send_in_turn();
@@ -112,11 +113,11 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
-  Clock::time_point looked_;                    // when this call looked around last: many short exchanges may make a long call
-  std::deque<std::pair<int, uint64_t>> turns_;  // peers and turns; those whose piece has gone may still be there
+  Clock::time_point looked_;                    // when this call last called look(): it may consist of many short exchanges
+  std::deque<std::pair<int, uint64_t>> turns_;  // peers and turns, in order; some of the pieces may have been sent already
   uint64_t last_turn_ = 0;
-  Clock::time_point turn_moved_;  // when bytes of the piece whose turn it is went last, or there was none before
-  // The peer whose turn it is takes no more now, and others have something queued: whether that goes at the same time.
+  Clock::time_point turn_moved_;  // when bytes were last sent to the peer whose turn it is, or queued with nothing before them
+  // If the peer whose turn it is accepts no more data now, and pieces for others are queued: whether these wait or are sent, too.
   enum class Others { none, wait, go } others_ = Others::none;
 };
 
