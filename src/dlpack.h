@@ -5,8 +5,9 @@
 
 namespace mscomm {
 
-// What the capsule of __dlpack__ describes: (address, shape, strides in bytes or None, dtype, device type, device number, whether
-// it is read-only). The capsule stays as it is, and owns the memory. ValueError for what no array of ours is.
+// Describes the array in a capsule from __dlpack__: (address, shape, strides in bytes or None, dtype, device type, device number,
+// whether it is read-only). The capsule stays unused and still owns the memory. Raises ValueError for an array that mscomm cannot
+// take.
 pybind11::tuple describe_dlpack(const pybind11::capsule& capsule);
 
 }  // namespace mscomm

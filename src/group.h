@@ -1,4 +1,4 @@
-// What Python holds of a group, and the way from Python into the core and back: the GIL, signals, exceptions.
+// The group object that Python holds, and the way from Python into the core and back: the GIL, signals, exceptions.
 #pragma once
 
 #include <fcntl.h>
@@ -46,9 +46,9 @@ inline bool python_is_ending() {
 #endif
 }
 
-// The function's result, without the GIL meanwhile. Not by a guard's destructor: where a daemon thread asks for the GIL when the
-// process ends, Python before 3.14 ends it by an unwinding that no destructor may let through. Who asks later stays here for
-// ever, as in 3.14.
+// Calls the function without the GIL, and returns its result. It does not use a guard that takes the GIL in its destructor: if a
+// daemon thread asks for the GIL while the process ends, Python before 3.14 ends the thread by unwinding its stack, and a
+// destructor must not let that pass. A thread that would ask for the GIL after that stays here for ever, as in 3.14.
 template <typename Function>
 auto unlocked(const Function& function) {
   using Result = std::invoke_result_t<Function>;
@@ -73,7 +73,7 @@ inline void run_pending_signal_handlers() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// A copy of the descriptor that is closed with its last holder: whoever gave it may close theirs at any time. -1: there is none.
+// A copy of the descriptor, closed with its last holder. So the caller may close its own at any time. -1: there is none.
 inline std::shared_ptr<const int> copy_of(int fd) {
   if (fd < 0) return std::make_shared<const int>(-1);
   const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
@@ -84,7 +84,7 @@ inline std::shared_ptr<const int> copy_of(int fd) {
           }};
 }
 
-// Taken over from Python: closed, but for those that were handed on.
+// Descriptors that were taken over from Python. The destructor closes those that were not handed on, which are set to -1.
 struct Descriptors {
   ~Descriptors() {
     for (const int fd : fds)
@@ -101,16 +101,17 @@ struct Group {
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
-  std::atomic<int> away{0};                    // threads in `called` without the GIL
+  std::atomic<int> away{0};                    // threads in called(), until they have the GIL again
   std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
-  // control: where the heap of this host's lowest rank has the arena's memory; -1: no arena. links: by rank, taken over; empty:
-  // no mesh. news_fd: an eventfd that is written when a call beside the callers has failed, and when there are notices for the
-  // user; it stays the caller's; -1: none. So no thread but the callers' ever needs Python, whose end it might not see.
+  // control: the offset of the arena's memory in the heap of this host's lowest rank; -1: no arena. links: sockets by rank, taken
+  // over; empty: no mesh. news_fd: an eventfd, which stays the caller's, or -1. It is written when a started call, a message that
+  // was started or a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no
+  // thread of the core ever calls Python, because such a call might not return while the process ends.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {
-    // First, so that the descriptors are closed whatever comes.
+    // First, so that the descriptors are closed whatever fails.
     Descriptors owned{links};
     std::vector<std::optional<Stream>> streams(ranks.size());
     for (size_t peer = 0; peer < links.size(); peer++) {
@@ -149,7 +150,7 @@ struct Group {
     host = backend.get();
     const auto wake = [news = copy_of(news_fd)] {
       const uint64_t one = 1;
-      // Full: the reader has not looked yet, and will.
+      // EAGAIN: the eventfd's count is full, so its reader has not looked yet, and will.
       if (*news >= 0 && write(*news, &one, sizeof one) < 0 && errno != EAGAIN) return;
     };
     Communicator::Hooks hooks{run_pending_signal_handlers,
@@ -165,7 +166,7 @@ struct Group {
         std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
   }
 
-  // Every rank of the group does it, with the same id. check: asked each 50 ms or more often; raises to end the wait.
+  // Every rank of the group must call it with the same id. check: called at least every 50 ms; may raise to end the wait.
   void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
                    double timeout_s, const py::function& check) {
     communicator->add_device(unlocked([&] {
@@ -178,7 +179,7 @@ struct Group {
     }));
   }
 
-  // unlocked(function), and counted until the GIL is this thread's again.
+  // unlocked(function), but counts this thread in `away` until it has the GIL again.
   template <typename Function>
   auto called(const Function& function) {
     struct Counted {
@@ -190,8 +191,8 @@ struct Group {
     return unlocked(function);
   }
 
-  // Without the GIL. The threads whose calls end now are back in Python when it returns, so that the end of the process, which
-  // may be next, does not meet them on their way there. One that another thread keeps from the GIL for long is not waited for.
+  // To be called without the GIL. Threads whose calls end now are back in Python when it returns, because the process may end
+  // next, and they must not ask for the GIL then. It waits at most 5 s for a thread that does not get the GIL.
   void close() {
     communicator->close();
     const Deadline deadline(5);

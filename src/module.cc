@@ -1,4 +1,4 @@
-// mscomm._core: converts, releases the GIL, calls. What it offers to Python is typed in python/mscomm/_core.pyi.
+// mscomm._core: converts arguments, releases the GIL, and calls the core. python/mscomm/_core.pyi has its types for Python.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -24,7 +24,7 @@ using namespace mscomm;
 
 namespace {
 
-// A heap and the descriptor by which the peers map it, until close_fd.
+// A heap, and the descriptor by which the peers map it. The caller closes the descriptor.
 std::pair<std::shared_ptr<Heap>, int> make_heap(size_t bytes, bool own_tmpfs) {
   const int fd = make_memory("mscomm-heap", bytes, own_tmpfs);
   try {
@@ -54,7 +54,7 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }
 
-// (source, tag), as the core has them.
+// (source, tag); source is a rank of the group.
 using Received = std::pair<int, int64_t>;
 
 Received received(const Matched& matched) { return {matched.peer, matched.tag}; }
@@ -65,7 +65,7 @@ Message message(bool sends, int peer, int64_t tag, int dtype, py::array& array) 
   return {sends, peer, tag, static_cast<Dtype>(dtype), data, static_cast<size_t>(array.nbytes())};
 }
 
-// spent_s: what has passed of timeout_s already.
+// spent_s: how much of timeout_s has passed already.
 void run_send(Group& group, int peer, int64_t tag, int dtype, py::array x, double timeout_s, double spent_s) {
   const Message one = message(true, peer, tag, dtype, x);
   group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)); });
@@ -76,7 +76,7 @@ Received run_recv(Group& group, int peer, int64_t tag, int dtype, py::array out,
   return received(group.called([&] { return group.communicator->run({&one, 1}, Deadline(timeout_s, spent_s)).front(); }));
 }
 
-// The recv begins first: a message to this rank itself finds it.
+// The recv begins first, so that a message to this rank itself finds it.
 Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, py::array x, int from, int64_t recv_tag,
                           int out_dtype, py::array out, double timeout_s, double spent_s) {
   const Message both[] = {message(false, from, recv_tag, out_dtype, out), message(true, to, send_tag, x_dtype, x)};
@@ -90,7 +90,7 @@ std::shared_ptr<Work> start_message(Group& group, int peer, int64_t tag, int dty
   return group.called([&] { return group.communicator->start(one, Deadline(timeout_s, spent_s)); });
 }
 
-// By its name, as NumPy and ml_dtypes have it.
+// Finds the type by the name that NumPy or ml_dtypes gives it.
 Dtype dtype_of(const py::array& array) {
   const auto named = array.dtype().attr("name").cast<std::string>();
   for (size_t i = 0; i < dtypes.size(); i++)
@@ -98,7 +98,7 @@ Dtype dtype_of(const py::array& array) {
   throw py::type_error("mscomm: arrays of " + named + " cannot be packed");
 }
 
-// Where each of the parts begins in the bucket, in elements; none: one after the other.
+// Where each part begins in the bucket, in elements; nullopt: the parts lie one after the other.
 using Begins = std::optional<std::vector<uint64_t>>;
 
 Packing packing_of(bool packs, py::array& bucket, std::vector<py::array>& parts, double scale, const Begins& begins) {
@@ -167,7 +167,7 @@ std::vector<py::dict> calls(const Group& group, uint64_t after) {
   return list;
 }
 
-// Where a library may be: what the place is called, the path, and "usual", "loaded" or "must" (csrc/base/dynlib.h).
+// The places where a library may be: the place's name, the path, and "usual", "loaded" or "must" (csrc/base/dynlib.h).
 using Places = std::vector<std::tuple<std::string, std::string, std::string>>;
 
 std::vector<Candidate> candidates_of(const Places& places) {
@@ -179,7 +179,7 @@ std::vector<Candidate> candidates_of(const Places& places) {
   return candidates;
 }
 
-// The image of the kernels: those of this build, or, for tests, another, which is kept for ever.
+// image: another image of the kernels than that of this build, for tests. It is kept for ever.
 std::shared_ptr<Runtime> open_cuda_at(const Places& places, const std::optional<py::bytes>& image) {
   const auto* const kept = image ? new std::string(*image) : nullptr;
   return unlocked([&]() -> std::shared_ptr<Runtime> {

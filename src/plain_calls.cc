@@ -18,7 +18,7 @@ namespace {
 
 using Numpy = py::detail::npy_api;
 
-// By NumPy's type numbers, which are part of its ABI. bfloat16 has none of its own.
+// Our types by NumPy's type numbers, which are part of its ABI. bfloat16 has no fixed number.
 constexpr int type_numbers = 24;
 constexpr auto dtype_of_number = [] {
   std::array<std::optional<Dtype>, type_numbers> table{};
@@ -51,18 +51,18 @@ struct Shape {
   }
 };
 
-// An array whose memory is the elements one after the other, as the core reads them.
+// An array whose elements lie one after the other in memory, as the core reads them.
 struct Plain {
   char* begin;
   Dtype dtype;
   Shape shape;
   size_t bytes;
-  std::optional<StreamHandle> stream{};  // of an array on the device: its library's current one
+  std::optional<StreamHandle> stream{};  // of an array on the device: its library's current stream
 
   bool apart_from(const Plain& other) const { return begin + bytes <= other.begin || other.begin + other.bytes <= begin; }
 };
 
-// What an array library has for this way: a tuple, which is the table's.
+// An array library's functions for the short way. `libraries` owns them.
 struct Library {
   PyObject *plain, *empty, *written;
 };
@@ -85,7 +85,7 @@ struct Bound {
   }
 };
 
-bool is_numpy(PyObject* object) { return Py_TYPE(object) == Numpy::get().PyArray_Type_; }  // no subclass: a masked array is one
+bool is_numpy(PyObject* object) { return Py_TYPE(object) == Numpy::get().PyArray_Type_; }  // not a subclass, as a masked array
 
 std::optional<Plain> plain(PyObject* object, int flags) {
   if (!is_numpy(object)) return std::nullopt;
@@ -104,13 +104,13 @@ std::optional<Plain> plain(PyObject* object, int flags) {
   return found;
 }
 
-// The result of a function of Python.
+// Takes the result of a Python function, or throws what the function raised.
 py::object checked(PyObject* result) {
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
-// Of an array on the group's device, as its library tells it: (address, shape, dtype, device, stream), or None.
+// The same for an array on the group's device. Its library describes it as (address, shape, dtype, device, stream), or None.
 std::optional<Plain> plain(PyObject* object, const Library& library, int device) {
   const py::object told = checked(PyObject_CallOneArg(library.plain, object));
   if (!PyTuple_Check(told.ptr()) || PyTuple_GET_SIZE(told.ptr()) != 5) return std::nullopt;
@@ -139,7 +139,8 @@ std::optional<Plain> plain(PyObject* object, const Library& library, int device)
   return std::nullopt;
 }
 
-// Of what a rank gets from an x of that shape, in a group of n; none: x cannot be divided, or what comes is not of one shape.
+// The shape of what a rank gets for an x of that shape in a group of n ranks. nullopt: x cannot be divided, the shape
+// would be too large, or the short way does not have the collective.
 std::optional<Shape> result_of(Collective what, Shape x, int n) {
   const bool divides = x.dims > 0 && x.extents[0] % n == 0;
   switch (what) {
@@ -211,7 +212,7 @@ py::object call_plain(const Bound& bound, PyObject* what_object, PyObject* x_obj
   signature.function = static_cast<Function>(*number);  // those of the collectives come first, in the same order
   if (*root >= n || (signature.what == Collective::broadcast) != (*root >= 0)) return not_for_us;
   signature.root = *root;
-  signature.dtype = Dtype::boolean;  // of a barrier, as the general way says it
+  signature.dtype = Dtype::boolean;  // of a barrier, as in the general way
   py::object result = py::none();
   std::optional<Library> library;  // of out
   if (signature.what != Collective::barrier) {
@@ -237,7 +238,8 @@ py::object call_plain(const Bound& bound, PyObject* what_object, PyObject* x_obj
       out = plain(result.ptr(), *library, bound.device);
     }
     if (!out || out->dtype != x->dtype || !(out->shape == *shape)) return not_for_us;
-    // In place as a whole; other ways to lie in each other are looked at in Python. A device exchanges parts while others come.
+    // x and out may be the same array. Any other overlap is left to the general way, and so is all_to_all in place on a device,
+    // which sends parts while others arrive.
     const bool in_place =
         out_object == x_object && *shape == x->shape && !(on_device && signature.what == Collective::all_to_all);
     if (!in_place && !out->apart_from(*x)) return not_for_us;
@@ -264,7 +266,7 @@ PyObject* call_bound(const Bound& bound, PyObject* const* arguments) {
                       *const out = arguments[4];
       return call_plain(bound, what, x, op, root, out).release().ptr();
     } catch (const Error& error) {
-      raise(error);  // by Python, where a signal's handler may raise something else
+      raise(error);  // runs Python code, in which a signal handler may raise something else
     }
   } catch (py::error_already_set& error) {
     error.restore();
@@ -290,7 +292,7 @@ PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
   if (trace) PyException_SetTraceback(value, trace);
-  // What a failure means to the group is said there.
+  // `failed` finds out what the failure means to the group, and raises what the user gets.
   PyObject* const raised = PyObject_CallFunctionObjArgs(bound.failed.ptr(), value, nullptr);
   Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
   return raised;

@@ -44,7 +44,7 @@ class Heap {
   // contents stay; otherwise they are lost. See "late writers" in docs/design/0001-call.md.
   void withdraw(const void* memory, size_t bytes, bool keep);
 
-  // From now on nothing is allocated or shared here. The arrays that exist stay valid.
+  // From now on no array is allocated or shared here. Those that exist stay valid.
   void retire();
 
   // Bytes that arrays refer to, without control memory.
