@@ -107,7 +107,7 @@ struct Group {
   // control: the offset of the arena's memory in the heap of this host's lowest rank; -1: no arena. links: sockets by rank, taken
   // over; empty: no mesh. news_fd: an eventfd, which stays the caller's, or -1. It is written when a started call, a message that
   // was started or a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no
-  // thread of the core ever calls Python, because such a call might not return while the process ends.
+  // thread of the core has to call Python, which might not return while the process ends.
   Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
       : peers(std::move(job)), ranks(std::move(members)) {

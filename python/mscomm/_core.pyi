@@ -17,7 +17,7 @@ collectives: list[str]
 functions: list[str]
 ops: list[str]
 object_dtype: int
-"""Of messages that are Python objects, beside those of dtypes()."""
+"""The dtype of messages that are Python objects; dtypes() does not list it."""
 
 def dtypes() -> list[str]: ...
 def supports(dtype: int, op: int, /) -> bool: ...
@@ -27,20 +27,21 @@ def algorithms() -> list[tuple[str, str, Literal["arena", "mesh", "both"]]]:
 def select(
     what: int, hosts: Sequence[int], forced: Sequence[str], /
 ) -> list[tuple[str, Literal["arena", "mesh", "both"]]]:
-    """The algorithms, and their carriers, for a collective among ranks on these hosts; forced: by collective, "" to
-    choose. With several it depends on the size of the message, see Group.chosen; small ones go by the last.
+    """The algorithms, and their carriers, for a collective among ranks on these hosts.
 
-    ValueError for a forced name that is none, or that these hosts do not allow.
+    forced: an algorithm for each collective; "": choose. If there are several algorithms, the size of the message
+    decides (see Group.chosen); small messages use the last. ValueError for an unknown forced name, or for one that
+    these hosts do not allow.
     """
 
 def make_heap(bytes: int, own_tmpfs: bool, /) -> tuple[Heap, int]:
-    """A heap and the descriptor by which the peers map it; the caller closes it. own_tmpfs: if the kernel denies memfds
-    huge pages, try a tmpfs of this process's own."""
+    """A heap, and the descriptor by which the peers map it, which the caller closes. own_tmpfs: try a tmpfs of this
+    process's own if the kernel's default setting gives memfds no huge pages."""
 
 def describe_memory(own_tmpfs: bool, /) -> str:
-    """What kind of memory make_heap takes here, and whether it has huge pages.
+    """What kind of memory make_heap uses here, and whether it has huge pages.
 
-    Such as "memfd, huge pages (shmem_enabled: advise)". Error where there is none.
+    For example "memfd, huge pages (shmem_enabled: advise)". Error if no memory can be made.
     """
 
 @final
@@ -48,22 +49,23 @@ class Heap:
     """One rank's shared memory."""
 
     def allocate(self, bytes: int, /) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
-        """At least that many bytes, in use for as long as an array refers to them; None when there is no room."""
+        """An array of that many bytes, which stay in use as long as an array refers to them; None if there is no room,
+        or after retire()."""
 
     def in_use(self) -> int:
-        """Bytes that arrays refer to, control memory of groups among them."""
+        """Bytes that arrays refer to, rounded up, without the control memory of groups."""
 
     def retire(self) -> None:
-        """An epoch is over: nobody else may touch the memory any more; arrays in it keep what they hold."""
+        """End an epoch: from now on no array is allocated or shared here. Those that exist stay valid."""
 
     def reserve_control(self, size: int, /) -> int:
-        """Memory for the arena of a group of that size; returns its offset, which the group's ranks are told."""
+        """Reserve memory for the arena of a group of that size. Returns its offset, which all its ranks must know."""
 
     def release_control(self, control: int, size: int, /) -> None:
-        """This rank is done with it; the memory is free when all `size` ranks are. size 0: no rank has used it."""
+        """Free that memory as soon as all `size` ranks have ended their use of it. size 0: no rank has used it."""
 
     def abandon_control(self, control: int, size: int, /) -> None:
-        """release_control() by a rank that has founded no group there, although the others may have."""
+        """release_control() by a rank that has made no group there, although the others may have."""
 
 @final
 class Peers:
@@ -79,89 +81,92 @@ class Peers:
         heap: Heap | None,
         heap_fds: Sequence[int],
     ) -> None:
-        """All but heap are by rank; pidfds are taken over, heap_fds stay the caller's; -1: there is none."""
+        """All sequences are by rank. pidfds are taken over; heap_fds stay the caller's. -1: there is none."""
 
 @final
 class Runtime:
-    """A vendor's library for its devices, as CUDA's driver."""
+    """A vendor's library for its devices, such as CUDA's driver."""
 
     def version(self) -> str:
-        """Such as "CUDA 13.0 (/usr/lib/x86_64-linux-gnu/libcuda.so.1)"."""
+        """For example "CUDA 13.0 (/usr/lib/x86_64-linux-gnu/libcuda.so.1)"."""
 
     def devices(self) -> int:
-        """How many this process sees."""
+        """How many devices this process sees."""
 
     def device_name(self, device: int, /) -> str: ...
     def uuid(self, device: int, /) -> str:
-        """Which device it is, whatever number it has in this process."""
+        """The device's id, which does not depend on its number in this process."""
 
     def device_of(self, memory: int, /) -> int:
-        """To which device that address belongs; -1 where the library cannot tell."""
+        """The device that the address belongs to; -1 if the library cannot tell."""
     def kernels(self, device: int, /) -> str:
-        """Which kernels of ours the device has, or why it has none: "none, " and the reason. Uses the device."""
+        """Which of our kernels the device has, or "none, " and the reason. Uses the device."""
 
     def use(self, device: int, /) -> None:
-        """Make it the thread's current one."""
+        """Make it the thread's current device."""
 
 @final
 class Vendor:
-    """A vendor's library for collectives, as NCCL."""
+    """A vendor's library for collectives, such as NCCL."""
 
     def name(self) -> str: ...
     def version(self) -> str:
-        """Such as "2.28.9"."""
+        """For example "2.28.9"."""
 
     def path(self) -> str: ...
     def origin(self) -> str:
-        """Which of the places it was, by its first word."""
+        """The name of the place at which the library was found."""
 
     def refuses(self, dtype: int, op: int, /) -> str:
-        """Why it cannot reduce such elements so; "": it can."""
+        """Why it cannot reduce elements of this type by this operation; "": it can."""
 
     def make_id(self, runtime: Runtime, device: int, /) -> bytes:
-        """For the ranks of a group that is to be; of the device of one of them."""
+        """The id of a new group. One of its ranks makes it, for its device, and gives it to the others."""
 
 def open_nccl(places: Sequence[tuple[str, str, str]], /) -> Vendor:
-    """The library at the first place (what it is called, path, "usual", "loaded" or "must") that has one.
+    """The library at the first place that has one. A place is (name, path, "usual", "loaded" or "must").
 
-    BackendUnavailable with what was tried.
+    BackendUnavailable, with what was tried, if there is none.
     """
 
 def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, int, int, bool]:
     """(address, shape, strides in bytes or None, dtype, device type, device number, read-only) of a DLPack capsule.
 
-    The capsule stays as it is and owns the memory. ValueError for what no array of mscomm's is.
+    The capsule stays unused and still owns the memory. ValueError for an array that mscomm cannot take.
     """
 
 def open_hccl(
     collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
 ) -> Vendor:
-    """The same of HCCL. communicators: of the library that newer releases have for them. soc: the device's name."""
+    """The same for HCCL. communicators: places of the library for communicators, which only newer releases have. soc:
+    the device's name."""
 
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
-    """AscendCL; BackendUnavailable, too, if it finds no NPU. visible: the host's numbers of those that it shows."""
+    """The same for AscendCL; BackendUnavailable also if it finds no NPU. visible: the host's numbers of the devices
+    that this process sees, if it sees only some of them."""
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
-    """The same of the driver; BackendUnavailable, too, if it finds no GPU. image: instead of the embedded one."""
+    """The same for CUDA's driver; BackendUnavailable also if it finds no GPU. image: the kernels' image to use instead
+    of the embedded one."""
 
 def embedded_image() -> tuple[bytes, str]:
-    """The kernels for all devices, and which they are ("sm_75 sm_80 ... compute_121"); empty if built without nvcc."""
+    """The image of the kernels, and the devices it is for ("sm_75 ... compute_121"); empty if built without nvcc."""
 
 @final
 class Work:
-    """A call on its group's worker thread, or on the device. number: its place in the group's order; 0: a message."""
+    """A call on its group's worker thread or on the device, or a message. number: the call's; 0: a message."""
 
     @property
     def number(self) -> int: ...
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> bool:
-        """Whether it has ended, after at most that long."""
+        """Wait at most that long. Returns whether it has ended."""
 
     def check(self) -> None:
         """Raise the error that it ended with, if it did."""
 
     def matched(self) -> tuple[int, int] | None:
-        """Of a recv that has ended well: the message's source and tag."""
+        """The source and tag of the message, if this is a recv that has ended without an error."""
 
 @final
 class Group:
@@ -181,10 +186,11 @@ class Group:
         links: Sequence[int],
         news_fd: int,
     ) -> None:
-        """ranks: of the job; rank: this one's place among them. links: sockets by place, taken over, -1 for this rank.
+        """ranks: the group's ranks, as ranks of the job. rank: this rank's place among them.
 
-        No arena with control -1, no mesh with empty links. news_fd: an eventfd that is written when a call beside
-        the callers has failed, and when there are notices; or -1.
+        control: the offset of the arena's memory; -1: no arena. links: sockets by rank of the group, taken over, -1 for
+        this rank; empty: no mesh. news_fd: an eventfd, or -1. It is written when a started call, a started message or a
+        call on the device has failed, when stuck() has a number, and when there are notices.
         """
 
     def run(
@@ -205,8 +211,11 @@ class Group:
         number: int,
         /,
     ) -> None:
-        """One collective call on C-contiguous arrays, which the caller has checked. stream: of arrays on the device,
-        for which it returns when it is enqueued; None: they are the CPU's. number: reserved, 0: the next."""
+        """Run one collective call on C-contiguous arrays, which the caller has checked.
+
+        stream: for arrays on the device, whose call has only been enqueued when this returns; None: the arrays are in
+        the CPU's memory. number: a reserved one; 0: the next.
+        """
 
     def start(
         self,
@@ -226,19 +235,21 @@ class Group:
         number: int,
         /,
     ) -> Work:
-        """The same on the worker's thread, or on a stream of the group's own, after what `stream` has so far; x and out
-        must live until it has ended. number: of a call on the device alone."""
+        """Start the same on the worker's thread, or on a stream of the group's own, after what `stream` has so far.
+
+        x and out must live until the call has ended. number: as for run; only a call on the device has a reserved one.
+        """
 
     def join_device(
         self, vendor: Vendor, runtime: Runtime, device: int, id: bytes, timeout_s: float, check: Callable[[], object], /
     ) -> None:
-        """Before the first call: from now on arrays of that device can be given. All ranks do it with the same id.
+        """Join a device, so that calls take its arrays. All ranks must do it before the first call, with the same id.
 
-        check: called each 50 ms or more often; may raise to end the wait. CollectiveTimeout.
+        check: called at least every 50 ms; may raise to end the wait. CollectiveTimeout if a rank is too late.
         """
 
     def order(self, number: int, stream: int, /) -> None:
-        """What is enqueued on the stream from now on comes after that call."""
+        """Make what is enqueued on the stream from now on wait for that call."""
 
     def pack(
         self,
@@ -251,13 +262,13 @@ class Group:
         residual: np.ndarray[Any, Any] | None = None,
         largest: float = ...,
     ) -> None:
-        """Bring the parts, all of one dtype, into the bucket, on the device: to where `begins` says, in elements and
-        ascending, else one after the other.
+        """Copy the parts, all of one dtype, into the bucket, on the device.
 
-        Each element is multiplied by scale, and rounded where the bucket has another dtype. residual: float32, by the
-        places of the bucket: it is added before the rounding, and is then what rounding took away (error feedback),
-        also what was beyond `largest`. ValueError if they do not fit; RuntimeError for what no kernel of the device
-        does: plain copies, the same dtype and scale 1, need none; for the rest see packs.
+        begins: where each part begins in the bucket, in elements, ascending; None: they lie one after the other. Each
+        element is multiplied by scale, and rounded if the bucket has another dtype. residual: float32, one for each
+        place in the bucket. It is added before the rounding. Afterwards it holds what the rounding, and the limit
+        `largest` on the values, have taken away (error feedback). ValueError if the parts do not fit. RuntimeError if
+        no kernel of the device can do it (see packs). Plain copies, with the same dtype and scale 1, need no kernel.
         """
 
     def unpack(
@@ -269,14 +280,14 @@ class Group:
         scale: float = 1.0,
         begins: Sequence[int] | None = None,
     ) -> None:
-        """The same back."""
+        """Copy from the bucket into the parts; the arguments as for pack."""
 
     def clear(self, memory: np.ndarray[Any, Any], stream: int, /) -> None:
-        """Every byte of a contiguous array of the device becomes zero."""
+        """Set every byte of a contiguous array on the device to zero."""
 
     def packs(self, dtype: int, bucket: int, /) -> bool:
-        """Whether the device has kernels that pack and unpack parts of that dtype with a scale and, where the bucket's
-        is another, with a cast and a residual."""
+        """Whether the device has kernels that pack and unpack parts of that dtype with a scale and, if the bucket has
+        another dtype, with a cast and a residual."""
 
     def plain_calls(
         self,
@@ -287,22 +298,26 @@ class Group:
         device: int,
         /,
     ) -> Callable[[Any, Any, Any, Any, Any], Any]:
-        """call(what, x, op, root, out) of plain arrays: NumPy's, and those of the device whose type has a row (plain,
-        empty, written) in libraries; it returns NotImplemented for what else it is given, and while there is something
-        in beside. An exception of the call is handed to failed, which raises it or another."""
+        """The function call(what, x, op, root, out) for plain arrays: NumPy's, and those on the device whose type has a
+        row (plain, empty, written) in libraries.
+
+        It returns NotImplemented for anything else, and while beside, the list of started calls, is not empty. It hands
+        an exception of the call to failed, which raises it or another.
+        """
 
     def reserve(self, count: int, /) -> int:
-        """That many call numbers in a row; returns the first."""
+        """Take that many call numbers in a row, and return the first."""
 
     def send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> None:
-        """One message to that rank of the group, to which there is a link; spent_s: what has passed of the time."""
+        """Send one message to that rank of the group, to which a link must exist. spent_s: how much of timeout_s has
+        passed already."""
 
     def recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> tuple[int, int]:
-        """One message from that rank, or any_source, with that tag, or any_tag; returns its source and tag."""
+        """Receive one message from that rank or any_source, with that tag or any_tag. Returns its source and tag."""
 
     def sendrecv(
         self,
@@ -318,24 +333,24 @@ class Group:
         spent_s: float,
         /,
     ) -> tuple[int, int]:
-        """Both, begun together; returns the source and tag of what came."""
+        """Send and receive, started together. Returns the source and tag of the message received."""
     def start_send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work:
-        """The same on the messages' thread; x must live until it has ended."""
+        """Start to send; the mailbox's thread waits for it. x must live until it has ended."""
 
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work: ...
     def add_outgoing(self, peer: int, fd: int, /) -> None:
-        """The link for messages to that rank: a connected socket, taken over."""
+        """Add the link for messages to that rank: a connected socket, taken over."""
 
     def add_incoming(self, peer: int, fd: int, /) -> None: ...
     def expect_incoming(self, peer: int, /) -> None:
-        """A link from that rank is being made: whether it is still there, the end of that link will tell."""
+        """Say that a link from that rank is being made. From now on the end of that link shows that it is gone."""
 
     def check(self, peer: int, /) -> None:
-        """Raises if the group is broken, or that rank has left or ended."""
+        """Raise if the group is broken, or that rank has left or ended."""
 
     def abort(self, kind: str, ranks: Sequence[int], waiting_for: Sequence[int], text: str, /) -> None:
         """Break the group with a verdict; from any thread, without waiting."""
@@ -344,48 +359,48 @@ class Group:
         """Break the group with what this rank has seen; a verdict may replace it."""
 
     def left(self, rank: int, /) -> None:
-        """rank ended well: a failure only for a call that still needs it."""
+        """Say that this rank of the job ended well. That is a failure only for a call that still needs it."""
 
     def where(self) -> tuple[int, bool, str]:
-        """(number of the last call, whether it is still inside, words)."""
+        """(number of the last call, whether it has not ended well, where this rank is in words)."""
 
     def called(self, number: int, /) -> str:
-        """The call of that number, as Mismatch names it; "" for one that was not made, or long ago."""
+        """The call of that number, as Mismatch names it; "" if it was not made, or too long ago."""
 
     def stuck(self) -> int:
-        """The number of a call that has been on the device for more than a second, once; 0: none."""
+        """The number of a call that has been on the device for more than a second. Returns each once; 0: none."""
 
     def failure(self) -> tuple[str, str, list[int], list[int], bool, int] | None:
-        """(kind, text, ranks, waiting_for, whether it is the job's verdict, number of the call) of a broken group.
+        """(kind, text, ranks, waiting_for, whether it is a verdict, number of the call) of a broken group; else None.
 
-        number: -1 where no call saw it.
+        number: -1 if no call saw it.
         """
 
     def notices(self) -> list[str]:
-        """Lines for the user since the last time: who has waited long for whom."""
+        """Lines for the user since the last time, such as for which ranks a call has waited long."""
 
     def calls(self, after: int = 0) -> list[dict[str, Any]]:
-        """The last calls, oldest first, those after that number: their number, call, state (inside, done, failed),
-        began and took."""
+        """The last calls with numbers above `after`, oldest first: number, call, state (inside, done, failed),
+        began (seconds since 1970) and took (seconds)."""
 
     def last_look(self) -> None:
-        """Compare what the peers said last with this rank's own calls; raises Mismatch."""
+        """Compare the last headers from the peers with this rank's own calls; raises Mismatch."""
 
     def drain(self) -> None:
         """Wait until the device has ended what was enqueued, or the group is broken."""
 
     def close(self) -> None: ...
     def chosen(self, bytes: int = 0) -> dict[str, str]:
-        """Which algorithm runs each collective of a message of so many bytes."""
+        """For each collective, the algorithm that runs it for a message of so many bytes."""
 
     def carried(self) -> dict[str, int]:
-        """Bytes of x and out of the calls that went by "arena" and by "mesh"."""
+        """Bytes of x and out of all calls so far, by carrier: "arena" and "mesh"."""
 
     def pulls(self) -> bool:
-        """Whether the ranks read each other's private arrays where they are; False until a call has tried it."""
+        """Whether the ranks can read each other's private memory; False until a call has tried it."""
 
     def partings(self) -> int:
-        """How often this rank has left a CPU on which a lower rank of its host ran."""
+        """How often this rank has left a CPU that it shared with a lower rank of its host."""
 
     def lost_wakes(self) -> int:
-        """Sleeps at the gate that only their time limit ended though the gate was open: always 0, and tested to be."""
+        """Sleeps that lasted to their time limit although the wake was due before; always 0, and tested to be."""
