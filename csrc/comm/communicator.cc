@@ -22,7 +22,7 @@ std::string brief(const Signature& call) {
   return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
 }
 
-// Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds the list whole.
+// Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds a consistent list.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
 
@@ -377,7 +377,7 @@ std::optional<Failure> Communicator::failure() const {
 void Communicator::last_look() {
   if (forked_) return;
   const std::lock_guard turn(turn_mutex_);  // no call begins meanwhile
-  // A thread that is in a call has the links, and sees for itself what comes.
+  // A thread that is in a call uses the links, and sees itself what the peers send.
   if (broken() || callers_ > 0) return;
   try {
     backend_->last_look();

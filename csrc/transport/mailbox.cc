@@ -179,7 +179,7 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
     changed_->notify_all();
     throw;
   }
-  changed_->notify_all();  // another one drives now
+  changed_->notify_all();  // another thread may drive now
   if (transfer->error_) throw *transfer->error_;
 }
 
@@ -227,7 +227,7 @@ void Mailbox::serve_detached() {
     }
     if (stopping_) return;
     if (detached_.empty()) {
-      changed_->notify_all();  // another one drives now
+      changed_->notify_all();  // another thread may drive now
       detaching_->wait(lock, [this] { return stopping_ || !detached_.empty(); });
       looked = Clock::now();
       continue;
