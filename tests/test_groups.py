@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import os
+import resource
 import signal
 import sys
 import threading
@@ -557,3 +558,19 @@ def test_a_call_on_a_group_that_a_peer_destroyed_ends_and_says_so(rank, group, a
             assert caught.value.ranks == (turn,)
             mscomm.destroy_group(pair)
         mscomm.barrier()
+
+
+@ranks(3, env={"MSCOMM_HOST_ID": "{rank}", "MS_TOPO_TIMEOUT": "40"})
+def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
+    if rank == 1:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # create_group needs a listener, a connection to rank 0, and one from rank 2.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            mscomm.create_group("all", [0, 1, 2])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        until_told("rank 0", "rank 2")
+        return
+    with pytest.raises(mscomm.Aborted, match=r"rank 1: .*Too many open files"):
+        mscomm.barrier(group=mscomm.create_group("all", [0, 1, 2]))  # rank 0 may have its links already
+    tell(f"rank {rank}")
