@@ -19,10 +19,10 @@ YOURS, CLUSTER, RUN, LAUNCHER = (
     "Set by other launchers",
 )
 ABOUT = {
-    YOURS: "None of them is needed. What must be the same on every rank says so.",
-    CLUSTER: "You set these to start a job by hand, or a cluster's operator does. MindSpore's names and meanings.",
+    YOURS: "All are optional. A variable that must be the same on every rank says so.",
+    CLUSTER: "You set these to start a job by hand, or a cluster's operator does. Names and meanings are MindSpore's.",
     RUN: "Leave them alone: they tell a rank its place in the job.",
-    LAUNCHER: "Read, never set. Of several names for one thing the first that is set counts.",
+    LAUNCHER: "mscomm only reads these. If several variables mean the same, the first one that is set counts.",
 }
 
 
@@ -125,7 +125,7 @@ VARIABLES = (
         "MSCOMM_TIMEOUT",
         1800.0,
         seconds,
-        "Seconds that a collective call may take, where neither the call nor `init` says. `inf`: no limit.",
+        "Seconds that a collective call may take if neither the call nor `init` gives a limit. `inf`: no limit.",
         ("job",),
     ),
     Variable(
@@ -133,29 +133,29 @@ VARIABLES = (
         "",
         words,
         "Forces algorithms: `all_reduce=ring,broadcast=tree`, or one name for every collective that has it."
-        " The same text on every rank.",
+        " The same value on every rank.",
         ("job",),
     ),
     Variable(
         "MSCOMM_NCCL_LIBRARY",
         None,
         words,
-        "The file of NCCL, where it is not in the environment's site-packages, nor found by the loader. No other is"
-        " tried then.",
+        "The file of NCCL; mscomm tries no other one then. Needed if NCCL is neither in site-packages nor found by the"
+        " loader.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_CUDA_LIBRARY",
         None,
         words,
-        "The file of the CUDA driver, `libcuda.so.1`, where the loader does not find it.",
+        "The file of the CUDA driver, `libcuda.so.1`, if the loader does not find it.",
         ("accelerators.nccl",),
     ),
     Variable(
         "MSCOMM_HCCL_LIBRARY",
         None,
         words,
-        "The file of HCCL, `libhccl.so`, where neither the loader nor CANN's own variables lead to it.",
+        "The file of HCCL, `libhccl.so`, if neither the loader nor CANN's own variables lead to it.",
         ("accelerators.hccl",),
     ),
     Variable(
@@ -169,8 +169,8 @@ VARIABLES = (
         "MSCOMM_HUGE_PAGES",
         1,
         _switch,
-        "0: shared arrays lie in a memfd, with huge pages only if the kernel gives memfds any. 1: if it does not, in a"
-        " tmpfs of the process's own that is mounted nowhere.",
+        "0: shared arrays are in a memfd, which has huge pages only if the kernel gives them to memfds. 1: if it does"
+        " not, they are in a tmpfs of the process's own, which is mounted nowhere.",
         ("cluster.assemble", "cli.doctor"),
     ),
     Variable(
@@ -185,15 +185,15 @@ VARIABLES = (
         "MSCOMM_TRACEBACK",
         None,
         one_of("SHORT", "FULL"),
-        "`full`: the traceback of an exception that ends a rank also has mscomm's own frames, and what this rank saw of"
-        " the first failure. Unset: neither.",
+        "`full`: the traceback of an exception that ends a rank also has mscomm's own frames, and the error that this"
+        " rank saw itself of the first failure. Unset: neither.",
         ("exits", "launching.processes"),
     ),
     Variable(
         "MSCOMM_DEBUG",
         None,
         one_of(*LEVELS),
-        "How much is told on stderr: `VERSION`, `WARN`, `INFO` (how the job was put together) or `TRACE` (each call)."
+        "What mscomm writes to stderr: `VERSION`, `WARN`, `INFO` (how the job was set up) or `TRACE` (each call)."
         " Unset: warnings.",
         ("log",),
     ),
@@ -201,7 +201,7 @@ VARIABLES = (
         "MSCOMM_DEBUG_FILE",
         None,
         words,
-        "A file for these lines in place of stderr. `%h` becomes the host's name, `%p` the process id, `%r` the rank,"
+        "A file for these lines instead of stderr. `%h` becomes the host's name, `%p` the process id, `%r` the rank,"
         " `%%` a percent sign.",
         ("log",),
     ),
@@ -216,16 +216,16 @@ VARIABLES = (
         "MSCOMM_JOB_ID",
         None,
         words,
-        "A name for the job, the same in all its processes: a process with another text, or with none, is refused. It"
-        " keeps apart two jobs that came to the same port.",
+        "A name for the job, the same in all its processes. A process with another name, or with none, is refused. So"
+        " two jobs that use the same port by mistake stay apart.",
         ("cluster.links",),
     ),
     Variable(
         "MSCOMM_SOCKET_IFNAME",
         None,
         words,
-        "Which network a host uses, where rank 0's hub and the ranks' links listen: names, beginnings of names (`eth`)"
-        " or networks (`10.0.0.0/8`), each possibly behind `^` to exclude it; several with commas."
+        "The network on which rank 0's hub and the ranks' links listen: names of interfaces, beginnings of names"
+        " (`eth`) or networks (`10.0.0.0/8`), separated by commas; `^` before one excludes it."
         " Default: the address that routes to other networks.",
         ("cluster.interfaces",),
     ),
@@ -233,14 +233,14 @@ VARIABLES = (
         "NCCL_SOCKET_IFNAME",
         None,
         words,
-        "Read where `MSCOMM_SOCKET_IFNAME` is unset.",
+        "Read if `MSCOMM_SOCKET_IFNAME` is unset.",
         ("cluster.interfaces",),
     ),
     Variable(
         "GLOO_SOCKET_IFNAME",
         None,
         words,
-        "Read where neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
+        "Read if neither of these two is set. `mscomm bench --vs torch-gloo` sets it to `lo` if it is unset.",
         ("cluster.interfaces", "bench.peers"),
     ),
     Variable(
@@ -248,38 +248,39 @@ VARIABLES = (
         None,
         number(1, 65535, "a port from 1 to 65535, the same on every rank"),
         "With a rank table, or Slurm's variables, over several hosts: the port of rank 0's host at which the ranks"
-        " meet, the same on every rank. Default: one of eight between 61440 and 65535, which follow from the job.",
+        " meet, the same on every rank. Default: one of eight ports between 61440 and 65535, computed from the job.",
         ("bootstrap.rendezvous",),
     ),
     Variable(
         "MSCOMM_PORTS",
         None,
         ports,
-        "Ports that a firewall lets through between the hosts, as `20000-20100`, the same on every rank: where mscomm"
-        " picks a TCP port to listen at, it takes one of these. Ports that you name yourself need not be among them."
-        " A host needs two or three for each of its ranks while groups are made.",
+        "Ports that a firewall lets through between the hosts, such as `20000-20100`, the same on every rank. Whenever"
+        " mscomm picks a TCP port to listen at, it takes one of these. Ports that you name yourself need not be among"
+        " them. A host needs two or three ports for each of its ranks while groups are made.",
         ("cluster.links", "bootstrap.rendezvous"),
     ),
     Variable(
         "MSCOMM_SSH",
         "ssh",
         words,
-        "The command in the place of `ssh` in `mscomm run --hosts`, with its options: `ssh -p 2222 -i key`.",
+        "The command that `mscomm run --hosts` uses for `ssh`, with its options: `ssh -p 2222 -i key`.",
         ("cli.remote",),
     ),
     Variable(
         "MSCOMM_HOST_ID",
         None,
         words,
-        "Ranks with different texts count as being on different hosts: they share no memory and talk over TCP."
-        " For tests. Default: what the boot and the namespaces say.",
+        "Ranks with different values count as being on different hosts: they share no memory and talk over TCP."
+        " For tests. Default: made of the boot's id and the process's namespaces.",
         ("cluster.assemble",),
     ),
     Variable(
         "OMP_NUM_THREADS",
         None,
         threads,
-        "Threads of NumPy's and torch's libraries. `mscomm run` sets it to CPUs over ranks if it is unset.",
+        "The number of threads of NumPy's and torch's libraries. If it is unset, `mscomm run` sets it to the number of"
+        " CPUs divided by the number of ranks.",
         ("cli.run", "cli.doctor"),
     ),
     Variable(
@@ -332,7 +333,7 @@ VARIABLES = (
         "MS_NODE_ID",
         None,
         words,
-        "A worker's name. If all are numbers they are the ranks.",
+        "A worker's name. If the names of all workers are numbers, these are the ranks.",
         ("bootstrap.ms_cluster",),
         CLUSTER,
     ),
@@ -398,7 +399,9 @@ VARIABLES = (
         meaning="an inherited descriptor, the link to the launcher",
     ),
     _given("TORCHELASTIC_RUN_ID", "bootstrap.torchrun", meaning="torchrun: the job's name"),
-    _given("TORCHELASTIC_RESTART_COUNT", "bootstrap.torchrun", meaning="torchrun: which of the job's lives this is"),
+    _given(
+        "TORCHELASTIC_RESTART_COUNT", "bootstrap.torchrun", meaning="torchrun: how often it has started the job again"
+    ),
     _given("RANK", "bootstrap.torchrun", "bootstrap.torch_env", meaning=f"torchrun and torch's programs: {_RANK}"),
     _given(
         "WORLD_SIZE",
@@ -423,14 +426,14 @@ VARIABLES = (
         meaning="torchrun, torch's programs: the port of torch's own store, beside which rank 0 listens; Kubernetes:"
         " the port of rank 0",
     ),
-    _given("PET_NNODES", "cli.run", meaning="torchrun's default of `--nnodes`, for `mscomm run` too"),
-    _given("PET_NPROC_PER_NODE", "cli.run", meaning="the same of `-n`"),
-    _given("PET_NODE_RANK", "cli.run", meaning="the same of `--node-rank`"),
-    _given("PET_MASTER_ADDR", "cli.run", meaning="the same of `--master-addr`"),
-    _given("PET_MASTER_PORT", "cli.run", meaning="the same of `--master-port`"),
+    _given("PET_NNODES", "cli.run", meaning="the default of `--nnodes`, for torchrun and `mscomm run`"),
+    _given("PET_NPROC_PER_NODE", "cli.run", meaning="the default of `-n`"),
+    _given("PET_NODE_RANK", "cli.run", meaning="the default of `--node-rank`"),
+    _given("PET_MASTER_ADDR", "cli.run", meaning="the default of `--master-addr`"),
+    _given("PET_MASTER_PORT", "cli.run", meaning="the default of `--master-port`"),
     _given("PMIX_RANK", "bootstrap.pmix", meaning=f"PMIx: {_RANK}"),
     _given("PMIX_NAMESPACE", "bootstrap.pmix", meaning="PMIx: the job's name"),
-    _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: where its library is"),
+    _given("PMIX_PREFIX", "bootstrap.pmix", meaning="PMIx: the folder of its library"),
     _given("OMPI_COMM_WORLD_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_RANK}"),
     _given("OMPI_COMM_WORLD_SIZE", "bootstrap.pmix", meaning=f"Open MPI: {_SIZE}"),
     _given("OMPI_COMM_WORLD_LOCAL_RANK", "bootstrap.pmix", meaning=f"Open MPI: {_LOCAL_RANK}"),
@@ -443,7 +446,7 @@ VARIABLES = (
     _given("MPI_LOCALRANKID", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_RANK}"),
     _given("MPI_LOCALNRANKS", "bootstrap.pmi", meaning=f"MPICH, Intel MPI: {_LOCAL_SIZE}"),
     _given("SLURM_STEP_NUM_TASKS", "bootstrap.pmix", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}"),
-    _given("SLURM_NTASKS", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}, where the step has no number of its own"),
+    _given("SLURM_NTASKS", "bootstrap.slurm", meaning=f"Slurm: {_SIZE}, if the step has no number of its own"),
     _given("SLURM_PROCID", "bootstrap.slurm", meaning=f"Slurm: {_RANK}"),
     _given("SLURM_JOB_ID", "bootstrap.slurm", meaning="Slurm: the job"),
     _given("SLURM_STEP_ID", "bootstrap.slurm", meaning="Slurm: the step of the job"),
@@ -462,7 +465,7 @@ VARIABLES = (
         meaning="Ascend: the devices that the process sees, by their numbers on the host",
     ),
     _given("RANK_TABLE_FILE", "bootstrap.rank_table", meaning="a rank table: the file"),
-    _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="the same, an older name"),
+    _given("MINDSPORE_HCCL_CONFIG_PATH", "bootstrap.rank_table", meaning="an older name of `RANK_TABLE_FILE`"),
     _given("RANK_ID", "bootstrap.rank_table", meaning=f"with a rank table: {_RANK}"),
     _given("RANK_SIZE", "bootstrap.rank_table", meaning=f"with a rank table: {_SIZE}; may be left out"),
     _given(
@@ -505,8 +508,8 @@ def page() -> str:
         "",
         "<!-- Written by `python -m mscomm.environment` from python/mscomm/environment.py. Change that file. -->",
         "",
-        "What mscomm reads. An empty variable counts as unset. A text that makes no sense is an error that names the",
-        "variable, its text and what was expected.",
+        "The variables that mscomm reads. An empty variable counts as unset. An invalid value raises an error that",
+        "names the variable, its value and what was expected.",
     ]
     for kind, about in ABOUT.items():
         rows = [row for row in VARIABLES if row.set_by == kind]
