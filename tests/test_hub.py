@@ -263,7 +263,7 @@ def test_the_hub_that_rank_0_starts_waits_as_long_as_the_user_said(seconds, monk
         raise Spawned
 
     monkeypatch.setattr(hub_process, "spawn", spawn)
-    place, deadline = rendezvous.Place(0, 2, 0, one_host=True), Deadline(seconds)
+    place, deadline = rendezvous.Seat(0, 2, 0, one_host=True), Deadline(seconds)
     with pytest.raises(Spawned):
         kvs._open("mpirun", place, {}, deadline, False)
     with pytest.raises(Spawned):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mscomm.cluster.judge import Judge, Place
+from mscomm.cluster.judge import Judge, Progress
 
 
 def judge(watched=False):
@@ -77,9 +77,11 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     court.left(4, 6, now=0)
     court.failed(0, "CollectiveTimeout", [], "all_reduce #7 took over 5 s", 7, range(4), now=0)
     assert court.asking
-    court.here(0, Place(7, False, "after it failed"), now=0.01)  # the answer of the rank that timed out does not count
-    court.here(1, Place(7, True, ""), now=0.01)
-    court.here(2, Place(7, False, "computes"), now=0.01)
+    court.here(
+        0, Progress(7, False, "after it failed"), now=0.01
+    )  # the answer of the rank that timed out does not count
+    court.here(1, Progress(7, True, ""), now=0.01)
+    court.here(2, Progress(7, False, "computes"), now=0.01)
     assert court.verdict is None
     court.look(0.3)
     assert court.verdict.kind == "CollectiveTimeout"
@@ -93,7 +95,7 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
 def test_a_deadline_is_decided_when_all_have_answered():
     court = judge()
     court.failed(0, "CollectiveTimeout", [], "late", 7, range(3), now=0)
-    court.here(1, Place(6, True, ""), now=0.01)
+    court.here(1, Progress(6, True, ""), now=0.01)
     court.failed(2, "CollectiveTimeout", [], "late too", 7, range(3), now=0.02)
     assert court.verdict.waiting_for == (1,)
 

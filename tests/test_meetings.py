@@ -39,14 +39,14 @@ def test_facts_are_in_the_order_of_the_list_and_not_of_coming():
     table.come(1, [2, 1, 0], who=1)
     table.come(0, [2, 1, 0], who=0)
     (answer,) = table.come(2, [2, 1, 0], who=2)
-    assert [fact["who"] for fact in answer.message["facts"]] == [2, 1, 0]
+    assert [fact["who"] for fact in answer.frame["facts"]] == [2, 1, 0]
 
 
 def test_a_key_can_be_met_at_again():
     table = Table()
     for _ in range(2):
         table.come(0, [0, 1])
-        assert table.come(1, [0, 1])[0].message["t"] == "met"
+        assert table.come(1, [0, 1])[0].frame["t"] == "met"
 
 
 def test_ranks_that_name_each_other_in_different_lists_differ():
@@ -103,7 +103,7 @@ def test_survivors_do_not_wait_for_the_lost():
     table.gone[1] = "lost after it came"
     (answer,) = table.come(2, [0, 1, 2, 3], survivors=True)
     assert answer.ranks == (0, 2)
-    assert answer.message["ranks"] == [0, 2]
+    assert answer.frame["ranks"] == [0, 2]
 
 
 def test_a_time_out_ends_the_meeting_for_all_that_have_come():
@@ -123,14 +123,14 @@ def test_who_refuses_ends_the_meeting_also_for_those_that_come_later():
     assert unmet(table.come(2, [0, 1, 2])) == refused[1:]
     for rank in (0, 1):  # the next attempt
         assert table.come(rank, [0, 1, 2]) == []
-    assert table.come(2, [0, 1, 2])[0].message["t"] == "met"
+    assert table.come(2, [0, 1, 2])[0].frame["t"] == "met"
 
 
 def test_who_knows_of_a_refusal_may_try_again_before_the_last_has_heard_of_it():
     table = Table()
     table.meetings.refuse(0, "k", "init", [0, 1], "rank 0: enough")
     assert table.come(0, [0, 1]) == []
-    assert table.come(1, [0, 1])[0].message["t"] == "met"
+    assert table.come(1, [0, 1])[0].frame["t"] == "met"
 
 
 def test_all_meetings_end_with_their_epoch():

@@ -69,7 +69,7 @@ def test_hubs_that_rank_0_starts_listen_at_these_ports(monkeypatch: pytest.Monke
     env = {"MSCOMM_PORTS": f"{low}-{low + 30}"}
     allowed = range(low, low + 31)
     monkeypatch.setattr(kvs, "_own_address", lambda launcher, env: "127.0.0.1")
-    with kvs._listen("mpirun", rendezvous.Place(0, 2, 0, one_host=False), env) as hub:
+    with kvs._listen("mpirun", rendezvous.Seat(0, 2, 0, one_host=False), env) as hub:
         assert hub.getsockname()[1] in allowed
     for ports in (rendezvous.ports_after(29500, env), rendezvous.meeting_ports("a job", env)):
         assert len(ports) == 8 and set(ports) <= set(allowed)

@@ -38,7 +38,7 @@ from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
-from mscomm.group import Call, Group, Part
+from mscomm.group import Call, Group, Pending
 from mscomm.job import resolve, shared_empty
 
 Timeout = float | timedelta | None
@@ -755,7 +755,7 @@ def all_reduce_many(
             digest=digest,
         )
 
-    def start(fused: _FusedCall, i: int) -> Part:
+    def start(fused: _FusedCall, i: int) -> Pending:
         return group.start(call(fused, i), seconds)
 
     def result() -> list[Any]:

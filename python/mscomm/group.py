@@ -22,7 +22,7 @@ from mscomm.arrays import plain_types
 from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
-from mscomm.cluster.letters import Letters
+from mscomm.cluster.message_links import MessageLinks
 from mscomm.errors import Error, make
 from mscomm.tracebacks import PACKAGE
 
@@ -66,7 +66,7 @@ class Call(NamedTuple):
         return (what, function, dtype, op, root, x, out, timeout_s, *rest, stream, *number)
 
 
-class Part(Protocol):
+class Pending(Protocol):
     """What a Work waits for: a call on the worker's thread, or a thread of Python's."""
 
     def done(self) -> bool: ...
@@ -132,7 +132,7 @@ class Work:
     def __init__(self, group: Group, keeps: Any, result: Callable[[], Any]) -> None:
         self._group = group
         self._pid = os.getpid()
-        self._parts: list[Part] = []
+        self._parts: list[Pending] = []
         self._starting = True  # more parts may come
         self._keeps = keeps
         self._result: Callable[[], Any] | None = result
@@ -250,9 +250,9 @@ class Group:
                 mine.device if mine else -1,
             )
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
-        self._letters = Letters(epoch, self.core, id, self.ranks)
+        self._message_links = MessageLinks(epoch, self.core, id, self.ranks)
         if self.member:
-            self.member.attach(id, self.core, self._letters.dialled)
+            self.member.attach(id, self.core, self._message_links.dialled)
 
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
@@ -379,7 +379,7 @@ class Group:
             self._interrupted(error)
             raise
 
-    def start(self, call: Call, seconds: float, number: int = 0) -> Part:
+    def start(self, call: Call, seconds: float, number: int = 0) -> Pending:
         """The same on the group's worker thread, or beside the device's stream; for `watch`, which keeps the arrays."""
         try:
             work = self.core.start(*call.arguments(seconds, number))
@@ -389,7 +389,7 @@ class Group:
             self._note_line(work.number)
         return work if call.there is None else _Enqueued(self, work, call.there.current)
 
-    def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], Part]]) -> Work:
+    def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], Pending]]) -> Work:
         """The user's handle of the parts that are started here.
 
         What it keeps, and what result refers to, lives until they have ended, also if the user drops it, or if a later
@@ -475,10 +475,12 @@ class Group:
 
     def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
         """Make the link to the peer if there is none yet; the seconds that it took."""
-        if peer in self._letters.linked:
+        if peer in self._message_links.linked:
             return 0.0
         began = time.monotonic()
-        self._letters.reach(peer, f"send to rank {self.ranks[peer]}, tag {tag} ({x.nbytes} bytes)", Deadline(seconds))
+        self._message_links.reach(
+            peer, f"send to rank {self.ranks[peer]}, tag {tag} ({x.nbytes} bytes)", Deadline(seconds)
+        )
         return time.monotonic() - began
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mscomm import _core, environment
 from mscomm.accelerators import Opened
-from mscomm.accelerators.places import Place, homes, places
+from mscomm.accelerators.places import Candidate, homes, places
 from mscomm.errors import BackendUnavailable
 
 ADVICE = (
@@ -16,22 +16,22 @@ ADVICE = (
 _ROOTS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 
 
-def _places(soname: str, variable: str, env: Mapping[str, str]) -> list[Place]:
+def _places(soname: str, variable: str, env: Mapping[str, str]) -> list[Candidate]:
     known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
     known += [(root, f"{root}/lib64") for root in _ROOTS]
     return places(soname, environment.read(variable, env), variable, homes=known)
 
 
-def acl_places(env: Mapping[str, str]) -> list[Place]:
+def acl_places(env: Mapping[str, str]) -> list[Candidate]:
     older = _places("libascendcl.so", "MSCOMM_ACL_LIBRARY", env)
     return older if older[0][2] == "must" else older + _places("libacl_rt.so", "MSCOMM_ACL_LIBRARY", env)
 
 
-def hccl_places(env: Mapping[str, str]) -> list[Place]:
+def hccl_places(env: Mapping[str, str]) -> list[Candidate]:
     return _places("libhccl.so", "MSCOMM_HCCL_LIBRARY", env)
 
 
-def hcomm_places(env: Mapping[str, str]) -> list[Place]:
+def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
     """Where libhcomm.so may be; newer releases have it next to libhccl.so."""
     said = environment.read("MSCOMM_HCCL_LIBRARY", env)
     beside = str(os.path.join(os.path.dirname(said), "libhcomm.so")) if said else None

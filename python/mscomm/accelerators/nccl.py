@@ -7,7 +7,7 @@ from typing import Any
 
 from mscomm import _core, environment
 from mscomm.accelerators import Opened
-from mscomm.accelerators.places import Place, homes, places
+from mscomm.accelerators.places import Candidate, homes, places
 from mscomm.errors import BackendUnavailable
 
 ADVICE = (
@@ -16,13 +16,13 @@ ADVICE = (
 )
 
 
-def nccl_places(env: Mapping[str, str]) -> list[Place]:
+def nccl_places(env: Mapping[str, str]) -> list[Candidate]:
     said = environment.read("MSCOMM_NCCL_LIBRARY", env)
     known = [*homes(env, "CONDA_PREFIX", below=("lib",)), *homes(env, "NCCL_HOME", "CUDA_HOME", "CUDA_PATH")]
     return places("libnccl.so.2", said, "MSCOMM_NCCL_LIBRARY", wheel="nvidia/nccl/lib", homes=known)
 
 
-def cuda_places(env: Mapping[str, str]) -> list[Place]:
+def cuda_places(env: Mapping[str, str]) -> list[Candidate]:
     return places("libcuda.so.1", environment.read("MSCOMM_CUDA_LIBRARY", env), "MSCOMM_CUDA_LIBRARY")
 
 

@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 # (what messages call the place, the path or bare name, how to try it): see csrc/base/dynlib.h.
-Place = tuple[str, str, Literal["usual", "loaded", "must"]]
+Candidate = tuple[str, str, Literal["usual", "loaded", "must"]]
 
 
 def places(
     soname: str, said: str | None, variable: str, *, wheel: str = "", homes: Sequence[tuple[str, str]] = ()
-) -> list[Place]:
+) -> list[Candidate]:
     """The places for a library of that name. said: the path in the variable. wheel: its folder in site-packages.
 
     homes: known folders, each as (what messages call it, folder).
     """
     if said:
         return [(variable, said, "must")]
-    found: list[Place] = [("in this process", soname, "loaded")]
+    found: list[Candidate] = [("in this process", soname, "loaded")]
     if wheel:
         found.append(("site-packages", os.path.join(sysconfig.get_path("purelib"), wheel, soname), "usual"))
     found.append(("the loader's path", soname, "usual"))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from mscomm.bootstrap import kvs
 from mscomm.bootstrap.invitation import Invitation, Launcher
-from mscomm.bootstrap.rendezvous import Place, Spot, meet
+from mscomm.bootstrap.rendezvous import Seat, Spot, meet
 from mscomm.cluster.assemble import host_id
 from mscomm.cluster.deadline import Deadline
 
@@ -57,7 +57,7 @@ class _Tcp:
             # The previous job's hub may still serve its other ranks, and would take us for one of them.
             raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
         self._used.add((host, port))
-        self._place = Place(rank, size, None, one_host=False)
+        self._place = Seat(rank, size, None, one_host=False)
         self._spot = Spot("init_method", host, (port,))
 
     def detect(self, env: Mapping[str, str]) -> bool:
@@ -85,7 +85,7 @@ class _Communicator:
         everybody = bytearray(size * len(mine))
         self._comm.Allgather(bytearray(mine), everybody)
         hosts = [bytes(everybody[at : at + len(mine)]) for at in range(0, len(everybody), len(mine))]
-        place = Place(rank, size, hosts[:rank].count(mine), one_host=len(set(hosts)) == 1)
+        place = Seat(rank, size, hosts[:rank].count(mine), one_host=len(set(hosts)) == 1)
         store = kvs.Store(
             publish=lambda text, deadline: self._bcast(text.encode("ascii")),
             fetch=lambda deadline: self._bcast(b"").decode("ascii", errors="replace"),

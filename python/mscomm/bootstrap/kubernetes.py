@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, meet, number, port_range, ports_after
+from mscomm.bootstrap.rendezvous import Seat, Spot, meet, number, port_range, ports_after
 from mscomm.bootstrap.torchrun import DEFAULT_PORT
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
@@ -44,7 +44,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     )
     return meet(
         NAME,
-        Place(rank, size, 0, one_host=size == 1),
+        Seat(rank, size, 0, one_host=size == 1),
         Spot(f"kubernetes {host} {port} {next(_calls)}", host, ports),
         env,
         deadline,

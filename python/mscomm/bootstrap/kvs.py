@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Place, invitation
+from mscomm.bootstrap.rendezvous import Seat, invitation
 from mscomm.cluster import hub_process, interfaces, links, security
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
@@ -47,13 +47,13 @@ class Store(NamedTuple):
     fetch: Callable[[Deadline], str]
 
 
-def place(env: Mapping[str, str], names: Names, launcher: str) -> Place:
+def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
     """The place that the variables give; BackendUnavailable if they are invalid."""
     rank, size, local_rank, local_size = (_first(env, group) for group in names)
     if rank is None or size is None or not 0 <= rank < size:
         said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
         raise BackendUnavailable(f"{launcher}: the environment has no rank and size that fit ({said}). {INSTEAD}")
-    return Place(rank, size, local_rank or 0, one_host=local_size == size)
+    return Seat(rank, size, local_rank or 0, one_host=local_size == size)
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -63,11 +63,11 @@ def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def join(
-    launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
     """The connection to this job's hub, which rank 0 starts."""
-    if at.rank == 0:
-        return _host(launcher, at, store, env, deadline, permit_plain)
+    if seat.rank == 0:
+        return _host(launcher, seat, store, env, deadline, permit_plain)
     published = store.fetch(deadline)
     if published == _FAILED:
         raise BackendUnavailable(f"{launcher}: rank 0 could not open the job; its own error says why")
@@ -77,29 +77,29 @@ def join(
             f"{launcher}: rank 0 published {published[:12]!r}..., no address. Do all ranks run the same mscomm?"
         )
     if fields["key"]:
-        return _connect(launcher, at, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
+        return _connect(launcher, seat, f"\0{fields['name']}", bytes.fromhex(fields["key"]), deadline)
     try:
         host = interfaces.dial_address(fields["host"], env=env)
     except ValueError as error:
         raise BackendUnavailable(f"{launcher}: rank 0 published {fields['host']!r}, which is no address") from error
     port = int(fields["port"])
-    return _connect(launcher, at, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
+    return _connect(launcher, seat, (host, port), security.worker_key(env, host, port, permit_plain), deadline)
 
 
 def _host(
-    launcher: str, at: Place, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+    launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
     """Rank 0's part. The hub starts while the others get its address; connections that come before it wait in the
     listener's backlog.
     """
     try:
-        process, address, key, text = _open(launcher, at, env, deadline, permit_plain)
+        process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)
     except Exception:
         store.publish(_FAILED, deadline)  # so that the others do not wait for an address until the deadline
         raise
     try:
         store.publish(text, deadline)
-        return _connect(launcher, at, address, key, deadline, process)
+        return _connect(launcher, seat, address, key, deadline, process)
     except BaseException:
         process.kill()
         process.wait()
@@ -107,10 +107,10 @@ def _host(
 
 
 def _open(
-    launcher: str, at: Place, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
+    launcher: str, seat: Seat, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> tuple[subprocess.Popen[bytes], links.Address, bytes, str]:
     """A new hub, its address, the job's key, and what to publish."""
-    with _listen(launcher, at, env) as listener:
+    with _listen(launcher, seat, env) as listener:
         address: links.Address = listener.getsockname()
         if isinstance(address, tuple):
             host, port = address = address[:2]
@@ -119,16 +119,16 @@ def _open(
         else:
             key = security.new_key()
             text = f"mscomm1,unix,{os.fsdecode(address)[1:]},{key.hex()}"
-        return hub_process.spawn(listener, at.size, key, deadline.rest(), links.job_of(env)), address, key, text
+        return hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env)), address, key, text
 
 
-def _listen(launcher: str, at: Place, env: Mapping[str, str]) -> socket.socket:
-    if not at.one_host:
-        return links.listen(_own_address(launcher, env), at.size + 64, env)
+def _listen(launcher: str, seat: Seat, env: Mapping[str, str]) -> socket.socket:
+    if not seat.one_host:
+        return links.listen(_own_address(launcher, env), seat.size + 64, env)
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0mscomm-{secrets.token_hex(16)}")
-        listener.listen(at.size + 64)
+        listener.listen(seat.size + 64)
     except BaseException:
         listener.close()
         raise
@@ -144,7 +144,7 @@ def _own_address(launcher: str, env: Mapping[str, str]) -> str:
 
 def _connect(
     launcher: str,
-    at: Place,
+    seat: Seat,
     address: links.Address,
     key: bytes,
     deadline: Deadline,
@@ -155,7 +155,7 @@ def _connect(
         sock = links.connect(address, deadline)
     except OSError as error:
         raise BackendUnavailable(
-            f"{launcher}: rank {at.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
+            f"{launcher}: rank {seat.rank} cannot reach the hub that rank 0 started at {where}: {error}. "
             "Has rank 0 ended, or does a firewall or a container's network lie between the ranks?"
         ) from error
-    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", process=process)
+    return invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", process=process)

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Place, invitation, reach
+from mscomm.bootstrap.rendezvous import Seat, invitation, reach
 from mscomm.cluster.deadline import Deadline, wait
 from mscomm.cluster.links import CONTROL, greet, newcomer, require_same_user
 from mscomm.cluster.security import KEY_BYTES
@@ -51,22 +51,22 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     if inherited == CONTROL_FD:
         return Invitation(sock, key, True, rank, size, local_rank, None, NAME, where="the launcher (mscomm run)")
     sock.close()
-    return _connect(env[SCHED], key, Place(rank, size, local_rank, one_host=False), deadline)
+    return _connect(env[SCHED], key, Seat(rank, size, local_rank, one_host=False), deadline)
 
 
-def _connect(sched: str, key: bytes, at: Place, deadline: Deadline) -> Invitation:
+def _connect(sched: str, key: bytes, seat: Seat, deadline: Deadline) -> Invitation:
     host, _, port = sched.rpartition(":")
     if not (host and port.isdecimal()):
         raise BackendUnavailable(f"mscomm run: {SCHED}={sched!r}, expected address:port; leave it to the launcher")
-    mine = newcomer(os.environ, at.rank)
+    mine = newcomer(os.environ, seat.rank)
     sock = reach(
         [(host.strip("[]"), int(port))],
         deadline,
         lambda sock: greet(sock, key, CONTROL, mine, deadline),
-        f"mscomm run: rank {at.rank} finds no launcher of node 0 at {sched}",
+        f"mscomm run: rank {seat.rank} finds no launcher of node 0 at {sched}",
         "Has it ended, or does a firewall lie between the hosts?",
     )
-    return invitation(NAME, at, sock, key, f"the launcher of node 0 (mscomm run) at {sched}", greeted=True)
+    return invitation(NAME, seat, sock, key, f"the launcher of node 0 (mscomm run) at {sched}", greeted=True)
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

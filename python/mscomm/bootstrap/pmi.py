@@ -48,8 +48,8 @@ def detect(env: Mapping[str, str]) -> bool:
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
     """Connect to the hub that rank 0 starts. This costs one barrier of all ranks."""
     with _process_manager(env, deadline) as (fd, full_env):
-        at = kvs.place(full_env, _NAMES, NAME)
-        return kvs.join(NAME, at, _store(fd, at.size, deadline), env, deadline, permit_plain)
+        seat = kvs.place(full_env, _NAMES, NAME)
+        return kvs.join(NAME, seat, _store(fd, seat.size, deadline), env, deadline, permit_plain)
 
 
 def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:

@@ -43,7 +43,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
     """Connect to the hub that rank 0 starts. A rank waits for no rank but 0."""
-    at = kvs.place(env, _NAMES, NAME)
+    seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
         raise BackendUnavailable(f"{NAME}: there is a rank, but no PMIX_NAMESPACE to reach mpirun by. {kvs.INSTEAD}")
     key = f"mscomm-{next(_calls)}"
@@ -51,7 +51,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         publish=lambda text, deadline: _run_helper(env, "put", key, text, deadline),
         fetch=lambda deadline: _run_helper(env, "get", key, "", deadline),
     )
-    return kvs.join(NAME, at, store, env, deadline, permit_plain)
+    return kvs.join(NAME, seat, store, env, deadline, permit_plain)
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:

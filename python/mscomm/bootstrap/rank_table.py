@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from mscomm.bootstrap.invitation import Invitation
 from mscomm.bootstrap.rank_table_file import Table, load
-from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, port_range
+from mscomm.bootstrap.rendezvous import Seat, Spot, meet, meeting_ports, port_range
 from mscomm.cluster.deadline import Deadline
 
 NAME = "rank table"
@@ -42,7 +42,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
     )
     invitation = meet(
         NAME,
-        Place(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1),
+        Seat(rank, len(servers), servers[:rank].count(servers[rank]), one_host=len(table.servers) == 1),
         Spot(f"rank table {table.digest} {next(_calls)}", servers[0], ports),
         env,
         deadline,

@@ -40,7 +40,7 @@ _TELL_S = 2.0  # to reach a hub that has bound the address but may not listen ye
 _SILENCES = 3  # a listener that closes without an answer may be the previous job's, which has just ended
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """This process's place in the job, according to the launcher."""
 
     rank: int
@@ -59,29 +59,29 @@ class Spot(NamedTuple):
 
 
 def meet(
-    launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
+    launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
     """Connect to this job's hub, which rank 0 starts. `advice`: for the error message, what the user should check."""
-    if at.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
+    if seat.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
         spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
-    if at.rank == 0:
-        return _host(launcher, at, spot, env, deadline, permit_plain, advice)
+    if seat.rank == 0:
+        return _host(launcher, seat, spot, env, deadline, permit_plain, advice)
     key = b""
 
     def admit(sock: socket.socket) -> None:
         nonlocal key
         key = _key(spot, sock.getpeername(), env, permit_plain)
-        links.greet(sock, key, links.CONTROL, links.newcomer(env, at.rank), deadline)
+        links.greet(sock, key, links.CONTROL, links.newcomer(env, seat.rank), deadline)
 
-    targets = [_unix_name(spot.job)] if at.one_host else [(spot.host, port) for port in spot.ports]
-    where = _where(at, spot)
-    sock = reach(targets, deadline, admit, f"{launcher}: rank {at.rank} finds no hub of rank 0 at {where}", advice)
-    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", greeted=True)
+    targets = [_unix_name(spot.job)] if seat.one_host else [(spot.host, port) for port in spot.ports]
+    where = _where(seat, spot)
+    sock = reach(targets, deadline, admit, f"{launcher}: rank {seat.rank} finds no hub of rank 0 at {where}", advice)
+    return invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", greeted=True)
 
 
 def invitation(
     launcher: str,
-    at: Place,
+    seat: Seat,
     sock: socket.socket,
     key: bytes,
     where: str,
@@ -90,7 +90,7 @@ def invitation(
     process: subprocess.Popen[bytes] | None = None,
 ) -> Invitation:
     """The Invitation that accept() returns for a rank that knows its place."""
-    return Invitation(sock, key, greeted, at.rank, at.size, at.local_rank, None, launcher, process, where)
+    return Invitation(sock, key, greeted, seat.rank, seat.size, seat.local_rank, None, launcher, process, where)
 
 
 def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
@@ -209,40 +209,40 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 
 
 def _host(
-    launcher: str, at: Place, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
+    launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
     """Rank 0's part. Connections that come before the hub serves wait in the listener's backlog."""
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
-            listener, key = _open(at, spot, env, permit_plain)
+            listener, key = _open(seat, spot, env, permit_plain)
             break
         except AuthenticationError:
             raise
         except OSError as error:
             if error.errno != errno.EADDRINUSE or until.passed:
                 taken = ""
-                if error.errno == errno.EADDRINUSE and not at.one_host and len(spot.ports) == 1:
+                if error.errno == errno.EADDRINUSE and not seat.one_host and len(spot.ports) == 1:
                     taken = _contend_at(spot, env, permit_plain)
                 what = {
                     errno.EADDRINUSE: f"taken{taken}, perhaps by another job",
                     errno.EADDRNOTAVAIL: "this host, where rank 0 runs, does not have that address",
                 }.get(error.errno or 0, words(error))
                 raise BackendUnavailable(
-                    f"{launcher}: rank 0 cannot listen at {_where(at, spot)}: {what}. {advice}"
+                    f"{launcher}: rank 0 cannot listen at {_where(seat, spot)}: {what}. {advice}"
                 ) from error
         time.sleep(_RETRY_S[1])
     with listener:
         address = _address(listener)
-        process = hub_process.spawn(listener, at.size, key, deadline.rest(), links.job_of(env))
+        process = hub_process.spawn(listener, seat.size, key, deadline.rest(), links.job_of(env))
         try:
             sock = links.connect(address, deadline)
         except BaseException:
             process.kill()
             process.wait()
             raise
-    where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(at, spot)
-    return invitation(launcher, at, sock, key, f"the hub that rank 0 started at {where}", process=process)
+    where = interfaces.endpoint(*address) if isinstance(address, tuple) else _where(seat, spot)
+    return invitation(launcher, seat, sock, key, f"the hub that rank 0 started at {where}", process=process)
 
 
 def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
@@ -250,14 +250,14 @@ def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
     return contend(address[0], address[1], lambda: _key(spot, address, env, permit_plain), env)
 
 
-def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
+def _open(seat: Seat, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
     """A socket that listens at the spot, at its first free port, and the job's key."""
-    for port in (0,) if at.one_host else spot.ports:
+    for port in (0,) if seat.one_host else spot.ports:
         with contextlib.ExitStack() as failing:
             try:
-                listener = failing.enter_context(_bind(at, spot, port, env))
+                listener = failing.enter_context(_bind(seat, spot, port, env))
                 key = _new_key(spot, _address(listener), env, permit_plain)
-                listener.listen(at.size + 64)  # after the key file is written: a rank that can connect can read it
+                listener.listen(seat.size + 64)  # after the key file is written: a rank that can connect can read it
                 failing.pop_all()
                 return listener, key
             except OSError as error:
@@ -266,8 +266,8 @@ def _open(at: Place, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> 
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def _bind(at: Place, spot: Spot, port: int, env: Mapping[str, str]) -> socket.socket:
-    if at.one_host:
+def _bind(seat: Seat, spot: Spot, port: int, env: Mapping[str, str]) -> socket.socket:
+    if seat.one_host:
         return _bound(socket.AF_UNIX, _unix_name(spot.job))
     return bind(own_address(spot.host, env), port)
 
@@ -414,8 +414,8 @@ def _address(listener: socket.socket) -> links.Address:
     return name[:2] if isinstance(name, tuple) else os.fsdecode(name)
 
 
-def _where(at: Place, spot: Spot) -> str:
-    if at.one_host:
+def _where(seat: Seat, spot: Spot) -> str:
+    if seat.one_host:
         return f"a unix socket of this host ({spot.job})"
     if len(spot.ports) == 1:
         return interfaces.endpoint(spot.host, spot.ports[0])

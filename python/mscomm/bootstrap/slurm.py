@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, meet, meeting_ports, number, port_range
+from mscomm.bootstrap.rendezvous import Seat, Spot, meet, meeting_ports, number, port_range
 from mscomm.cluster.deadline import Deadline
 from mscomm.errors import BackendUnavailable
 
@@ -55,7 +55,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
         f"Task 0 must run on {nodes[0]} (the first of the step's nodes, {listed}), and the others must reach its "
         f"{port_range(ports)}"
     )
-    place = Place(rank, size, local_rank, one_host=len(nodes) == 1)
+    place = Seat(rank, size, local_rank, one_host=len(nodes) == 1)
     return meet(NAME, place, spot, env, deadline, permit_plain, advice)
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping
 
 from mscomm.bootstrap.invitation import Invitation
-from mscomm.bootstrap.rendezvous import Place, Spot, is_loopback_name, meet, number, port_range, ports_after
+from mscomm.bootstrap.rendezvous import Seat, Spot, is_loopback_name, meet, number, port_range, ports_after
 from mscomm.cluster.deadline import Deadline
 
 NAME = "torchrun"
@@ -45,7 +45,7 @@ def join(launcher: str, env: Mapping[str, str], deadline: Deadline, permit_plain
     one_host = one_agent or is_loopback_name(host)
     return meet(
         launcher,
-        Place(rank, size, local_rank, one_host),
+        Seat(rank, size, local_rank, one_host),
         Spot(f"torch {host} {port} {life}", host, ports),
         env,
         deadline,

@@ -31,7 +31,7 @@ from mscomm.cluster import links, security
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import BackendUnavailable, Error
 from mscomm.launching.output import Output, Stream
-from mscomm.launching.parts import Log, Node0
+from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
 
 HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # prefixes of the variables' names
@@ -148,7 +148,7 @@ class Hosts(Node0):
         self._task = {**task, "size": self.size, "timeout": topo_timeout_s}
         self._agents: list[_Agent] = []
 
-    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+    def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         name = self._address[0]
         if is_loopback_name(name) and not all(is_loopback_name(other.address) for other in self._shares):
             raise Error(f"this host is in the list as {name}, by which the others do not reach it; name its address")

@@ -22,7 +22,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of one rank, as the recorder wrote it."""
 
     group: str
@@ -40,7 +40,7 @@ class Record(NamedTuple):
     rank: int
     size: int  # of the world group; 0 if no record of that group was left
     cause: str
-    calls: list[Call]
+    calls: list[RecordedCall]
 
 
 class Late(NamedTuple):
@@ -161,12 +161,12 @@ def parse(data: bytes) -> Record:
     return Record(found["rank"], size, found["cause"], [_call(entry, found) for entry in found["calls"]])
 
 
-def _call(entry: Any, record: dict[str, Any]) -> Call:
+def _call(entry: Any, record: dict[str, Any]) -> RecordedCall:
     if not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in _TYPES.items()):
         raise ValueError(f"no record: a call of it is {entry!r:.100}; expected an object with {', '.join(_TYPES)}")
     group = str(entry.get("group", record.get("group", "world")))
     line = str(entry.get("line", ""))
-    return Call(group, entry["number"], entry["call"], entry["state"], entry["began"], entry["took"], line)
+    return RecordedCall(group, entry["number"], entry["call"], entry["state"], entry["began"], entry["took"], line)
 
 
 # -- which rank waited for which ---------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _end(records: list[Record]) -> Iterator[str]:
 
 def lateness(records: list[Record]) -> list[Late]:
     """Which rank came last, for each call that every recorded rank has reached and at least two records contain."""
-    arrivals: dict[tuple[str, int], list[tuple[float, int, Call]]] = defaultdict(list)
+    arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
     reached: dict[str, int] = {}  # by group: the last number that all its ranks have reached
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
@@ -315,7 +315,7 @@ def chrome(records: list[Record]) -> dict[str, Any]:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _named(entry: Call | Late) -> str:
+def _named(entry: RecordedCall | Late) -> str:
     return entry.call if entry.group == "world" else f"{entry.group}: {entry.call}"
 
 

@@ -20,7 +20,7 @@ from mscomm import _core, accelerators, environment, log
 from mscomm.accelerators import Accelerator
 from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import DATA, LETTERS, MEMORY, Identity, package_version
+from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import CollectiveTimeout, Error, PeerLost
 
@@ -337,7 +337,7 @@ class Epoch:
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
             self.member.dial(group, rank, [_address(listener)], deadline)
-            came = links.accept_all([listener], [rank], self.key, LETTERS, self.identity, deadline, check=check)
+            came = links.accept_all([listener], [rank], self.key, MESSAGES, self.identity, deadline, check=check)
         return came[rank].detach()
 
 

@@ -16,15 +16,15 @@ from mscomm.errors import Error
 FROM_MEMBER_BYTES = 64 << 10
 FROM_HUB_BYTES = 16 << 20
 
-Message = dict[str, Any]
+Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 
 
-def encode(message: Message, limit: int) -> bytes:
-    """The message as a control frame; Error if it is longer than the other end accepts."""
-    body: bytes = msgpack.packb(message, use_bin_type=True)
+def encode(frame: Frame, limit: int) -> bytes:
+    """The control frame as bytes; Error if it is longer than the other end accepts."""
+    body: bytes = msgpack.packb(frame, use_bin_type=True)
     if len(body) > limit:
-        raise Error(f"control frame {message.get('t')!r} has {len(body)} bytes, the limit is {limit}")
+        raise Error(f"control frame {frame.get('t')!r} has {len(body)} bytes, the limit is {limit}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -37,9 +37,9 @@ class Parser:
         self._limit = limit
         self._held = bytearray()
 
-    def feed(self, received: bytes) -> list[Message]:
+    def feed(self, received: bytes) -> list[Frame]:
         self._held += received
-        messages = []
+        frames = []
         while len(self._held) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._held)
             if length > self._limit:
@@ -47,19 +47,19 @@ class Parser:
             end = _LENGTH.size + length
             if len(self._held) < end:
                 break
-            messages.append(_decode(bytes(self._held[_LENGTH.size : end])))
+            frames.append(_decode(bytes(self._held[_LENGTH.size : end])))
             del self._held[:end]
-        return messages
+        return frames
 
 
-def _decode(body: bytes) -> Message:
+def _decode(body: bytes) -> Frame:
     try:
-        message = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
+        frame = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, RecursionError) as error:
         raise Error(f"a control frame of {len(body)} bytes is not msgpack: {error}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("t"), str):
+    if not isinstance(frame, dict) or not isinstance(frame.get("t"), str):
         raise Error(f"a control frame of {len(body)} bytes is not a map with a text under 't'")
-    return message
+    return frame
 
 
 class Frames:
@@ -70,12 +70,12 @@ class Frames:
         self.sock = sock
         self._parser = Parser(limit)
         self._send_limit = send_limit
-        self._held: list[Message] = []  # frames that have come and that receive() has not returned yet
+        self._held: list[Frame] = []  # frames that have come and that receive() has not returned yet
         self._sending = threading.Lock()  # held for a whole frame, so that two senders' frames do not mix
 
-    def send(self, message: Message, deadline: Deadline) -> None:
+    def send(self, frame: Frame, deadline: Deadline) -> None:
         """Hand the frame to the kernel; raises OSError when the link has ended, and TimeoutError at the deadline."""
-        data = memoryview(encode(message, self._send_limit))
+        data = memoryview(encode(frame, self._send_limit))
         with self._sending:
             while data:
                 try:
@@ -83,18 +83,18 @@ class Frames:
                 except BlockingIOError:
                     wait(self.sock, select.POLLOUT, deadline)
 
-    def receive(self, deadline: Deadline) -> Message | None:
+    def receive(self, deadline: Deadline) -> Frame | None:
         """The next frame, or None when the other end has closed. An Error closes the link."""
         while not self._held:
-            messages = self.arrived()
-            if messages is None:
+            frames = self.arrived()
+            if frames is None:
                 return None
-            if not messages:
+            if not frames:
                 wait(self.sock, select.POLLIN, deadline)
-            self._held += messages
+            self._held += frames
         return self._held.pop(0)
 
-    def arrived(self) -> list[Message] | None:
+    def arrived(self) -> list[Frame] | None:
         """The frames that have come, without waiting; None if the other end has closed. An Error closes the link."""
         try:
             received = self.sock.recv(64 << 10)

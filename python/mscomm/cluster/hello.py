@@ -18,7 +18,7 @@ from mscomm.version import VERSION
 
 MAGIC = b"MSCM"
 WIRE = 1
-CONTROL, MEMORY, DATA, LETTERS, LAUNCHER = 1, 2, 3, 4, 5
+CONTROL, MEMORY, DATA, MESSAGES, LAUNCHER = 1, 2, 3, 4, 5
 OF_THE_HUB = (CONTROL, LAUNCHER)  # a process that connects for one of these may know nothing about the job yet
 HELLO_S = 5.0  # a hello that takes longer is abandoned
 

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from mscomm.cluster.frames import FROM_HUB_BYTES, Message, encode
+from mscomm.cluster.frames import FROM_HUB_BYTES, Frame, encode
 from mscomm.cluster.hello import LAUNCHER, OF_THE_HUB, UNKNOWN_JOB, UNKNOWN_RANK, Identity, package_version
-from mscomm.cluster.judge import Judge, Place, Verdict
+from mscomm.cluster.judge import Judge, Progress, Verdict
 from mscomm.cluster.links import Door, require_same_user
 from mscomm.cluster.meetings import Answer, Meetings, unmet
 from mscomm.cluster.plan import world_id
@@ -425,39 +425,39 @@ class Hub:
             return
         self._board.add(Link(sock, peer.rank if peer.rank >= 0 else None, adopted=False))
 
-    def _handle(self, link: Link, message: Message) -> None:
+    def _handle(self, link: Link, frame: Frame) -> None:
         """Handle one control frame from a rank. An Error ends the rank's link."""
-        kind = message["t"]
+        kind = frame["t"]
         if kind == "join":
-            self._join(link, message)
+            self._join(link, frame)
         elif not link.joined or link.left:
             raise Error(f"{kind!r} does not come before join or after bye")
         elif kind in _HANDLERS:
-            _HANDLERS[kind](self, link, message)
+            _HANDLERS[kind](self, link, frame)
         else:
             raise Error(f"{kind!r} is not a message to the hub")
 
-    def _handle_ready(self, link: Link, message: Message) -> None:
-        if _field(message, "epoch", int) != self._epoch:
+    def _handle_ready(self, link: Link, frame: Frame) -> None:
+        if _field(frame, "epoch", int) != self._epoch:
             return
         self._ready.add(link.number)
         if len(self._ready) == self._roster.size:
             self._log(f"all {self._roster.size} {self._roster.plural} are ready")
             self._broadcast({"t": "go", "epoch": self._epoch}, self._world.ranks)
 
-    def _handle_failed(self, link: Link, message: Message) -> None:
+    def _handle_failed(self, link: Link, frame: Frame) -> None:
         ranks = [
-            rank for rank in _field(message, "ranks", list) if isinstance(rank, int) and 0 <= rank < self._roster.size
+            rank for rank in _field(frame, "ranks", list) if isinstance(rank, int) and 0 <= rank < self._roster.size
         ]
         kind, text, number = (
-            _field(message, "kind", str),
-            _field(message, "text", str),
-            _field(message, "number", int),
+            _field(frame, "kind", str),
+            _field(frame, "text", str),
+            _field(frame, "number", int),
         )
-        name = _field(message, "group", str)
+        name = _field(frame, "group", str)
         groups = list(self._groups.values()) if not name else [self._groups[name]] if name in self._groups else []
         for group in groups:
-            group.judge.called(link.number, number, _field(message, "call", str), time.monotonic())
+            group.judge.called(link.number, number, _field(frame, "call", str), time.monotonic())
             group.judge.failed(link.number, kind, ranks, text, number, self._members(group), time.monotonic())
         if not name:
             self._abort_epoch(Verdict(kind, tuple(ranks), (), text))
@@ -468,49 +468,49 @@ class Hub:
             self._aborted = verdict  # at once: the next event may be the end of a link
             self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
 
-    def _handle_compare(self, link: Link, message: Message) -> None:
-        group = self._groups.get(_field(message, "group", str))
+    def _handle_compare(self, link: Link, frame: Frame) -> None:
+        group = self._groups.get(_field(frame, "group", str))
         if group:
-            number, call = _field(message, "number", int), _field(message, "call", str)
+            number, call = _field(frame, "number", int), _field(frame, "call", str)
             group.judge.compare(link.number, number, call, time.monotonic())
 
-    def _handle_here(self, link: Link, message: Message) -> None:
-        group = self._groups.get(_field(message, "group", str))
+    def _handle_here(self, link: Link, frame: Frame) -> None:
+        group = self._groups.get(_field(frame, "group", str))
         if group:
-            asked, call = _field(message, "asked", int), _field(message, "call", str)
+            asked, call = _field(frame, "asked", int), _field(frame, "call", str)
             group.judge.called(link.number, asked, call, time.monotonic())
-            place = Place(_field(message, "number", int), _field(message, "inside", bool), _field(message, "text", str))
-            group.judge.here(link.number, place, time.monotonic())
+            progress = Progress(_field(frame, "number", int), _field(frame, "inside", bool), _field(frame, "text", str))
+            group.judge.here(link.number, progress, time.monotonic())
 
-    def _handle_meet(self, link: Link, message: Message) -> None:
-        key, name, ranks = self._meeting(link, message)
+    def _handle_meet(self, link: Link, frame: Frame) -> None:
+        key, name, ranks = self._meeting(link, frame)
         if self._aborted:
             self._answer([unmet((link.number,), key, self._aborted.kind, self._aborted.text, self._aborted.ranks)])
             return
-        survivors = bool(message.get("survivors"))
-        answers = self._meetings.come(link.number, key, name, ranks, _field(message, "facts", dict), survivors)
-        if message.get("founds") and any(answer.message["t"] == "met" for answer in answers):
+        survivors = bool(frame.get("survivors"))
+        answers = self._meetings.come(link.number, key, name, ranks, _field(frame, "facts", dict), survivors)
+        if frame.get("founds") and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
             for other in self._roster:  # a rank may have left the job before
                 if other.left and other.number in group.ranks:
                     group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
 
-    def _meeting(self, link: Link, message: Message) -> tuple[str, str, list[int]]:
+    def _meeting(self, link: Link, frame: Frame) -> tuple[str, str, list[int]]:
         """The key, the name and the ranks of the meeting that the control frame is about."""
-        key, name, ranks = _field(message, "key", str), _field(message, "name", str), _field(message, "ranks", list)
+        key, name, ranks = _field(frame, "key", str), _field(frame, "name", str), _field(frame, "ranks", list)
         known = all(isinstance(rank, int) and 0 <= rank < self._roster.size for rank in ranks)
         if not known or len(set(ranks)) != len(ranks) or link.number not in ranks or len(key) > 1024:
-            raise Error(f"{message['t']!r} needs a key and the ranks that meet, this one among them")
+            raise Error(f"{frame['t']!r} needs a key and the ranks that meet, this one among them")
         return key, name, ranks
 
-    def _handle_unmeet(self, link: Link, message: Message) -> None:
-        seconds = _field(message, "seconds", float)
-        self._answer(self._meetings.withdraw(link.number, _field(message, "key", str), seconds))
+    def _handle_unmeet(self, link: Link, frame: Frame) -> None:
+        seconds = _field(frame, "seconds", float)
+        self._answer(self._meetings.withdraw(link.number, _field(frame, "key", str), seconds))
 
-    def _handle_refuse(self, link: Link, message: Message) -> None:
-        key, name, ranks = self._meeting(link, message)
-        why = _field(message, "why", str)
+    def _handle_refuse(self, link: Link, frame: Frame) -> None:
+        key, name, ranks = self._meeting(link, frame)
+        why = _field(frame, "why", str)
         group = self._groups.get(key)
         if group:  # all ranks had come in the meantime, so that the group exists
             now = time.monotonic()
@@ -518,9 +518,9 @@ class Hub:
         else:
             self._answer(self._meetings.refuse(link.number, key, name, ranks, why))
 
-    def _handle_dial(self, link: Link, message: Message) -> None:
+    def _handle_dial(self, link: Link, frame: Frame) -> None:
         """One rank of a group asks another to connect to it."""
-        to, name = _field(message, "to", int), _field(message, "group", str)
+        to, name = _field(frame, "to", int), _field(frame, "group", str)
         group = self._groups.get(name)
         if group is None or to not in group.ranks or link.number not in group.ranks:
             return  # the frame is from an earlier epoch
@@ -528,18 +528,18 @@ class Hub:
             text = f"{self._roster.name(to)} has destroyed the group, but {link} sends to it"
             group.judge.failed(link.number, "PeerLost", [to], text, -1, self._members(group), time.monotonic())
             return
-        words = {"group": name, "address": message.get("address")}
+        words = {"group": name, "address": frame.get("address")}
         for other in self._roster:
             if other.number == to and other.open and not other.left:
                 self._send(other, {"t": "dial", "from": link.number, **words})
 
-    def _handle_close(self, link: Link, message: Message) -> None:
-        self._close_group(link, _field(message, "group", str), _field(message, "number", int))
+    def _handle_close(self, link: Link, frame: Frame) -> None:
+        self._close_group(link, _field(frame, "group", str), _field(frame, "number", int))
 
-    def _handle_rejoin(self, link: Link, message: Message) -> None:
+    def _handle_rejoin(self, link: Link, frame: Frame) -> None:
         """A survivor waits for the next epoch: it takes no part in this one any more."""
-        link.facts = _field(message, "facts", dict)
-        link.rejoin_key = _field(message, "key", str)
+        link.facts = _field(frame, "facts", dict)
+        link.rejoin_key = _field(frame, "key", str)
         link.waits = True
         if len(self._ready) < self._roster.size:  # end the set-up of the others, which waits for this rank
             text = f"{link} gave up its set-up, and waits for the next epoch"
@@ -548,13 +548,13 @@ class Hub:
         self._begin_epoch()
         self._answer(self._meetings.look())  # the meetings of ranks that are still in this epoch
 
-    def _handle_unrejoin(self, link: Link, message: Message) -> None:
+    def _handle_unrejoin(self, link: Link, frame: Frame) -> None:
         """A rank's wait for the next epoch has timed out, unless that epoch has begun in the meantime."""
         if not link.waits:
             return
         absent = [rank for rank in range(self._roster.size) if not self._waits(rank)]
         names = ", ".join(self._absence(rank) for rank in absent)
-        why = f"rejoin: {link} waited {_field(message, 'seconds', float):g} s for {names}"
+        why = f"rejoin: {link} waited {_field(frame, 'seconds', float):g} s for {names}"
         self._turn_away(link, "CollectiveTimeout", why, absent)
 
     def _waits(self, rank: int) -> bool:
@@ -567,8 +567,8 @@ class Hub:
             return f"{self._roster.name(rank)}, which was not started again or has not come to init() yet"
         return f"{link}, which has not called rejoin()"
 
-    def _handle_bye(self, link: Link, message: Message) -> None:
-        number = _field(message, "number", int)
+    def _handle_bye(self, link: Link, frame: Frame) -> None:
+        number = _field(frame, "number", int)
         if not self._welcomed:
             self._board.end(link, f"left before all {self._roster.size} {self._roster.plural} had joined")
             return
@@ -577,7 +577,7 @@ class Hub:
             self._board.end(link, "left after its failure")  # nobody will say how its process ended
             return
         link.left, link.waits = True, False
-        numbers = _field(message, "numbers", dict)
+        numbers = _field(frame, "numbers", dict)
         for name, group in self._groups.items():
             if group is self._world:
                 group.judge.left(link.number, number, time.monotonic())
@@ -588,14 +588,14 @@ class Hub:
         self._answer(self._meetings.look())
         self._begin_epoch()
 
-    def _join(self, link: Link, message: Message) -> None:
+    def _join(self, link: Link, frame: Frame) -> None:
         if link.joined:
             raise Error("it joined twice")
         if self._contested_until and self._never_began:
             self._refuse(link, self._never_began)
             return
         link.since = time.monotonic()
-        refusal = self._roster.admit(link, message.get("rank"), message.get("node_id"), _field(message, "facts", dict))
+        refusal = self._roster.admit(link, frame.get("rank"), frame.get("node_id"), _field(frame, "facts", dict))
         if refusal:
             self._log(f"refused {link}: {refusal}")
             self._refuse(link, refusal)
@@ -727,13 +727,13 @@ class Hub:
             )
             self._unproven, self._unproven_at = 0, time.monotonic() + _UNPROVEN_EVERY_S
 
-    def _handle_launcher(self, launcher: _Launcher, message: Message) -> None:
+    def _handle_launcher(self, launcher: _Launcher, frame: Frame) -> None:
         """Handle one control frame from another host's launcher about its ranks."""
-        kind = message["t"]
+        kind = frame["t"]
         if kind == "attend":
-            ranks = range(_field(message, "first", int), _field(message, "end", int))
-            launcher.name = _field(message, "name", str)
-            objection = None if self._over else self._objection(ranks, _field(message, "layout", str))
+            ranks = range(_field(frame, "first", int), _field(frame, "end", int))
+            launcher.name = _field(frame, "name", str)
+            objection = None if self._over else self._objection(ranks, _field(frame, "layout", str))
             if objection:
                 self._log(f"refused {launcher.name}: {objection}")
                 self._tell(f"{launcher.name} was refused: {objection}")
@@ -743,20 +743,20 @@ class Hub:
             launcher.ranks = ranks
             self._attended.update(ranks)
             self._tell_launcher(launcher)
-        elif kind == "ended" and (rank := _field(message, "rank", int)) in launcher.ranks:
+        elif kind == "ended" and (rank := _field(frame, "rank", int)) in launcher.ranks:
             how, badly, again = (
-                _field(message, "how", str),
-                _field(message, "badly", bool),
-                _field(message, "again", bool),
+                _field(frame, "how", str),
+                _field(frame, "badly", bool),
+                _field(frame, "again", bool),
             )
             self._process_ended(rank, how, badly, again)
         elif kind == "gave up":
-            why = f"{_field(message, 'name', str)} cannot start its ranks: {_field(message, 'why', str)}"
+            why = f"{_field(frame, 'name', str)} cannot start its ranks: {_field(frame, 'why', str)}"
             self._log(why)
             self._tell(why)
             self._without_launcher(launcher, why)
         elif kind == "rival":
-            self._contest(_field(message, "who", str), _field(message, "seconds", float))
+            self._contest(_field(frame, "who", str), _field(frame, "seconds", float))
         else:
             raise Error(f"{kind!r} is not a message of a launcher, or of none with these ranks")
 
@@ -831,19 +831,19 @@ class Hub:
 
     # -- what the hub says
 
-    def _send(self, link: Link, message: Message) -> None:
-        self._board.write(link, encode(message, FROM_HUB_BYTES))
+    def _send(self, link: Link, frame: Frame) -> None:
+        self._board.write(link, encode(frame, FROM_HUB_BYTES))
 
     def _answer(self, answers: Iterable[Answer]) -> None:
-        for ranks, message in answers:
-            data = encode(message, FROM_HUB_BYTES)
+        for ranks, frame in answers:
+            data = encode(frame, FROM_HUB_BYTES)
             for link in self._roster:
                 if link.rank in ranks and not link.left:
                     self._board.write(link, data)
 
-    def _broadcast(self, message: Message, ranks: Collection[int]) -> None:
+    def _broadcast(self, frame: Frame, ranks: Collection[int]) -> None:
         """Send to all of these ranks that have joined, have not left, and do not wait for the next epoch."""
-        data = encode(message, FROM_HUB_BYTES)
+        data = encode(frame, FROM_HUB_BYTES)
         for link in self._roster:
             if not link.left and not link.waits and (link.rank is None or link.rank in ranks):
                 self._board.write(link, data)
@@ -860,7 +860,7 @@ class Hub:
             self._refuse(link, why)
 
 
-_HANDLERS: dict[str, Callable[[Hub, Link, Message], None]] = {
+_HANDLERS: dict[str, Callable[[Hub, Link, Frame], None]] = {
     "ready": Hub._handle_ready,
     "failed": Hub._handle_failed,
     "here": Hub._handle_here,
@@ -883,8 +883,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _field(message: Message, name: str, kind: type[_T]) -> _T:
-    value = message.get(name)
+def _field(frame: Frame, name: str, kind: type[_T]) -> _T:
+    value = frame.get(name)
     if not isinstance(value, kind):
-        raise Error(f"{message['t']!r} needs {name!r} as {kind.__name__}, not {value!r}")
+        raise Error(f"{frame['t']!r} needs {name!r} as {kind.__name__}, not {value!r}")
     return value

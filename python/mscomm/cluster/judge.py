@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
     text: str
 
 
-class Place(NamedTuple):
-    """Where a rank is: the number of its last call, whether it is still inside that call, and a text for the user."""
+class Progress(NamedTuple):
+    """How far a rank is: the number of its last call, whether it is still inside that call, and a text for the user."""
 
     number: int
     inside: bool
@@ -67,7 +67,7 @@ class Judge:
         self._question: tuple[Verdict, int, float, set[int]] | None = (
             None  # the timeout to explain, the call's number, until when to wait, the ranks that must still answer
         )
-        self._places: dict[int, Place] = {}
+        self._progress: dict[int, Progress] = {}
         self._asked_at: dict[int, float] = {}  # by the call number that the ranks were asked about last
         self._calls: dict[int, dict[int, str]] = {}  # the last call numbers: the call that each rank made
 
@@ -82,10 +82,10 @@ class Judge:
         self._spoke.add(rank)
         ranks = tuple(ranks)
         if self._question:
-            self.here(rank, Place(number, True, text), now)
+            self.here(rank, Progress(number, True, text), now)
         elif kind == "CollectiveTimeout" and number >= 0:
             self._question = (Verdict(kind, ranks, (), text), number, now + ANSWERS_WITHIN_S, set(others) - {rank})
-            self._places[rank] = Place(number, True, text)
+            self._progress[rank] = Progress(number, True, text)
             self._ask(number)
         elif (kind == "PeerLost" or (kind == "Error" and number >= 0)) and not self._left.keys() & set(ranks):
             self._symptoms.append(_Symptom(kind, rank, ranks, text, now + BELIEVED_AFTER_S))
@@ -141,11 +141,11 @@ class Judge:
         )
         return Verdict("Mismatch", tuple(rank for ranks in others for rank in ranks), (), text)
 
-    def here(self, rank: int, place: Place, now: float) -> None:
+    def here(self, rank: int, progress: Progress, now: float) -> None:
         """A rank answers where it is. Its first answer counts; the rank whose call timed out need not answer."""
         if self._question and rank in self._question[3]:
             self._question[3].remove(rank)
-            self._places[rank] = place
+            self._progress[rank] = progress
         self.look(now)
 
     def left(self, rank: int, number: int, now: float, destroyed: bool = False) -> None:
@@ -215,19 +215,19 @@ class Judge:
         if unanswered and now < until:
             return
         waiting_for, words = set(), []
-        for rank in sorted(unanswered | self._places.keys() | self._left.keys() | self._gone.keys()):
-            place = self._places.get(rank)
+        for rank in sorted(unanswered | self._progress.keys() | self._left.keys() | self._gone.keys()):
+            progress = self._progress.get(rank)
             if rank in self._left:
                 behind = self._left[rank] < number
                 how = "destroyed the group" if rank in self._destroyed else "ended well"
                 what = f"{how} after call #{self._left[rank]}"
             elif rank in self._gone:
                 behind, what = True, "ended without release"
-            elif place is None:
+            elif progress is None:
                 behind, what = True, f"gave no sign of life within {ANSWERS_WITHIN_S:g} s"
             else:
-                behind = place.number < number or (place.number == number and not place.inside)
-                what = place.text or f"is {'inside' if place.inside else 'after'} call #{place.number}"
+                behind = progress.number < number or (progress.number == number and not progress.inside)
+                what = progress.text or f"is {'inside' if progress.inside else 'after'} call #{progress.number}"
             if behind:
                 waiting_for.add(rank)
                 words.append(f"{self._name(rank)}: {what}")

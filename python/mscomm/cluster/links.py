@@ -24,8 +24,8 @@ from mscomm.cluster.hello import CONTROL as CONTROL
 from mscomm.cluster.hello import DATA as DATA
 from mscomm.cluster.hello import HELLO_S, OF_THE_HUB, UNKNOWN_RANK, Hello, named
 from mscomm.cluster.hello import LAUNCHER as LAUNCHER
-from mscomm.cluster.hello import LETTERS as LETTERS
 from mscomm.cluster.hello import MEMORY as MEMORY
+from mscomm.cluster.hello import MESSAGES as MESSAGES
 from mscomm.cluster.hello import Identity as Identity
 from mscomm.cluster.hello import NotMscomm as NotMscomm
 from mscomm.cluster.hello import package_version as package_version
@@ -128,7 +128,7 @@ _PEERS = {
     LAUNCHER: "mscomm scheduler",
     MEMORY: "mscomm rank",
     DATA: "mscomm rank",
-    LETTERS: "mscomm rank",
+    MESSAGES: "mscomm rank",
 }
 
 

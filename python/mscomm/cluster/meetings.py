@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from mscomm.cluster.frames import Message
+from mscomm.cluster.frames import Frame
 
 
 class Answer(NamedTuple):
-    """A message, and the ranks that get it."""
+    """A control frame, and the ranks that get it."""
 
     ranks: tuple[int, ...]
-    message: Message
+    frame: Frame
 
 
 def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
@@ -29,7 +29,7 @@ class _Meeting:
         self.name = name
         self.ranks = ranks
         self.survivors = survivors  # the meeting does not wait for lost ranks
-        self.facts: dict[int, Message] = {}
+        self.facts: dict[int, Frame] = {}
         self.refused: tuple[str, int] | None = None  # why it cannot take place, and the rank that caused this
         self.told: set[int] = set()  # ranks that know of the refusal; the others hear it when they come
 
@@ -53,9 +53,7 @@ class Meetings:
         self._name = name
         self._open: dict[str, _Meeting] = {}
 
-    def come(
-        self, rank: int, key: str, name: str, ranks: list[int], facts: Message, survivors: bool
-    ) -> Iterable[Answer]:
+    def come(self, rank: int, key: str, name: str, ranks: list[int], facts: Frame, survivors: bool) -> Iterable[Answer]:
         """A rank comes to the meeting. survivors: the meeting does not wait for lost ranks."""
         meeting = self._open.get(key)
         if meeting is not None and meeting.refused is not None and rank not in meeting.told:
@@ -126,8 +124,8 @@ class Meetings:
             return []
         del self._open[key]
         ranks = [rank for rank in meeting.ranks if rank in meeting.facts]
-        message = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
-        return [Answer(meeting.here, message)]
+        frame = {"t": "met", "key": key, "ranks": ranks, "facts": [meeting.facts[rank] for rank in ranks]}
+        return [Answer(meeting.here, frame)]
 
     def _tell(self, key: str, ranks: Iterable[int]) -> None:
         meeting = self._open[key]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mscomm import log
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.frames import Frames, Message
+from mscomm.cluster.frames import Frame, Frames
 from mscomm.cluster.interfaces import listen_address
 from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
@@ -363,11 +363,11 @@ class Member:
             while True:
                 poller.poll()
                 self._look_at_news()
-                messages = self._frames.arrived()
-                if messages is None:
+                frames = self._frames.arrived()
+                if frames is None:
                     break
-                for message in messages:
-                    self._hear(message)
+                for frame in frames:
+                    self._hear(frame)
             self._end("its process ended or was killed")
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
@@ -402,33 +402,33 @@ class Member:
                 ranks = ranks or (waiting_for if number < 0 else [])  # as in settle()
                 self._tell(group, kind, text, ranks, number, Deadline(SETTLE_S))
 
-    def _hear(self, message: Message) -> None:
-        kind = message["t"]
+    def _hear(self, frame: Frame) -> None:
+        kind = frame["t"]
         if kind == "welcome":
             names = ("rank", "size", "job", "epoch", "facts")
             with self._news:
-                self._welcome = Welcome(key=self._key, **{name: message[name] for name in names})
+                self._welcome = Welcome(key=self._key, **{name: frame[name] for name in names})
                 self._departed.clear()
                 self._closed.clear()
                 self._verdicts.pop("", None)
                 self._news.notify_all()
         elif kind == "go":
             with self._news:
-                self._go = message["epoch"]
+                self._go = frame["epoch"]
                 self._news.notify_all()
         elif kind == "met":
             with self._news:
-                self._met[message["key"]] = Met(message["ranks"], message["facts"])
+                self._met[frame["key"]] = Met(frame["ranks"], frame["facts"])
                 self._news.notify_all()
         elif kind == "unmet":
             with self._news:
-                late = message["ranks"] if message["kind"] == CollectiveTimeout.__name__ else ()
-                self._met[message["key"]] = make(message["kind"], message["text"], message["ranks"], late)
+                late = frame["ranks"] if frame["kind"] == CollectiveTimeout.__name__ else ()
+                self._met[frame["key"]] = make(frame["kind"], frame["text"], frame["ranks"], late)
                 self._news.notify_all()
         elif kind == "verdict":
-            verdict = make(message["kind"], message["text"], message["ranks"], message["waiting_for"])
+            verdict = make(frame["kind"], frame["text"], frame["ranks"], frame["waiting_for"])
             with self._news:
-                group = message["group"]
+                group = frame["group"]
                 self._verdicts.setdefault(group, verdict)
                 everyone = self._communicators.items()
                 named = [one for name, one in everyone if group == name or not (group or name in self._verdicts)]
@@ -436,17 +436,17 @@ class Member:
             for one in named:
                 _abort(one, verdict)
         elif kind == "refused":
-            self._fail(Error(message["why"]))
+            self._fail(Error(frame["why"]))
         elif kind == "where":
             with self._news:
-                communicator = self._communicators.get(message["group"])
+                communicator = self._communicators.get(frame["group"])
             number, inside, text = communicator.where() if communicator else (0, False, "is not in the group now")
             place = {"number": number, "inside": inside, "text": text[:_CALL_CHARACTERS]}
-            asked = message["number"]
+            asked = frame["number"]
             called = {"asked": asked, "call": communicator.called(asked)[:_CALL_CHARACTERS] if communicator else ""}
-            self._frames.send({"t": "here", "group": message["group"], **place, **called}, Deadline(SETTLE_S))
+            self._frames.send({"t": "here", "group": frame["group"], **place, **called}, Deadline(SETTLE_S))
         elif kind == "left":
-            group, rank = message["group"], message["rank"]  # group "": the rank has left the job
+            group, rank = frame["group"], frame["rank"]  # group "": the rank has left the job
             with self._news:
                 (self._closed.get(group, []) if group else self._departed).append(rank)
                 communicators = [one for name, one in self._communicators.items() if group in ("", name)]
@@ -454,11 +454,11 @@ class Member:
                 one.left(rank)
         elif kind == "dial":
             with self._news:
-                dialled = self._dialled.get(message["group"])
+                dialled = self._dialled.get(frame["group"])
                 if dialled is None:
-                    self._early.setdefault(message["group"], []).append((message["from"], message["address"]))
+                    self._early.setdefault(frame["group"], []).append((frame["from"], frame["address"]))
             if dialled:
-                dialled(message["from"], message["address"])
+                dialled(frame["from"], frame["address"])
 
     def _beside_the_hub(self) -> list[int]:
         """The ranks on the hub's host, as far as this rank, on another host, can know."""
@@ -492,15 +492,13 @@ class Member:
 
     # -- below
 
-    def _say(self, message: Message, deadline: Deadline) -> None:
+    def _say(self, frame: Frame, deadline: Deadline) -> None:
         if self._forked:
             raise RuntimeError("mscomm cannot be used in a forked child: the rank is its parent")
         try:
-            self._frames.send(message, deadline)
+            self._frames.send(frame, deadline)
         except TimeoutError as error:
-            raise CollectiveTimeout(
-                f"{self._hub} did not read {message['t']!r} within {deadline.seconds:g} s"
-            ) from error
+            raise CollectiveTimeout(f"{self._hub} did not read {frame['t']!r} within {deadline.seconds:g} s") from error
         except OSError as error:
             if self._reader.is_alive():
                 self._reader.join(deadline.within(SETTLE_S).left())  # it first reads the hub's last frames

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from mscomm.cluster.frames import Message
+from mscomm.cluster.frames import Frame
 from mscomm.cluster.plan import Arrival, assign_ranks, is_number
 from mscomm.cluster.switchboard import Line
 
@@ -25,7 +25,7 @@ class Link(Line):
         self.waits = False  # it waits for the next epoch, and takes no part in this one any more
         self.rejoin_key = ""  # the key under which it expects the answer
         self.node_id: str | None = None
-        self.facts: Message = {}
+        self.facts: Frame = {}
 
     @property
     def joined(self) -> bool:
@@ -58,7 +58,7 @@ class Roster:
     def __iter__(self) -> Iterator[Link]:
         return iter(self._members)
 
-    def admit(self, link: Link, rank: Any, node_id: Any, facts: Message) -> str | None:
+    def admit(self, link: Link, rank: Any, node_id: Any, facts: Frame) -> str | None:
         """Give the newcomer a seat, or return why it cannot have one."""
         link.facts, link.node_id = facts, node_id if isinstance(node_id, str) else None
         refusal = self._objection(link, rank)
@@ -135,7 +135,7 @@ class Roster:
             for link, rank in zip(self._members, assign_ranks(arrivals), strict=True):
                 link.rank = rank
 
-    def facts(self) -> list[Message]:
+    def facts(self) -> list[Frame]:
         """The facts of all members, in the order of their ranks."""
         return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Message, Parser
+from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Frame, Parser
 from mscomm.errors import Error
 
 _UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a link with more than this unsent is closed: its other end does not read
@@ -31,17 +31,17 @@ L = TypeVar("L", bound=Line)
 
 
 class Switchboard(Generic[L]):
-    """Calls `message(line, message)` for each control frame, and `ended(line, how)` once when a line ends.
+    """Calls `handle(line, frame)` for each control frame, and `ended(line, how)` once when a line ends.
 
     `how` is "" if the other end closed the line or ended.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, message: Callable[[L, Message], None], ended: Callable[[L, str], None]
+        self, selector: selectors.BaseSelector, handle: Callable[[L, Frame], None], ended: Callable[[L, str], None]
     ) -> None:
         self.lines: set[L] = set()
         self._selector = selector
-        self._message = message
+        self._handle = handle
         self._ended = ended
 
     def add(self, line: L) -> L:
@@ -97,9 +97,9 @@ class Switchboard(Generic[L]):
             self.end(line, "")
             return False
         try:
-            for message in line.parser.feed(received):
+            for frame in line.parser.feed(received):
                 if line.open:
-                    self._message(line, message)
+                    self._handle(line, frame)
         except Error as error:
             self.end(line, f"sent nonsense on its control link ({error})")
         return line.open

@@ -21,7 +21,7 @@ from mscomm import environment
 from mscomm.bootstrap import launcher, rendezvous
 from mscomm.cluster import interfaces, links, security
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.frames import FROM_HUB_BYTES, Frames, Message
+from mscomm.cluster.frames import FROM_HUB_BYTES, Frame, Frames
 from mscomm.cluster.hub import Hub
 from mscomm.cluster.judge import Verdict
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
@@ -29,7 +29,7 @@ from mscomm.launching.output import Output, Stream
 
 LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, which no event reports to it
 
-Log = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 class Part(Protocol):
@@ -42,7 +42,7 @@ class Part(Protocol):
     first: int
     look_s: float | None
 
-    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+    def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         """Before any rank is started: listen, or connect to the launcher that does. May wait.
 
         log: writes a line to the scheduler's log; tell: writes a line for the user.
@@ -115,7 +115,7 @@ class WholeJob(_WithHub):
         self._topo_timeout_s = topo_timeout_s
         self._restarts = restarts
 
-    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+    def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         self._hub = _hub(self.size, security.new_key(), self._topo_timeout_s, self._restarts, log)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
@@ -159,7 +159,7 @@ class Node0(_WithHub):
         self._local: set[int] = set()  # the ranks of this host
         self._job_began: bool | None = None  # whether a local rank called init(); known once they have ended
 
-    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+    def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         try:
             listener = stack.enter_context(rendezvous.bind(*self._address))
         except OSError as error:
@@ -180,7 +180,7 @@ class Node0(_WithHub):
         self._serve_at(listener, log, tell)
         print(self._announcement, file=sys.stderr, flush=True)
 
-    def _serve_at(self, listener: socket.socket, log: Log, tell: Log) -> None:
+    def _serve_at(self, listener: socket.socket, log: Say, tell: Say) -> None:
         self._where = interfaces.endpoint(*listener.getsockname()[:2])
         words = {"nodes": self._others, "layout": self._layout, "tell": tell}
         self._hub = _hub(self.size, self._key, self._topo_timeout_s, self._restarts, log, **words)
@@ -244,7 +244,7 @@ class OtherNode(_OneHost):
         self._permit_plain = permit_plain
         self._topo_timeout_s = topo_timeout_s
 
-    def open(self, stack: ExitStack, log: Log, tell: Log) -> None:
+    def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         deadline = Deadline(self._topo_timeout_s)
         self._connect(deadline)
         stack.push(self._explain)
@@ -320,11 +320,11 @@ class OtherNode(_OneHost):
 
     def over(self) -> Verdict | None:
         try:
-            while self._link and (messages := self._link.arrived()) != []:
-                if messages is None:
+            while self._link and (frames := self._link.arrived()) != []:
+                if frames is None:
                     self._end("the launcher of node 0 has ended")
-                for message in messages or []:
-                    self._hear(message)
+                for frame in frames or []:
+                    self._hear(frame)
         except (Error, OSError) as error:
             self._end(f"the link to the launcher of node 0 failed: {error}")
         return self._over
@@ -332,10 +332,10 @@ class OtherNode(_OneHost):
     def needed(self, well: bool) -> bool:
         return False
 
-    def _hear(self, message: Message) -> None:
-        if message["t"] == "state" and message["over"]:
-            self._over = self._over or Verdict(**message["over"])
-        elif message["t"] == "end":
+    def _hear(self, frame: Frame) -> None:
+        if frame["t"] == "state" and frame["over"]:
+            self._over = self._over or Verdict(**frame["over"])
+        elif frame["t"] == "end":
             self._leave()
 
     def _end(self, why: str) -> None:
@@ -368,7 +368,7 @@ def layout(nodes: int, each: int) -> str:
     return f"--nnodes {nodes} -n {each}"
 
 
-def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Log, **nodes: Any) -> Hub:
+def _hub(size: int, key: bytes, topo_timeout_s: float, restarts: bool, log: Say, **nodes: Any) -> Hub:
     return Hub(
         size,
         key=key,

@@ -33,7 +33,7 @@ def largest(dtype: np.dtype[Any], ranks: int) -> float:
     return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """Where a gradient lies in its bucket, in elements."""
 
     number: int  # the parameter's index
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
     """What is in a bucket: the gradients, then one mark for each, then the number that is carried."""
 
     dtype: np.dtype[Any]
-    places: tuple[Place, ...]
+    places: tuple[Span, ...]
     marks: int  # where the marks begin, in elements
     size: int
 
@@ -86,7 +86,7 @@ def _layout(content: list[int], kinds: Sequence[tuple[np.dtype[Any], int]]) -> L
     line = max(1, LINE_BYTES // dtype.itemsize)
     places, at = [], 0
     for index in content:
-        places.append(Place(index, at, kinds[index][1]))
+        places.append(Span(index, at, kinds[index][1]))
         at += math.ceil(kinds[index][1] / line) * line
     return Layout(dtype, tuple(places), at, at + len(places) + 1)
 

@@ -12,13 +12,13 @@ from typing import Any
 from mscomm import _core
 from mscomm.cluster.assemble import Epoch
 from mscomm.cluster.deadline import Deadline
-from mscomm.cluster.hello import LETTERS
+from mscomm.cluster.hello import MESSAGES
 from mscomm.errors import CollectiveTimeout, Error, make
 
 _ANSWER_S = 30.0  # for the receiver to connect; the sender is waiting already
 
 
-class Letters:
+class MessageLinks:
     """The message links of one group in one epoch. group: the group's id for the hub."""
 
     def __init__(self, epoch: Epoch, core: _core.Group, group: str, ranks: list[int]) -> None:
@@ -69,7 +69,7 @@ class Letters:
     def _answer(self, peer: int, addresses: Any) -> None:
         rank = self._ranks[peer]
         try:
-            fd = self._epoch.call(rank, addresses, LETTERS, Deadline(_ANSWER_S))
+            fd = self._epoch.call(rank, addresses, MESSAGES, Deadline(_ANSWER_S))
             self._core.add_incoming(peer, fd)
         except RuntimeError as error:  # Error is one
             symptom = self._no_link(rank, error)
