@@ -139,6 +139,17 @@ def test_a_result_that_cannot_be_unpickled_is_an_error():
         mscomm.launch(returns_what_is_not_made_again, 1)
 
 
+def test_ranks_have_the_flags_and_the_path_of_the_process_that_starts_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path += {sys.path[1:]!r}\nimport mscomm\n"
+        "def seen():\n    return sys.flags.no_site, sys.flags.optimize\n"
+        "if __name__ == '__main__':\n    print(mscomm.launch(seen, 2))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-O", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[(1, 1), (1, 1)]\n", done.stderr
+
+
 def test_a_result_that_was_not_written_to_its_end_is_none():
     file = os.memfd_create("call")
     os.write(file, pickle.dumps(function._Outcome(b"x" * 100))[:-10])

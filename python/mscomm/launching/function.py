@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import spawn
+from multiprocessing import spawn, util
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,8 +25,16 @@ from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import PIPE_CLOSED, Launch
 from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
 
-_SERVE = "from mscomm.launching.function import serve; serve()"
-_OF_THE_MAIN_MODULE = ("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path")
+# A rank finds mscomm where this process did, which may have changed sys.path.
+_SERVE = """
+import os, pickle, sys
+with open(os.dup(int(sys.argv[1])), "rb") as memory:
+    memory.seek(0)
+    sys.path[:] = pickle.load(memory)
+from mscomm.launching.function import serve
+serve()
+"""
+_OF_THE_MAIN_MODULE = ("sys_argv", "dir", "init_main_from_name", "init_main_from_path")
 _importing_main = False  # in a rank, while it imports the script in which launch() was called
 
 
@@ -107,7 +115,7 @@ class _Calls(Launch):
         threads = max(1, len(os.sched_getaffinity(0)) // size)
         env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
         part = WholeJob(size, join_timeout_s(os.environ), restarts=False)
-        command = [sys.executable, "-c", _SERVE]
+        command = [sys.executable, *util._args_from_interpreter_flags(), "-c", _SERVE]  # type: ignore[attr-defined]
         super().__init__(command, size, env, part, outputs=_of_python, call_fds=files, timeout_s=timeout_s)
         self.said = b""
         self.verdict: Verdict | None = None
@@ -170,7 +178,8 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> 
                 "function, or is a lambda): put it into a module, or install cloudpickle"
             ) from None
     try:
-        return pickle.dumps((main, pickler.__name__)) + bytes(pickler.dumps((function, args)))
+        head = pickle.dumps(prepared["sys_path"]) + pickle.dumps((main, pickler.__name__))
+        return head + bytes(pickler.dumps((function, args)))
     except Exception as error:
         raise TypeError(f"launch: {name} or its arguments cannot be pickled: {error}") from error
 
@@ -207,6 +216,7 @@ def serve() -> None:
     os.set_inheritable(file, False)
     with open(file, "r+b") as memory:
         memory.seek(0)
+        pickle.load(memory)  # noqa: S301 - sys.path, which _SERVE has set
         pickler: ModuleType = pickle
         try:
             main, name = pickle.load(memory)  # noqa: S301 - from the process that started this one
