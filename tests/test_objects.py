@@ -75,6 +75,19 @@ class Access(enum.Flag):
     BOTH = 3
 
 
+class Touchy:
+    """Every instance has the same hash, and none can be compared."""
+
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        raise ArithmeticError("no")
+
+
+mscomm.register_object(Touchy, lambda x: 0, lambda x: Touchy(), name=f"{__name__}.Touchy")
+
+
 class Ratio(Fraction):
     """Registered with its own functions."""
 
@@ -487,7 +500,7 @@ def marked(code: int, *parts: Any) -> bytes:
 
 
 TUPLE, SET, COMPLEX, INTEGER, ARRAY, SCALAR, NAMED, PICKLE = 1, 2, 4, 5, 6, 7, 8, 9
-CONFIG, PHASE, ACCESS = (f"{__name__}.{name}" for name in ("Config", "Phase", "Access"))
+CONFIG, PHASE, ACCESS, TOUCHY = (f"{__name__}.{name}" for name in ("Config", "Phase", "Access", "Touchy"))
 
 HOSTILE = {
     "nothing": (b"", "the bytes end too early"),
@@ -516,6 +529,11 @@ HOSTILE = {
     "an array of objects": (marked(ARRAY, "|O", [1], b"\0" * 8), "dtype '|O'"),
     "an array of records": (marked(ARRAY, "i4,O", [1], b"\0" * 12), "dtype 'i4,O'"),
     "an array of an unknown time": (marked(ARRAY, "<M8[x]", [1], b"\0" * 8), "dtype"),
+    "an array of times of no length": (marked(ARRAY, "<m8[0s]", [1], b"\0" * 8), "dtype '<m8"),
+    "keys that cannot be compared": (
+        marked(SET, *[[msgpack.ExtType(NAMED, b""), TOUCHY, i] for i in range(2)]),
+        "compared",
+    ),
     "an array of huge elements": (marked(ARRAY, "|S999999999", [1], b"abc"), "3 bytes for an array"),
     "a huge array": (marked(ARRAY, "<f8", [1 << 40], b"\0" * 8), "8 bytes for an array"),
     "an array whose size wraps": (marked(ARRAY, "<f8", [1 << 61, 8], b""), "0 bytes for an array"),

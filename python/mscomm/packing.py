@@ -15,7 +15,7 @@ import pickle
 import re
 import reprlib
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgpack
 import numpy as np
@@ -36,8 +36,9 @@ _PICKLE = 9  # the name of the class, the pickle
 
 # The dtypes that have one meaning on every machine, as numpy.dtype.str says them. bfloat16 goes by its name.
 _DTYPE = re.compile(
-    r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+    r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
+_C = TypeVar("_C", dict[Any, Any], set[Any])
 _PICKLE_PROTOCOL = 5  # every supported Python has it
 
 
@@ -292,20 +293,15 @@ class _Reader:
     def _dict(self, depth: int) -> dict[Any, Any]:
         size = self._unpacker.read_map_header()
         self._checked(2 * size, depth)
-        found: dict[Any, Any] = {}
-        for _ in range(size):
-            key = self._hashable(self.read(depth), "a key")
-            found[key] = self.read(depth)
-        self._complete(found, size, "a key")
-        return found
+        pairs = [(self.read(depth), self.read(depth)) for _ in range(size)]
+        return self._distinct(dict, pairs, [key for key, _ in pairs], "a key")
 
     def _tuple(self, size: int, depth: int) -> tuple[Any, ...]:
         return tuple([self.read(depth) for _ in range(size)])
 
     def _set(self, size: int, depth: int) -> set[Any]:
-        elements = {self._hashable(self.read(depth), "an element") for _ in range(size)}
-        self._complete(elements, size, "an element")
-        return elements
+        elements = [self.read(depth) for _ in range(size)]
+        return self._distinct(set, elements, elements, "an element")
 
     def _complex(self, size: int, depth: int) -> complex:
         real, imag = self._parts(size, depth, float, float)
@@ -384,17 +380,22 @@ class _Reader:
         return size
 
     @staticmethod
-    def _hashable(obj: Any, what: str) -> Any:
+    def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
+        """The dict or set of the items; ValueError if two of what is hashed are equal, or it cannot be hashed."""
+        for one in hashed:
+            try:
+                hash(one)
+            except Exception as error:  # a registered class may raise anything in __hash__
+                raise ValueError(f"{what} with a {type(one).__name__}, which cannot be one") from error
         try:
-            hash(obj)
-        except Exception as error:  # a registered class may raise anything in __hash__
-            raise ValueError(f"{what} with a {type(obj).__name__}, which cannot be one") from error
-        return obj
-
-    @staticmethod
-    def _complete(container: dict[Any, Any] | set[Any], size: int, what: str) -> None:
-        if len(container) != size:
+            made = make(items)
+        except MemoryError:
+            raise
+        except Exception as error:  # and in __eq__
+            raise ValueError(f"{what} that cannot be compared: {type(error).__name__}: {error}") from error
+        if len(made) != len(items):
             raise ValueError(f"{what} comes twice")
+        return made
 
 
 def _name_of(obj: Any) -> str:
