@@ -47,9 +47,13 @@ py::object allocate(const std::shared_ptr<Heap>& heap, size_t bytes) {
   const py::capsule release(new Owner{heap, memory, bytes}, [](void* pointer) {
     const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
     const auto give_back = [&] { owner->heap->release(owner->memory); };
-    // The kernel takes long for many pages, so other threads may run meanwhile.
-    if (owner->bytes >= give_back_from && !python_is_ending()) unlocked(give_back);
-    else give_back();
+    try {
+      // The kernel takes long for many pages, so other threads may run meanwhile.
+      if (owner->bytes >= give_back_from && !python_is_ending()) unlocked(give_back);
+      else give_back();
+    } catch (const std::bad_alloc&) {
+      // Nothing may leave here. The memory stays in use.
+    }
   });
   return py::array_t<uint8_t>({bytes}, {size_t{1}}, static_cast<uint8_t*>(memory), release);
 }

@@ -182,7 +182,8 @@ struct Moves {
   const char* x;     // what this rank gives; nullptr: nothing
   Blocks blocks;     // of x, as for Staging
   size_t largest_x;  // bytes of the largest x of all ranks
-  size_t largest;    // bytes of the largest move between two ranks
+  // Without a root: bytes of the largest move from that source to another rank.
+  std::function<size_t(int source)> largest_from = nullptr;
 };
 // Moves the data of each pair of ranks by the shortest way. One rank copies it directly if the other's array is in a heap, or can
 // be read from the other's process and that is worth it. Otherwise both copy, through staging.

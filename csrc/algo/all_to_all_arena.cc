@@ -9,12 +9,11 @@ void all_to_all_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   // By rank; without counts all ranks send and get the same.
   std::vector<Blocks> sent, got;
   const int kinds = call.counts.empty() ? 1 : n;
-  size_t largest_x = 0, largest = 0;
+  size_t largest_x = 0;
   for (int rank = 0; rank < kinds; rank++) {
     sent.push_back(Blocks::sent_by(call, n, rank));
     got.push_back(Blocks::got_by(call, n, rank));
     largest_x = std::max(largest_x, sent.back().total());
-    largest = std::max(largest, sent.back().largest());
   }
   const auto of = [kinds](const std::vector<Blocks>& by_rank, int rank) -> const Blocks& {
     return by_rank[kinds == 1 ? 0 : static_cast<size_t>(rank)];
@@ -23,8 +22,9 @@ void all_to_all_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     const Blocks& from = of(sent, source);
     return Move{from.begin(destination), of(got, destination).begin(source), from.bytes(destination)};
   };
+  const auto largest_from = [&](int source) { return of(sent, source).largest(); };
   const char* x = kept_apart(call, ranks, of(sent, me), of(got, me));
-  move_in_arena(call, ranks, {between, x, of(sent, me), largest_x, largest}, wait);
+  move_in_arena(call, ranks, {between, x, of(sent, me), largest_x, largest_from}, wait);
 }
 
 }  // namespace mscomm

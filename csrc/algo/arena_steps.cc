@@ -64,7 +64,8 @@ struct Plan {
 // All ranks read the same posts, so all of them find the same ways.
 class Ways {
  public:
-  // pull: whether private memory is read in the process of its owner, if the owner has posted the address.
+  // root: -1 if the collective has none. pull: whether private memory is read in the process of its owner, if the owner has
+  // posted the address.
   Ways(const Moves& moves, const Arena& arena, int root, bool pull)
       : moves_(moves), arena_(arena), root_(root), pull_(pull), for_all_(moves.blocks.size() == 1) {
     if (root >= 0) look_at_the_root();
@@ -104,16 +105,19 @@ class Ways {
   // Without a root, the way depends on what the source can offer and on whether it can write to the destination. So it is enough
   // to count the ranks, and the n squared pairs need not be looked at.
   void look_at_all() {
-    int staging = 0, unwritable = 0;  // sources that must stage, destinations that must fetch
-    bool both = false;                // ... one rank is both
+    int sources = 0, staging = 0, fetching = 0;  // that have something to give, that must stage it; destinations that must fetch
+    bool both = false;                           // ... one rank is both
+    size_t largest = 0;
     for (int rank = 0; rank < arena_.size(); rank++) {
-      const bool stages = !arena_.x_in_heap(rank) && !(pull_ && arena_.posted(rank).x_address != 0);
+      const size_t bytes = moves_.largest_from(rank);
+      const bool stages = bytes && !arena_.x_in_heap(rank) && !(pull_ && arena_.posted(rank).x_address != 0);
       const bool fetches = arena_.posted(rank).out_offset == not_in_heap;
-      staging += stages, unwritable += fetches, both |= stages && fetches;
+      sources += bytes > 0, staging += stages, fetching += fetches, both |= stages && fetches;
+      if (stages) largest = std::max(largest, bytes);
     }
-    const bool only_itself = staging == 1 && unwritable == 1 && both;
-    if (staging > 0 && unwritable > 0 && !only_itself) largest_staged_ = moves_.largest;
-    touched_ = staging < arena_.size() || unwritable < arena_.size();
+    const bool only_itself = staging == 1 && fetching == 1 && both;
+    if (fetching > 0 && !only_itself) largest_staged_ = largest;
+    touched_ = staging < sources || fetching < arena_.size();
   }
 
   const Moves& moves_;
@@ -139,7 +143,9 @@ bool worth_pulling(const Call& call, const Moves& moves, int n) {
 
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
-  const int n = arena.size(), me = arena.rank(), root = call.signature.root;
+  const int n = arena.size(), me = arena.rank();
+  // What goes ahead of a call may carry the root of that call, and has none itself.
+  const int root = rooted(call.signature.what) ? call.signature.root : -1;
   // In place, all_to_all overwrites data that others still need. Then the array is not offered, so that nobody else touches it.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
   const Call unoffered{.signature = call.signature};

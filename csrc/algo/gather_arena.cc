@@ -9,7 +9,7 @@ void gather_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const auto between = [&blocks, root](int source, int destination) {
     return Move{0, blocks.begin(source), destination == root ? blocks.bytes(source) : 0};
   };
-  move_in_arena(call, ranks, {between, call.in(), Blocks(call.x_bytes, 1), blocks.largest(), blocks.largest()}, wait);
+  move_in_arena(call, ranks, {between, call.in(), Blocks(call.x_bytes, 1), blocks.largest()}, wait);
 }
 
 }  // namespace mscomm

@@ -10,7 +10,7 @@ void scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     return Move{blocks.begin(destination), 0, source == root ? blocks.bytes(destination) : 0};
   };
   const char* x = ranks.arena->rank() == root ? call.in() : nullptr;
-  move_in_arena(call, ranks, {between, x, blocks, blocks.total(), blocks.largest()}, wait);
+  move_in_arena(call, ranks, {between, x, blocks, blocks.total()}, wait);
 }
 
 }  // namespace mscomm

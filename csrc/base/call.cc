@@ -36,10 +36,6 @@ Error refused(const Call& call, int rank, int size, const std::string& why) {
                             std::to_string(size) + ": " + why};
 }
 
-bool rooted(Collective what) {
-  return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
-}
-
 bool divides(Collective what) {
   return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
 }

@@ -110,6 +110,10 @@ constexpr std::string_view name(Dtype dtype) {
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
 constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
+// Whether one rank of the group gives or gets what the others do not.
+constexpr bool rooted(Collective what) {
+  return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
+}
 // Whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
 // Whether the collective combines elements by an operation.

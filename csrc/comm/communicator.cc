@@ -164,15 +164,14 @@ void Communicator::run(Call call, double timeout_s) {
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   if (call.stream) return start_on_device(std::move(call), timeout_s);
   check(call);
+  if (call.signature.number) throw Error("RuntimeError", "a call with a reserved number runs on the thread of its caller");
   auto work = std::make_shared<Work>();
   {
     const std::lock_guard lock(turn_mutex_);
     check_usable();
     if (!worker_) worker_ = std::make_unique<std::thread>([this] { this->work(); });
     jobs_.push_back({std::move(call), Deadline(timeout_s), work});
-    Signature& signature = jobs_.back().call.signature;
-    if (signature.number == 0) signature.number = next_++;
-    work->number_ = signature.number;
+    work->number_ = jobs_.back().call.signature.number = next_++;
     callers_++;
   }
   job_->notify_one();

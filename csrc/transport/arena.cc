@@ -94,7 +94,13 @@ void Arena::release(Heap& heap, uint64_t control, int size) {
 }
 
 void Arena::abandon(Heap& heap, uint64_t control, int size) {
-  reinterpret_cast<Gate*>(heap.mapping().begin() + control)->closed.fetch_add(1);
+  auto* const gate = reinterpret_cast<Gate*>(heap.mapping().begin() + control);
+  try {
+    populate(gate, sizeof(Gate));
+  } catch (const Error&) {
+    return;  // no memory even for that: the range is never used again
+  }
+  gate->closed.fetch_add(1);
   release(heap, control, size);
 }
 

@@ -52,8 +52,8 @@ void Heap::release(void* memory) {
     const auto found = used_.find(offset);
     if (found == used_.end()) return;
     const uint64_t bytes = found->second.bytes;
-    used_.erase(found);
     split(offset, offset + bytes, shared, withdrawn);
+    used_.erase(found);
     if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays or control memory may be next here
   }
   // Without the mutex, because it takes long. The range is neither used nor free now, so nobody else touches it.

@@ -192,8 +192,13 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   const auto lock = enter();
   if (stopping_) throw Error("RuntimeError", text(*transfer) + ": the group was released");
   if (!thread_) thread_ = std::make_unique<std::thread>([this] { serve(); });
+  const bool done = transfer->done();
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
   detaching_->notify_one();
+  if (!done) return;
+  // It ended before it was in the list: the own thread may wait for other transfers, or drive them.
+  wake_driver();
+  changed_->notify_all();
 }
 
 // The mailbox's own thread. An exception that left it would end the process.

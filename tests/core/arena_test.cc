@@ -455,7 +455,7 @@ void moving_asks_in_proportion_to_the_ranks() {
         return rooted ? Move{0, 0, source == 3 ? bytes : 0} : Move{0, static_cast<size_t>(source) * bytes, bytes};
       };
       const char* const mine = rooted && arena.rank() != 3 ? nullptr : x.data();
-      move_in_arena(call, all, {between, mine, Blocks(bytes, 1), bytes, bytes}, wait);
+      move_in_arena(call, all, {between, mine, Blocks(bytes, 1), bytes, [&](int) { return bytes; }}, wait);
       for (int rank = 0; rank < size; rank++)
         CHECK(out[rooted ? 0 : static_cast<size_t>(rank) * bytes] == (rooted ? 'd' : static_cast<char>('a' + rank)));
       CHECK(asked <= 6 * size);
