@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from functions import FUNCTIONS, How
-from ranks import ranks
+from ranks import ranks, tell, until_told
 
 import mscomm
 from mscomm import _core
@@ -231,6 +231,25 @@ def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
         for tensor in (x, total, parts):
             tensor.untyped_storage().resize_(0)
             assert tensor.untyped_storage().size() == 0
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@ranks(2)
+def test_a_tensor_may_get_other_memory_while_a_call_runs(rank, group):
+    """FSDP gives parameters other memory by `.data`; the call keeps what it was given."""
+    import torch
+
+    x, out = torch.nn.Parameter(torch.full((1 << 18,), 1.0)), torch.zeros(1 << 18)
+    result = out.detach()
+    if rank == 1:
+        until_told("swapped")
+    work = mscomm.all_reduce(x, out=out, async_op=True)
+    if rank == 0:
+        with torch.no_grad():
+            x.data, out.data = torch.full((3,), 7.0), torch.zeros(3)
+        tell("swapped")
+    work.wait()
+    assert (result == 2).all() and (out.numel() == 3) == (rank == 0)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")

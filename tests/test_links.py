@@ -107,6 +107,33 @@ def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others():
         assert time.process_time() - began < 5
 
 
+def test_descriptors_that_cannot_be_taken_are_a_shortage_of_the_receiver():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        links.send_fds(ours, [0, 1], soon())
+        with no_descriptor_left(), pytest.raises(OSError, match="Too many open files: received 0 of 2") as caught:
+            links.recv_fds(theirs, 2, soon())
+        assert links.is_shortage(caught.value)
+
+
+def test_a_door_without_descriptors_gives_up_the_oldest_stranger_first():
+    dropped = []
+    with listening() as listener, selectors.DefaultSelector() as selector:
+        mine = Identity(JOB, VERSION, 0, 1)
+        door = links.Door(
+            selector, KEY, (DATA,), mine, {1}, lambda *_: None, turned_away=lambda *why: dropped.append(why)
+        )
+        door.listen(listener)
+        with socket.create_connection(listener.getsockname()), socket.create_connection(listener.getsockname()):
+            for ready, _ in selector.select(5):
+                ready.data()
+            with no_descriptor_left():
+                for ready, _ in selector.select(5):
+                    ready.data()
+            assert len(dropped) == 1 and "needed for a newer connection" in dropped[0][1]
+        door.close()
+
+
 def test_a_door_without_descriptors_rests_and_opens_again():
     """The hub's: it must neither spin nor end."""
     entered = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import everybody_is_here, ranks
+from ranks import TOLD, everybody_is_here, ranks, tell, until_told
 
 import mscomm
 
@@ -835,3 +837,28 @@ def test_groups_with_links_leave_no_descriptors(rank, group, host):
         if turn == 1:
             before = count()
     assert count() <= before
+
+
+@ranks(2, env={"MSCOMM_TIMEOUT": "40"})
+def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
+    if rank == 0:
+        until_told("starved")
+        with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
+            mscomm.send(np.ones(3), 1)
+        tell("failed")
+        return
+    mscomm.send(np.ones(1), 1)  # to itself, so that all modules are imported
+    mscomm.recv(np.empty(1), 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    os.mkdir(f"{os.environ[TOLD]}/starved")  # as tell(), which needs a descriptor
+    with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
+        mscomm.recv(np.empty(3), 0)
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    until_told("failed")

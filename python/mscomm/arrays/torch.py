@@ -44,6 +44,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
+    x = x.detach()  # another tensor over the same storage, which lives on if the user gives x another one
     if x.device.type == "cuda":
         return _on_cuda(x)
     if x.device.type != "cpu":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mscomm.cluster.deadline import Deadline
+
+if TYPE_CHECKING:
+    import subprocess
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mscomm.cluster import interfaces, links, plan
 from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import DATA, MEMORY, MESSAGES, Identity, package_version
 from mscomm.cluster.member import Member, Welcome
-from mscomm.errors import CollectiveTimeout, Error, PeerLost
+from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
 _LARGE = 1 << 40  # bytes of a message
@@ -240,9 +240,8 @@ class Epoch:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # An interrupt or a timeout may cross the hub's answer, by which the others look at this memory.
-                answered = isinstance(error, Error) and not isinstance(error, CollectiveTimeout)
-                if came and not answered:
+                # If the hub has not refused the meeting, it may have told the others to use this memory.
+                if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
@@ -542,7 +541,9 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
                 fds[peer] = os.pidfd_open(everyone[peer]["pid"])
             except ProcessLookupError:
                 raise PeerLost(f"{names[peer]} ended while the group was set up", [peer]) from None
-            except (OSError, AttributeError):  # not in this kernel or this Python, or forbidden: the hub tells
+            except (OSError, AttributeError) as error:  # not in this kernel or Python, or forbidden: the hub tells
+                if links.is_shortage(error):
+                    raise
                 return fds
     return fds
 

@@ -249,7 +249,9 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def expire(self) -> float | None:
-        """Drop those whose time is up; seconds until the next one's, None when nobody is half-open."""
+        """Drop those whose time is up, and try paused listeners again. Returns the seconds until the next such time;
+        None if there is none.
+        """
         now = time.monotonic()
         for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
             self._drop(sock, "it did not finish its hello in time")
@@ -278,7 +280,9 @@ class Door:
             return
         except OSError as error:  # e.g. the connection was reset while it waited, or no descriptors are left
             self._complain(f"cannot accept a connection: {error}")
-            if is_shortage(error):
+            if is_shortage(error) and self._half_open:
+                self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
+            elif is_shortage(error):
                 # The connection stays in the backlog, so the listener would be ready again at once.
                 self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
@@ -356,10 +360,11 @@ def accept_all(
 ) -> dict[int, socket.socket]:
     """One authenticated connection (blocking) from each wanted rank; CollectiveTimeout names those that did not come.
 
-    `check` is called at least every 100 ms and may raise to end the wait. OSError if this process or its host lacks
-    descriptors or memory for them.
+    `check` is called at least every 100 ms and may raise to end the wait. OSError if this process has no descriptor
+    left for a connection, or at the deadline if its host lacked descriptors or memory.
     """
     missing = set(wanted)
+    shortage: OSError | None = None
     came: dict[int, socket.socket] = {}
 
     def enter(sock: socket.socket, peer: Identity, _: int) -> None:
@@ -370,16 +375,21 @@ def accept_all(
         sock.setblocking(True)
         came[peer.rank] = sock
 
-    def give_up(error: OSError) -> None:
-        raise error
+    def lack(error: OSError) -> None:
+        nonlocal shortage
+        shortage = error
+        if error.errno == errno.EMFILE:
+            raise error
 
     with selectors.DefaultSelector() as selector:
-        door = Door(selector, key, (purpose,), mine, missing, enter, log, on_shortage=give_up)
+        door = Door(selector, key, (purpose,), mine, missing, enter, log, on_shortage=lack)
         for listener in listeners:
             door.listen(listener)
         try:
             while missing:
                 if deadline.passed:
+                    if shortage:
+                        raise shortage
                     names = ", ".join(map(str, sorted(missing)))
                     raise CollectiveTimeout(
                         f"no connection came from rank {names} within {deadline.seconds:g} s", waiting_for=missing
@@ -444,10 +454,10 @@ def recv_fds(sock: socket.socket, count: int, deadline: Deadline) -> list[int]:
             fds += piece
             if not data:
                 raise Error(f"the other end closed after {len(fds)} of {count} file descriptors")
+            if flags & socket.MSG_CTRUNC and len(piece) < expected:
+                raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: received {len(fds)} of {count} descriptors")
             if flags & socket.MSG_CTRUNC or len(piece) != expected:
-                raise Error(
-                    f"received {len(piece)} file descriptors where {expected} were expected (is RLIMIT_NOFILE too low?)"
-                )
+                raise Error(f"received {len(piece)} file descriptors where {expected} were expected")
     except BaseException:
         for fd in fds:
             os.close(fd)

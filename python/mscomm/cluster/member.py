@@ -101,6 +101,7 @@ class Member:
         self._go = -1  # the last epoch in which all ranks are ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
+        self._refused: str | None = None  # the key of the last meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
         self._ended: str | None = None  # why the link is over
@@ -203,8 +204,13 @@ class Member:
         with self._news:
             met = self._met.pop(key)
         if isinstance(met, Error):
+            self._refused = key
             raise met
         return met
+
+    def was_refused(self, key: str) -> bool:
+        """Whether meet() raised for this key because the hub refused the meeting, so that no rank has met."""
+        return self._refused == key
 
     def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
         """Tell the other ranks that this rank gives up the meeting, or will not come to it, and why."""

@@ -50,6 +50,9 @@ class MessageLinks:
             error = make(type(symptom).__name__, f"{self._me}: {what}: {symptom}", symptom.ranks, symptom.waiting_for)
             self._break(error)
             raise error from symptom
+        except OSError as error:  # this process lacks descriptors or memory
+            self._break(make("Aborted", f"{self._me}: {what}: {error}", [self._epoch.rank]))
+            raise
         except BaseException:
             self._break(make("Aborted", f"{self._me}: interrupted in {what}", [self._epoch.rank]))
             raise
@@ -71,14 +74,17 @@ class MessageLinks:
         try:
             fd = self._epoch.call(rank, addresses, MESSAGES, Deadline(_ANSWER_S))
             self._core.add_incoming(peer, fd)
-        except RuntimeError as error:  # Error is one
+        except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
             if self._core.failure() is not None and self._epoch.member is not None:  # else we left the group
                 self._epoch.member.settle(self._group, symptom, -1)
 
-    def _no_link(self, rank: int, error: RuntimeError) -> Error:
+    def _no_link(self, rank: int, error: RuntimeError | OSError) -> Error:
         text = f"{self._me}: no link for messages from rank {rank}: {error}"
-        symptom = make(type(error).__name__, text, getattr(error, "ranks", ()))
+        if isinstance(error, OSError):
+            symptom = make("Aborted", text, [self._epoch.rank])
+        else:
+            symptom = make(type(error).__name__, text, getattr(error, "ranks", ()))
         self._break(symptom)
         return symptom
 
