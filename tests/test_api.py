@@ -703,11 +703,6 @@ def test_a_public_function_or_class_says_what_it_is(name):
     assert first and first[0].endswith((".", ":")) and len(first[0].split()) > 3, f"{name}: {first}"
 
 
-def test_what_type_checkers_see_is_what_is_there():
-    source = inspect.getsource(mscomm)
-    assert [name for name in mscomm.__all__ if name != "__version__" and f" as {name}\n" not in source] == []
-
-
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="all_redcue"):
         _ = mscomm.all_redcue
