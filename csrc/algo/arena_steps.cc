@@ -105,8 +105,8 @@ class Ways {
   // Without a root, the way depends on what the source can offer and on whether it can write to the destination. So it is enough
   // to count the ranks, and the n squared pairs need not be looked at.
   void look_at_all() {
-    int sources = 0, staging = 0, fetching = 0;  // that have something to give, that must stage it; destinations that must fetch
-    bool both = false;                           // ... one rank is both
+    int sources = 0, staging = 0, fetching = 0;  // sources with data, those that must stage it, destinations that must fetch
+    bool both = false;                           // a rank stages and fetches
     size_t largest = 0;
     for (int rank = 0; rank < arena_.size(); rank++) {
       const size_t bytes = moves_.largest_from(rank);

@@ -1,8 +1,6 @@
 // Point-to-point messages with ranks as threads over socket pairs: what arrives, in which order, and how it ends.
 #include "transport/mailbox.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -15,6 +13,7 @@
 #include <thread>
 
 #include "check.h"
+#include "tcp_pair.h"
 
 using namespace mscomm;
 
@@ -34,20 +33,6 @@ std::array<int, 2> unix_pair() {
   std::array<int, 2> ends{};
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) < 0) throw system_error("socketpair", errno);
   return ends;
-}
-
-std::array<int, 2> tcp_pair() {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  const int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  auto* raw = reinterpret_cast<sockaddr*>(&address);
-  if (bind(door, raw, length) < 0 || listen(door, 1) < 0 || getsockname(door, raw, &length) < 0 || connect(from, raw, length) < 0)
-    throw system_error("loopback", errno);
-  const int to = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
-  close(door);
-  return {from, to};
 }
 
 struct Group {

@@ -1,8 +1,4 @@
 // The mesh and its algorithms with ranks as threads over socket pairs, and what a peer may send that it should not.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -10,6 +6,7 @@
 
 #include "check.h"
 #include "collective_cases.h"
+#include "tcp_pair.h"
 #include "thread_group.h"
 
 using namespace mscomm;
@@ -210,20 +207,6 @@ void nobody_waits_behind_a_peer_that_takes_nothing() {
   peers.join();
   close(first[1]);
   close(second[1]);
-}
-
-std::array<int, 2> tcp_pair() {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* const raw = reinterpret_cast<sockaddr*>(&address);
-  const int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  CHECK(bind(door, raw, length) == 0 && listen(door, 1) == 0 && getsockname(door, raw, &length) == 0);
-  CHECK(connect(from, raw, length) == 0);
-  const int to = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
-  close(door);
-  return {from, to};
 }
 
 // A peer that reads a little now and then holds up no other one.

@@ -8,20 +8,11 @@
 
 #include "check.h"
 #include "comm/communicator.h"
+#include "no_backend.h"
 
 using namespace mscomm;
 
 namespace {
-
-// Calls are not tested here.
-struct NoBackend : Backend {
-  void run(const Call&, const Wait&) override {}
-  void shut_down() override {}
-  void withdraw(const Call&) override {}
-  void last_look() override {}
-  void close() override {}
-  void close_descriptors() override {}
-};
 
 struct Interrupt {};
 

@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "comm/communicator.h"
+#include "no_backend.h"
 
 namespace {
 
@@ -25,15 +26,6 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 using namespace mscomm;
 
 namespace {
-
-struct NoBackend : Backend {
-  void run(const Call&, const Wait&) override {}
-  void shut_down() override {}
-  void withdraw(const Call&) override {}
-  void last_look() override {}
-  void close() override {}
-  void close_descriptors() override {}
-};
 
 // How the call ends of which the allocation of that number fails: false if it made fewer.
 bool start_fails_at(int allocation) {

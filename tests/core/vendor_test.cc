@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "comm/communicator.h"
+#include "no_backend.h"
 
 using namespace mscomm;
 
@@ -279,16 +280,6 @@ class ThreadVendor final : public Vendor {
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Hall>> halls_;
   int ids_ = 0;
-};
-
-// Calls on arrays in the CPU's memory are not tested here.
-struct NoBackend : Backend {
-  void run(const Call&, const Wait&) override {}
-  void shut_down() override {}
-  void withdraw(const Call&) override {}
-  void last_look() override {}
-  void close() override {}
-  void close_descriptors() override {}
 };
 
 // One rank of a job, with a stream of the user.

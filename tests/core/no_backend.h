@@ -1,0 +1,17 @@
+// A backend that moves nothing, for tests of what is above it.
+#pragma once
+
+#include "backend/backend.h"
+
+namespace mscomm {
+
+struct NoBackend : Backend {
+  void run(const Call&, const Wait&) override {}
+  void shut_down() override {}
+  void withdraw(const Call&) override {}
+  void last_look() override {}
+  void close() override {}
+  void close_descriptors() override {}
+};
+
+}  // namespace mscomm
