@@ -5,7 +5,11 @@ PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 pids=()
 
 # However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
-trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+# A copy of bash that has not become its command yet would forget the signal: it still has the script's command line.
+trap 'for pid in $(jobs -p); do
+    while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
+    kill $pid 2>/dev/null
+done; wait' EXIT
 trap 'exit 130' INT  # without a trap bash forgets a SIGINT if it waits for a command that ends well
 
 # data_path DATA_PATH: into the environment, so that it holds in every folder
