@@ -1,21 +1,39 @@
-"""run(): runs a command together with everything that it starts; a shell script or mpirun starts several processes."""
+"""Runs commands: run() with everything that they start; mscomm_run() is for jobs, invoke() stays in this process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
+import click
 import psutil
+from click.testing import CliRunner, Result
+
+MSCOMM = [sys.executable, "-m", "mscomm"]
 
 
 def run(
-    command: Sequence[str | Path], timeout_s: float, env: Mapping[str, str], cwd: Path | None = None
+    command: Sequence[str | Path],
+    timeout_s: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    stdin: TextIO | None = None,
+    kill_rest: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Like subprocess.run(), in a new session. Processes left in it at the end, or after timeout_s, are killed."""
+    """Like subprocess.run(), in a new session: a shell script or mpirun starts several processes.
+
+    Kills the processes that are left in the session after timeout_s and, with kill_rest, also when the command ends.
+    """
     with subprocess.Popen(
         command,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -25,9 +43,35 @@ def run(
     ) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
-        finally:
+        except BaseException:
+            kill(process.pid)
+            raise
+        if kill_rest:
             kill(process.pid)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def mscomm_run(
+    *words: object, timeout_s: float = 60, env: Mapping[str, str] | None = None, stdin: TextIO | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`mscomm run WORDS`, with one thread per rank. env: variables besides ours.
+
+    Kills nothing that a job leaves behind, because tests look for that.
+    """
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return run([*MSCOMM, "run", *map(str, words)], timeout_s, variables, stdin=stdin, kill_rest=False)
+
+
+def invoke(command: click.Command, *words: object) -> Result:
+    """Run a command of click in this process."""
+    return CliRunner().invoke(command, [str(word) for word in words])
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment without variables of another launcher, and without the folder of the examples' data."""
+    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
+    theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
+    return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
 def members(leader: int) -> list[psutil.Process]:
@@ -37,7 +81,8 @@ def members(leader: int) -> list[psutil.Process]:
 
 def kill(leader: int) -> None:
     for process in members(leader):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _session(process: psutil.Process) -> int:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from sessions import clean_environment, invoke, run
 
 from mscomm import _core
 from mscomm.bench import buckets, peers, plan, plot, report, table, tune
@@ -174,8 +175,7 @@ def test_sizes_grow_by_a_factor_or_a_step() -> None:
         plan.sizes(8, 64, 1, None)
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(bench.command, [str(word) for word in words])
+called = partial(invoke, bench.command)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def run(*words: object) -> Result:
     ],
 )
 def test_wrong_options_are_told_before_a_rank_is_started(words: list[str], said: str) -> None:
-    done = run(*words)
+    done = called(*words)
     assert done.exit_code != 0
     assert said in done.output
 
 
 def test_a_plot_without_matplotlib_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "missing", lambda: True)
-    done = run("all_reduce", "--plot", "x.svg")
+    done = called("all_reduce", "--plot", "x.svg")
     assert done.exit_code == 1
     assert "pip install 'mscomm[plot]'" in done.output
 
@@ -240,13 +240,9 @@ def test_an_mpirun_of_ours_gets_nothing_of_the_launcher_around_us() -> None:
 # -- the command, on real ranks
 
 
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_(?!TEST)", k)}
-
-
 def measure(*words: object, launcher: tuple[object, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(word) for word in (*launcher, sys.executable, "-m", "mscomm", "bench", *words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean_environment() | env)
+    return run(command, 240, clean_environment() | env)
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -304,7 +300,7 @@ def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
         "main(['bench', 'all_reduce', '-e', '8', '--iters', '2'])\n"
     )
     command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
+    done = run(command, 120, clean_environment())
     assert done.returncode == 1
     assert "Wrong elements       : 4 FAILED" in done.stdout  # one per rank, in place and out of place
 
@@ -472,7 +468,7 @@ def test_memory_has_a_call_for_every_row(ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "memory.py"
     script.write_text(MEMORY_OF_EVERY_ROW)
     command = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
+    done = run(command, 120, clean_environment())
     assert done.returncode == 0, done.stderr
 
 
@@ -554,7 +550,7 @@ def test_every_row_of_the_table_is_right_on_a_peer(peer: str, tmp_path: Path) ->
     script = tmp_path / "every_row.py"
     script.write_text(EVERY_ROW)
     command = [sys.executable, "-m", "mscomm", "run", "-n", "3", str(script), peer, *prefix]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=clean_environment())
+    done = run(command, 280, clean_environment())
     assert done.returncode == 0, done.stderr
     found = [line.removeprefix("[0] ").split() for line in done.stdout.splitlines()]
     assert {name for name, _ in found} == {name for name in table.COLLECTIVES if not peers.lacks(peer, name)}
@@ -592,7 +588,7 @@ def test_the_ranks_of_an_mpi_use_no_cpu_while_others_are_measured(peer: str, tmp
     script = tmp_path / "idle.py"
     script.write_text(IDLE)
     command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script), peer, *prefix]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment())
+    done = run(command, 120, clean_environment())
     assert done.returncode == 0, done.stderr
     spent = float(done.stdout.removeprefix("[0] spent "))
     assert spent < 1.0  # two spinning ranks would take 4 CPU seconds
@@ -790,7 +786,7 @@ def test_compare_makes_no_report_of_two_settings(facts: dict[str, Any], tmp_path
 def test_compare_checks_its_words_before_anything_is_measured(words: list[str], said: str, tmp_path: Path) -> None:
     import compare
 
-    done = CliRunner().invoke(compare.main, [*words, str(tmp_path / "none")])
+    done = invoke(compare.main, *words, tmp_path / "none")
     assert done.exit_code == 2 and said in done.output
     assert not (tmp_path / "none").exists()
 
@@ -802,7 +798,7 @@ def test_compare_checks_for_matplotlib_before_anything_is_measured(
     import compare
 
     monkeypatch.setattr(plot, "missing", lambda: True)
-    done = CliRunner().invoke(compare.main, [str(tmp_path)])
+    done = invoke(compare.main, tmp_path)
     assert done.exit_code == 1 and plot.MISSING in done.output
 
 
@@ -829,13 +825,8 @@ def test_compare_measures_and_reports(tmp_path: Path) -> None:
     installed("torch-gloo")
     small = "import compare; compare.SIZES = (8, 4096, 65536); compare.main()"
     words = ["-n", "2", "--collectives", "broadcast", "--vs", "torch-gloo", "--iters", "1", "--rounds", "5"]
-    done = subprocess.run(
-        [sys.executable, "-c", small, *words, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**clean_environment(), "PYTHONPATH": os.pathsep.join([BENCH, os.environ.get("PYTHONPATH", "")])},
-    )
+    env = {**clean_environment(), "PYTHONPATH": os.pathsep.join([BENCH, os.environ.get("PYTHONPATH", "")])}
+    done = run([sys.executable, "-c", small, *words, tmp_path], 240, env)
     assert done.returncode == 0, done.stderr
     assert "### broadcast, 2 ranks\n\nBegan " in done.stdout
     assert [line.split(" | ")[0] for line in done.stdout.splitlines() if re.match(r"\| \d", line)] == [
@@ -862,7 +853,7 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
     words = ["--links", "1gbit", "--layouts", "2x1", "--sizes", "8,64K", "--iters", "1", "--rounds", "5"]
     command = [sys.executable, Path(BENCH, "hosts.py"), *words, tmp_path]
     env = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    done = run(command, 240, env)
     assert done.returncode == 0, done.stderr
     assert "* wrong elements: none\n* went between hosts by another way than the wire: nothing\n" in done.stdout
     assert "### 1gbit, 2 hosts, 1 rank each\n\nBegan " in done.stdout

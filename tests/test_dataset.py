@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import pkgutil
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import numbers, records, write
+from sessions import run
 
 import mscomm
 import mscomm.dataset as ds
@@ -968,12 +968,6 @@ def test_without_prefetching_there_is_no_thread(no_thread_before):
     rows.close()
 
 
-def run(program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=60
-    )
-
-
 @pytest.mark.parametrize("kept", ["rows", "None"])
 def test_a_process_ends_well_in_the_middle_of_a_pass(kept):
     program = f"""
@@ -985,7 +979,7 @@ next(rows)
 kept = {kept}
 print("end")
 """
-    done = run(program)
+    done = run([sys.executable, "-c", program])
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n1\n", "")
 
 
@@ -1022,7 +1016,7 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert sum(1 for _ in rows) == 999
 """
-    done = run(program)
+    done = run([sys.executable, "-c", program])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -1194,7 +1188,7 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 next(rows)
 """
-    done = run(program)
+    done = run([sys.executable, "-c", program])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -1222,7 +1216,7 @@ assert mscomm.dataset.vision and mscomm.common.dtype
 heavy = ("PIL", "sklearn", "torch", "pickle", "multiprocessing", "mscomm.cli")
 print([name for name in sys.modules if name.split(".")[0] in heavy and name not in before])
 """
-    done = run("import sys, numpy; before = set(sys.modules)" + program)
+    done = run([sys.executable, "-c", "import sys, numpy; before = set(sys.modules)" + program])
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 

@@ -31,7 +31,7 @@ CHANGES = {
 }
 
 
-def run(script: Path, n: int, folder: Path) -> None:
+def train(script: Path, n: int, folder: Path) -> None:
     """Run the script as n processes that find each other by the variables of PyTorch's launcher."""
     folder.mkdir()
     with socket.socket() as free:
@@ -60,8 +60,8 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     assert all(lines.count(line) == 1 for line in CHANGES)
     changed = tmp_path / "changed.py"
     changed.write_text("\n".join(CHANGES.get(line, line) for line in lines) + "\n")
-    run(SCRIPT, n, tmp_path / "theirs")
-    run(changed, n, tmp_path / "ours")
+    train(SCRIPT, n, tmp_path / "theirs")
+    train(changed, n, tmp_path / "ours")
     theirs = torch.load(tmp_path / "theirs" / "rank_0.pt")
     begin = torch.load(tmp_path / "theirs" / "checkpoint.pt")["model"]
     assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)  # the join() trained

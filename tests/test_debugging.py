@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from test_run import MSCOMM, run
+from sessions import MSCOMM, mscomm_run
 
 
 class Terminal:
@@ -92,14 +92,14 @@ def test_one_rank_has_the_terminal_and_its_debugger_works(terminal, tmp_path):
 def test_a_breakpoint_without_a_terminal_says_what_to_do(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nif os.environ['MSCOMM_RANK'] == '1': breakpoint()\n")
-    done = run("-n", 2, script)
+    done = mscomm_run("-n", 2, script)
     assert done.returncode == 1
     assert (
         "RuntimeError: breakpoint() in rank 1, which has no terminal: start the job with `mscomm run --stdin 1`"
         in (done.stderr.splitlines()[-1])
     )
     assert "BdbQuit" not in done.stderr
-    assert run("-n", 2, script, env={"PYTHONBREAKPOINT": "0"}).returncode == 0
+    assert mscomm_run("-n", 2, script, env={"PYTHONBREAKPOINT": "0"}).returncode == 0
 
 
 def test_stdin_of_one_rank_can_be_a_file(tmp_path):
@@ -107,5 +107,5 @@ def test_stdin_of_one_rank_can_be_a_file(tmp_path):
     script.write_text("import sys\nprint(repr(sys.stdin.read()))\n")
     (tmp_path / "input").write_text("two\nlines\n")
     with open(tmp_path / "input") as file:
-        done = run("-n", 2, "--stdin", 1, script, stdin=file)
+        done = mscomm_run("-n", 2, "--stdin", 1, script, stdin=file)
     assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] 'two\\nlines\\n'"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sessions import clean_environment, run
 
 ROOT = Path(__file__).parent.parent
 README, GUIDE, ERRORS = ROOT / "README.md", ROOT / "docs/guide.md", ROOT / "docs/errors.md"
@@ -82,15 +81,11 @@ def test_every_message_of_the_errors_page_is_in_the_code() -> None:
     assert {part for part in fragments if part not in joined} == set()
 
 
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_", k)}
-
-
 def test_the_guides_interactive_examples_print_what_it_shows(tmp_path: Path) -> None:
     session = tmp_path / "session.txt"
     session.write_text("\n".join(blocks(GUIDE, "pycon")))
     command = [sys.executable, "-m", "doctest", "-o", "NORMALIZE_WHITESPACE", session]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    done = run(command, env=clean_environment())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -100,7 +95,7 @@ def test_the_first_program_prints_what_the_page_shows(page: Path, tmp_path: Path
     script.write_text(blocks(page, "python")[0])
     shown = next(block for block in blocks(page, "console") if "run -n 4 hello.py" in block)
     command = [sys.executable, "-m", "mscomm", "run", "-n", "4", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    done = run(command, env=clean_environment())
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(line for line in shown.splitlines() if line.startswith("["))
 
@@ -114,5 +109,5 @@ def test_the_first_program_prints_what_the_page_shows(page: Path, tmp_path: Path
 )
 def test_an_example_prints_its_result(example: str, printed: str) -> None:
     command = [sys.executable, "-m", "mscomm", "run", "-n", "4", ROOT / "examples" / example]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    done = run(command, env=clean_environment())
     assert (done.returncode, done.stdout) == (0, printed), done.stderr

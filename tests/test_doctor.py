@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import socket
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from devices import variables
+from sessions import MSCOMM, clean_environment, invoke, run
 
 import mscomm
 from mscomm import _core
@@ -24,18 +23,13 @@ OPENMPI = "mpirun (Open MPI) 5.0.11\n"
 MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n"
 
 
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_(?!TEST)", k)}
-
-
-def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mscomm", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env={**clean_environment(), **env})
+def examined(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return run([*MSCOMM, "doctor", *words], 180, clean_environment(**env))
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    done = run("--json", "-n", "3")
+    done = examined("--json", "-n", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -81,7 +75,7 @@ def test_a_backend_that_is_not_here_is_one_line_unless_asked(monkeypatch: pytest
 
 @pytest.mark.parametrize(("backend", "what"), [("nccl", "CUDA 13.0"), ("hccl", "AscendCL 1.15.0")])
 def test_a_backend_that_is_here_tells_its_libraries_and_devices(backend: str, what: str) -> None:
-    done = run("--json", **variables(backend))
+    done = examined("--json", **variables(backend))
     (said,) = [one["value"] for one in json.loads(done.stdout)["sections"]["Backends"] if one["what"] == backend]
     assert re.search(r"lib[nh]ccl\.so.*; .*; 4 devices: 4 x .*; kernels on device 0: none", said) and what in said, said
 
@@ -93,7 +87,7 @@ def test_the_address_to_use_is_one_of_this_host(report: dict[str, Any]) -> None:
 
 
 def test_without_a_terminal_there_is_one_line_a_finding() -> None:
-    done = run("-n", "2")
+    done = examined("-n", "2")
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"^Memory: shared memory: (a tmpfs of its own|memfd), (huge|small) pages \(shmem_enabled: ", done.stdout, re.M
@@ -102,7 +96,7 @@ def test_without_a_terminal_there_is_one_line_a_finding() -> None:
 
 
 def test_a_variable_that_makes_no_sense_is_a_fault_and_ends_with_1() -> None:
-    done = run(MSCOMM_TIMEOUT="soon", MS_NODE_TIMEOUT="5")
+    done = examined(MSCOMM_TIMEOUT="soon", MS_NODE_TIMEOUT="5")
     assert done.returncode == 1
     assert "Environment: FAULT: MSCOMM_TIMEOUT: expected a number of seconds more than 0" in done.stdout
     assert "Environment: MS_NODE_TIMEOUT: 5" in done.stdout
@@ -110,8 +104,8 @@ def test_a_variable_that_makes_no_sense_is_a_fault_and_ends_with_1() -> None:
 
 
 def test_under_a_launcher_it_says_which_and_by_what() -> None:
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", "-m", "mscomm", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=clean_environment())
+    command = [*MSCOMM, "run", "-n", "2", "-m", "mscomm", "doctor"]
+    done = run(command, 180, clean_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[1] Launchers: this process: started by mscomm run" in done.stdout
     assert re.search(r"^\[1\] Launchers: by the variables: MSCOMM_RANK=1 MSCOMM_WORLD_SIZE=2 ", done.stdout, re.M)
@@ -124,7 +118,7 @@ def test_a_fault_of_any_section_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         doctor, "sections", lambda ranks, env, verbose: {"Made up": lambda: iter([doctor.Finding("x", "y", True)])}
     )
-    done = CliRunner().invoke(doctor.command, [])
+    done = invoke(doctor.command)
     assert done.exit_code == 1
     assert "Made up: FAULT: x: y" in done.output and "1 fault, marked FAULT above" in done.output
 

@@ -6,16 +6,14 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sessions
-from click.testing import CliRunner
-from test_launchers import EXAMPLES, clean_environment
+from sessions import MSCOMM, clean_environment, invoke, run
+from test_launchers import EXAMPLES
 
 from mscomm.cli import data
 from mscomm.dataset.cifar10 import RECORD_BYTES, TEST, TRAIN
@@ -34,7 +32,7 @@ STEPS = 10  # of 6 x 54 images on 2 ranks
 def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The zeros and ones of the digits, in CIFAR-10's files; learning all ten digits would take a hundred steps."""
     out = tmp_path_factory.mktemp("digits") / "cifar-10-batches-bin"
-    done = CliRunner().invoke(data.command, ["make", "--from", "digits", "--out", str(out)])
+    done = invoke(data.command, "make", "--from", "digits", "--out", out)
     assert done.exit_code == 0, done.output
     for name in (*TRAIN, TEST):
         rows = np.fromfile(out / name, np.uint8).reshape(-1, RECORD_BYTES)
@@ -48,10 +46,6 @@ def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path) -> Path:
     """A copy of the example, for the logs that its run.sh writes."""
     return shutil.copytree(FOLDER, tmp_path / "example", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
-
-
-def run(command: list[Any], timeout_s: float, **env: str) -> subprocess.CompletedProcess[str]:
-    return sessions.run(command, timeout_s, clean_environment(**env))
 
 
 def loss_lines(log: Path) -> list[str]:
@@ -123,8 +117,8 @@ def test_the_loss_is_the_cross_entropy(example: dict[str, Any]) -> None:
 def by_mscomm_run(two_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The lines that each of two ranks prints."""
     logs = tmp_path_factory.mktemp("logs")
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "2", "--log_dir", logs, SCRIPT, two_digits, *SMALL]
-    done = run(command, 240, OMP_NUM_THREADS="1")
+    command = [*MSCOMM, "run", "-n", "2", "--log_dir", logs, SCRIPT, two_digits, *SMALL]
+    done = run(command, 240, clean_environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     return assert_learned([logs / f"worker_{rank}.log" for rank in range(2)], STEPS)
 
@@ -137,7 +131,7 @@ def test_a_scheduler_and_two_workers_print_the_same(
     by_mscomm_run: list[str], two_digits: Path, folder: Path, port: int
 ) -> None:
     env = {"MS_WORKER_NUM": "2", "MS_SCHED_PORT": str(port), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = run(["bash", folder / "run.sh", two_digits, *SMALL], 240, **env)
+    done = run(["bash", folder / "run.sh", two_digits, *SMALL], 240, clean_environment(**env))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "scheduler start success!" in done.stdout
     assert assert_learned([folder / f"worker_{i}.txt" for i in range(2)], STEPS) == by_mscomm_run
@@ -151,7 +145,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
     flags.append("--merge-stderr-to-stdout")  # otherwise Open MPI 5 loses what a rank prints after a line on stderr
     # The data's folder comes from the variable that run.sh sets.
     command = [mpirun, *flags, "-n", "2", sys.executable, SCRIPT, *SMALL]
-    done = run(command, 240, OMP_NUM_THREADS="1", DATA_PATH=str(two_digits))
+    done = run(command, 240, clean_environment(OMP_NUM_THREADS="1", DATA_PATH=str(two_digits)))
     assert done.returncode == 0, done.stdout + done.stderr
     logs = sorted(tmp_path.glob("*/rank.*/stdout"))
     assert len(logs) == 2
@@ -164,7 +158,7 @@ def test_a_scheduler_and_eight_workers_learn_digits(two_digits: Path, folder: Pa
     """Started as in the tutorial, but with other images and sizes."""
     env = {"MS_SCHED_PORT": str(port), "PYTHON": sys.executable}
     small = ["--image-size", "32", "--batch-size", "16", "--epochs", "5"]
-    done = run(["bash", folder / "run.sh", two_digits, *small], 800, **env)
+    done = run(["bash", folder / "run.sh", two_digits, *small], 800, clean_environment(**env))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_learned([folder / f"worker_{i}.txt" for i in range(8)], 5 * 2)
 
@@ -175,13 +169,13 @@ def test_a_scheduler_and_eight_workers_learn_digits(two_digits: Path, folder: Pa
 def test_run_sh_fails_when_the_training_does(folder: Path, tmp_path: Path, port: int) -> None:
     (tmp_path / "empty").mkdir()
     env = {"MS_WORKER_NUM": "2", "MS_SCHED_PORT": str(port), "PYTHON": sys.executable}
-    done = run(["bash", folder / "run.sh", tmp_path / "empty"], 120, **env)
+    done = run(["bash", folder / "run.sh", tmp_path / "empty"], 120, clean_environment(**env))
     assert (done.returncode, done.stderr) == (1, "training failed: see scheduler.txt and worker_*.txt\n")
     assert "data_batch_1.bin" in (folder / "worker_0.txt").read_text()
 
 
 @pytest.mark.parametrize("command", [[sys.executable, SCRIPT], ["bash", FOLDER / "run.sh"]], ids=["script", "run.sh"])
 def test_without_data_it_says_where_to_get_some(command: list[Any]) -> None:
-    done = run(command, 60)
+    done = run(command, 60, clean_environment())
     assert done.returncode == 2
     assert "mscomm data make --from digits --out digits" in done.stderr

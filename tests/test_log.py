@@ -26,7 +26,7 @@ mscomm.release()
 LINE = re.compile(r"mscomm [\w-]+:\d+ \[(\d+|-)\] (VERSION|WARN|INFO|TRACE) (.*)")
 
 
-def run(folder: Path, ranks: int = 2, body: str = BODY, **env: str) -> list[list[str]]:
+def lines_of(folder: Path, ranks: int = 2, body: str = BODY, **env: str) -> list[list[str]]:
     """The lines of each rank as "LEVEL text". Checks that every line is in the log's format."""
     env = {"MSCOMM_DEBUG": "", "MSCOMM_DEBUG_FILE": "", "MSCOMM_ALGO": "", **env}
     job = Job(ranks, [sys.executable, "-c", body], folder, env)
@@ -54,16 +54,16 @@ def has(lines: list[str], pattern: str) -> bool:
 
 
 def test_nothing_is_said_by_default(tmp_path: Path) -> None:
-    assert run(tmp_path) == [[], []]
+    assert lines_of(tmp_path) == [[], []]
 
 
 def test_version_is_one_line(tmp_path: Path) -> None:
-    for (line,) in run(tmp_path, MSCOMM_DEBUG="VERSION"):
+    for (line,) in lines_of(tmp_path, MSCOMM_DEBUG="VERSION"):
         assert re.fullmatch(r"VERSION mscomm \S+, Python 3\.\S+, NumPy \S+", line)
 
 
 def test_info_tells_how_the_job_was_put_together(tmp_path: Path) -> None:
-    for rank, lines in enumerate(run(tmp_path, MSCOMM_DEBUG="INFO")):
+    for rank, lines in enumerate(lines_of(tmp_path, MSCOMM_DEBUG="INFO")):
         assert levels(lines) == {"VERSION", "INFO"}
         assert has(lines, rf"INFO launcher: mscomm run, known by MSCOMM_RANK={rank} MSCOMM_WORLD_SIZE=2 .*")
         assert has(lines, r"INFO hosts: 1; \S+ is number 0 and has the ranks 0, 1")
@@ -78,7 +78,7 @@ def test_info_tells_how_the_job_was_put_together(tmp_path: Path) -> None:
 
 
 def test_trace_has_one_line_for_each_call(tmp_path: Path) -> None:
-    for lines in run(tmp_path, MSCOMM_DEBUG="TRACE"):
+    for lines in lines_of(tmp_path, MSCOMM_DEBUG="TRACE"):
         assert levels(lines) == {"VERSION", "INFO", "TRACE"}
         calls = [re.sub(r"\d+\.\d us$", "T", line) for line in lines if line.startswith("TRACE ")]
         assert re.sub(r"digest \w+", "digest D", "\n".join(calls)).splitlines() == [
@@ -101,7 +101,7 @@ mscomm.release()
 
 
 def test_trace_has_the_calls_that_ran_beside_the_caller(tmp_path: Path) -> None:
-    for lines in run(tmp_path, body=ASYNC, MSCOMM_DEBUG="TRACE"):
+    for lines in lines_of(tmp_path, body=ASYNC, MSCOMM_DEBUG="TRACE"):
         names = [line.split()[3:5] for line in lines if line.startswith("TRACE ")]
         assert names == [["all_reduce", "#1"], ["all_reduce", "#2"], ["all_reduce", "#3"], ["barrier", "#4"]]
 
@@ -117,7 +117,7 @@ except mscomm.Mismatch:
 
 
 def test_a_failure_is_told_with_its_cause(tmp_path: Path) -> None:
-    for lines in run(tmp_path, body=FAILING, MSCOMM_DEBUG="TRACE"):
+    for lines in lines_of(tmp_path, body=FAILING, MSCOMM_DEBUG="TRACE"):
         assert has(lines, r"TRACE group world: all_reduce #1 \(float64\[\d\], sum\) failed in .*")
         assert has(lines, r"INFO group world is broken: Mismatch: the ranks of group world made different calls: .*")
 
@@ -144,13 +144,13 @@ def test_the_links_listen_where_the_variable_says(tmp_path: Path) -> None:
 
 
 def test_one_rank_warns_of_forced_algorithms(tmp_path: Path) -> None:
-    first, second = run(tmp_path, MSCOMM_ALGO="all_reduce=ring,broadcast=tree")
+    first, second = lines_of(tmp_path, MSCOMM_ALGO="all_reduce=ring,broadcast=tree")
     assert first == ["WARN MSCOMM_ALGO forces all_reduce=ring, broadcast=tree; ring adds floats in an order of its own"]
     assert second == []
 
 
 def test_one_rank_of_a_host_warns_of_too_many_threads(tmp_path: Path) -> None:
-    first, second = run(tmp_path, OMP_NUM_THREADS="5000")
+    first, second = lines_of(tmp_path, OMP_NUM_THREADS="5000")
     (line,) = first
     assert re.fullmatch(
         r"WARN OMP_NUM_THREADS=5000 on each of 2 ranks makes 10000 threads on [\d.]+ CPUs: slow; "
@@ -161,7 +161,7 @@ def test_one_rank_of_a_host_warns_of_too_many_threads(tmp_path: Path) -> None:
 
 
 def test_a_number_of_threads_that_is_none_is_a_warning_and_no_error(tmp_path: Path) -> None:
-    first, _ = run(tmp_path, OMP_NUM_THREADS="many")
+    first, _ = lines_of(tmp_path, OMP_NUM_THREADS="many")
     assert first == ["WARN OMP_NUM_THREADS='many': expected a number of threads, 1 or more"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import Job
+from sessions import clean_environment
 
 import mscomm
 from mscomm import context, dataset, notices, ops, train
@@ -205,10 +205,6 @@ mscomm.init()
 mscomm.set_auto_parallel_context(search_mode="dynamic_programming", full_batch=True)
 mscomm.barrier()
 """
-
-
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_", k)}
 
 
 def warned(text: str) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from control import soon
+from sessions import mscomm_run
 
 from mscomm.bootstrap import kvs, rendezvous, torchrun
 from mscomm.cluster import links
@@ -38,17 +37,15 @@ elif rank == "2":
 """
 
 
-def run(tmp_path: Path, ports: str) -> subprocess.CompletedProcess[str]:
+def job(tmp_path: Path, ports: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(BODY)
-    env = {**os.environ, "MSCOMM_PORTS": ports, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mscomm", "run", "-n", "3", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    return mscomm_run("-n", 3, script, env={"MSCOMM_PORTS": ports})
 
 
 def test_ranks_of_several_hosts_listen_at_these_ports_alone(tmp_path: Path, port: int) -> None:
     low = min(port, 65500)
-    done = run(tmp_path, f"{low}-{low + 30}")
+    done = job(tmp_path, f"{low}-{low + 30}")
     assert done.returncode == 0, done.stderr
     ports = [int(line.partition("] ")[2]) for line in done.stdout.splitlines()]
     assert len(ports) >= 3 and all(low <= one <= low + 30 for one in ports), ports
@@ -57,7 +54,7 @@ def test_ranks_of_several_hosts_listen_at_these_ports_alone(tmp_path: Path, port
 def test_a_range_that_is_taken_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run(tmp_path, f"{port}-{port}")
+        done = job(tmp_path, f"{port}-{port}")
     assert done.returncode == 1
     assert f"MSCOMM_PORTS={port}-{port}: all 1 ports are taken at 127.0.0.1" in done.stderr
     ended = re.findall(r"^\[([\d,-]+)\] \S+: .*ports are taken", done.stderr, flags=re.M)  # equal errors are shown once

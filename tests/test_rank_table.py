@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_launchers import TWICE, by_variables, clean_environment
+from sessions import clean_environment
+from test_launchers import TWICE, by_variables
 
 from mscomm import bootstrap
 from mscomm.bootstrap import rank_table, rank_table_file

@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from sessions import mscomm_run
 
 # A loop of collective calls that outlives its ranks. After each rejoin, the ranks continue at the first step that a
 # survivor has not done; new ranks do not count. VICTIMS: "step:rank", the rank dies in its first life, soon after that
@@ -81,17 +82,11 @@ say(done=step)
 """
 
 
-def run(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: float = 120, **env: object):
+def job(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: float = 120, **env: object):
     script = folder / "script.py"
     script.write_text(body)
-    return subprocess.run(
-        [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), *map(str, options), script],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}},
-        check=False,
-    )
+    variables = {name: str(value) for name, value in env.items()}
+    return mscomm_run("-n", ranks, *options, script, timeout_s=timeout_s, env=variables)
 
 
 def said(done) -> dict[int, list[dict]]:
@@ -122,7 +117,7 @@ def assert_went_on(done, lost: set[int]):
 
 @pytest.mark.parametrize("victim", range(4))
 def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
-    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS=f"40:{victim}")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS=f"40:{victim}")
     words = assert_went_on(done, {victim})
     assert f"rank {victim} is started again (restart 1 of 3): killed by SIGKILL" in done.stderr
     for rank in set(range(4)) - {victim}:
@@ -131,32 +126,32 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
 
 
 def test_two_ranks_lost_at_once_come_back_together(tmp_path):
-    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1 40:2")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1 40:2")
     assert_went_on(done, {1, 2})
     assert "restart 2 of 3" in done.stderr and "restart 3" not in done.stderr
 
 
 @pytest.mark.parametrize("seconds", [0, 0.1, 0.2])
 def test_a_new_rank_that_dies_on_its_way_back_is_started_once_more(tmp_path, seconds):
-    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}", STEPS="3000")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_INIT=f"1:{seconds}", STEPS="3000")
     words = assert_went_on(done, {1})
     assert words[1][-1]["life"] == 2
 
 
 @pytest.mark.parametrize("seconds", [0, 0.2])
 def test_a_survivor_that_dies_in_rejoin_comes_back_too(tmp_path, seconds):
-    done = run(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}", STEPS="3000")
+    done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1", IN_REJOIN=f"2:{seconds}", STEPS="3000")
     assert_went_on(done, {1, 2})
 
 
 def test_one_after_the_other(tmp_path):
-    done = run(tmp_path, LOOP, "--max-restarts", 4, VICTIMS="20:3 50:0 80:1 110:2")
+    done = job(tmp_path, LOOP, "--max-restarts", 4, VICTIMS="20:3 50:0 80:1 110:2")
     words = assert_went_on(done, {0, 1, 2, 3})
     assert max(word.get("epoch", 0) for word in words[2]) <= 4
 
 
 def test_when_the_budget_is_spent_the_next_failure_ends_the_job(tmp_path):
-    done = run(tmp_path, LOOP, "--max-restarts", 1, VICTIMS="40:1 90:2")
+    done = job(tmp_path, LOOP, "--max-restarts", 1, VICTIMS="40:1 90:2")
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 is started again (restart 1 of 1)" in done.stderr
     assert "rank 2 failed first: killed by SIGKILL" in done.stderr
@@ -181,7 +176,7 @@ if rank == 2:
     os._exit(7)
 mscomm.barrier()
 """
-    done = run(tmp_path, body, "--max-restarts", 1)
+    done = job(tmp_path, body, "--max-restarts", 1)
     assert done.returncode == 7, done.stderr
     assert "rank 1 is started again (restart 1 of 1): exit code 5" in done.stderr
     assert "rank 2 failed first: exit code 7" in done.stderr
@@ -206,7 +201,7 @@ if life == 0:
 assert mscomm.all_reduce(np.ones(1))[0] == 3
 print("through")
 """
-    done = run(tmp_path, body, "--max-restarts", 3, ranks=3)
+    done = job(tmp_path, body, "--max-restarts", 3, ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("aborted: True") == 2 and done.stdout.count("through") == 3, done.stdout
 
@@ -223,7 +218,7 @@ try:
 except mscomm.PeerLost:
     mscomm.rejoin()
 """
-    done = run(tmp_path, body, ranks=2)
+    done = job(tmp_path, body, ranks=2)
     assert done.returncode == 128 + signal.SIGKILL
     assert (
         "PeerLost: rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`"
@@ -251,7 +246,7 @@ try:
 except mscomm.PeerLost:
     mscomm.rejoin()
 """
-    done = run(tmp_path, body, "--max-restarts", 5, ranks=3)
+    done = job(tmp_path, body, "--max-restarts", 5, ranks=3)
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     assert "started again" not in done.stderr
     assert re.search("rejoin: rank 0 .* has left the job|rejoin: rank 1 .*killed by SIGKILL", done.stderr), done.stderr
@@ -288,7 +283,7 @@ if life == 0:
         assert mscomm.all_reduce(np.ones(1), group=pair)[0] == 2
 assert mscomm.all_reduce(np.ones(1))[0] == 3
 """
-    done = run(tmp_path, body, "--max-restarts", 1, ranks=3)
+    done = job(tmp_path, body, "--max-restarts", 1, ranks=3)
     assert done.returncode == 0, done.stderr
     assert "[0] waiting for (1, 2) rejoin: rank 0 (pid" in done.stdout
     assert re.search(r"waited 0.5 s for rank 1 \(.*which has not called rejoin\(\), rank 2", done.stdout), done.stdout
@@ -308,7 +303,7 @@ if (rank, life) == (1, 0):
     os.kill(os.getpid(), signal.SIGKILL)
 print("life", life, mscomm.all_reduce(np.ones(1)))
 """
-    done = run(tmp_path, body, "--max-restarts", 3, ranks=3)
+    done = job(tmp_path, body, "--max-restarts", 3, ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("life 1 [3.]") == 3
 
@@ -322,7 +317,7 @@ print("life", life)
 sys.exit(life < 2)
 """
     env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable
-    done = run(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
+    done = job(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives
 
@@ -335,7 +330,7 @@ if os.environ["MSCOMM_RESTART_COUNT"] == "0":
     print(child.pid)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = run(tmp_path, body, "--max-restarts", 1, ranks=1, timeout_s=30)
+    done = job(tmp_path, body, "--max-restarts", 1, ranks=1, timeout_s=30)
     assert done.returncode == 0
     child, end = Path("/proc", done.stdout.split()[1], "stat"), time.monotonic() + 10
     while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
@@ -371,7 +366,7 @@ if rank == 0:
     assert not kept.any() and len(sizes) == 6
     assert sizes[2:] == [sizes[2]] * 4, sizes
 """
-    done = run(tmp_path, body, "--max-restarts", 5, ranks=2)
+    done = job(tmp_path, body, "--max-restarts", 5, ranks=2)
     assert done.returncode == 0, done.stderr + done.stdout
 
 

@@ -8,27 +8,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from sessions import MSCOMM, mscomm_run, run
 
 import mscomm
-
-MSCOMM = [sys.executable, "-m", "mscomm"]
-
-
-def run(*args, timeout_s=60, env=None, **more):
-    return subprocess.run(
-        [*MSCOMM, "run", *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        check=False,
-        **more,
-    )
 
 
 @pytest.fixture
@@ -69,7 +55,7 @@ def appears(path: Path, timeout_s=10.0) -> str:
 
 
 def test_lines_are_whole_prefixed_and_keep_their_stream(script):
-    done = run(
+    done = mscomm_run(
         "-n", 3, script("for i in range(200): print('out', rank, i, 'x' * 50)\nprint('err', rank, file=sys.stderr)")
     )
     assert done.returncode == 0, done.stderr
@@ -82,13 +68,13 @@ def test_lines_are_whole_prefixed_and_keep_their_stream(script):
 
 
 def test_the_last_line_needs_no_end(script):
-    assert run("-n", 1, script("sys.stdout.write('a\\nb')")).stdout == "[0] a\n[0] b\n"
+    assert mscomm_run("-n", 1, script("sys.stdout.write('a\\nb')")).stdout == "[0] a\n[0] b\n"
 
 
 def test_arguments_and_identity_reach_the_script(script):
     names = "MSCOMM_RANK MSCOMM_WORLD_SIZE MSCOMM_LOCAL_RANK MSCOMM_LOCAL_WORLD_SIZE"
     body = f"print(sys.argv[1:], [os.environ[name] for name in '{names}'.split()])"
-    done = run("-n", 2, script(body), "-n", "--flag", "a b")
+    done = mscomm_run("-n", 2, script(body), "-n", "--flag", "a b")
     assert sorted(done.stdout.splitlines()) == [
         "[0] ['-n', '--flag', 'a b'] ['0', '2', '0', '2']",
         "[1] ['-n', '--flag', 'a b'] ['1', '2', '1', '2']",
@@ -100,19 +86,19 @@ FLAGS = ["-n", "-np", "--nproc_per_node", "--nproc-per-node", "--worker_num", "-
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_the_flags_of_msrun_and_torchrun_work(script, flag):
-    assert run(flag, 2, script("print('x')")).stdout.count("x") == 2
+    assert mscomm_run(flag, 2, script("print('x')")).stdout.count("x") == 2
 
 
 def test_the_version_is_told():
-    done = subprocess.run([*MSCOMM, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    done = run([*MSCOMM, "--version"])
     assert done.stdout == f"mscomm {mscomm.__version__}\n"
 
 
 def test_modules_programs_and_pytest_are_started(tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
-    assert "[0] 2" in run("-n", 1, "-m", "timeit", "-n", "1", "-r", "1", "-s", "print(1+1)").stdout
-    assert run("-n", 2, "--", "sh", "-c", "echo $MSCOMM_RANK").stdout.count("\n") == 2
-    assert "1 passed" in run("-n", 1, "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_it.py").stdout
+    assert "[0] 2" in mscomm_run("-n", 1, "-m", "timeit", "-n", "1", "-r", "1", "-s", "print(1+1)").stdout
+    assert mscomm_run("-n", 2, "--", "sh", "-c", "echo $MSCOMM_RANK").stdout.count("\n") == 2
+    assert "1 passed" in mscomm_run("-n", 1, "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_it.py").stdout
 
 
 @pytest.mark.parametrize(
@@ -134,7 +120,7 @@ def test_modules_programs_and_pytest_are_started(tmp_path):
     ],
 )
 def test_wrong_arguments_are_one_line(args, text):
-    done = run(*args)
+    done = mscomm_run(*args)
     assert done.returncode == 1
     assert text in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -144,21 +130,21 @@ def test_omp_threads_are_set_and_said_once_unless_given(script):
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     path = script("print(os.environ['OMP_NUM_THREADS'])")
     command = [*MSCOMM, "run", "-n", "2", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+    done = run(command, env=env)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert done.stderr.count(f"OMP_NUM_THREADS={threads}") == 1
     assert f"[1] {threads}\n" in done.stdout
-    assert run("-n", 2, path, env={"OMP_NUM_THREADS": "7"}).stderr == ""
+    assert mscomm_run("-n", 2, path, env={"OMP_NUM_THREADS": "7"}).stderr == ""
 
 
 def test_the_status_is_that_of_the_first_failure(script):
-    done = run("-n", 3, script("sys.exit({0: 0, 1: 7, 2: 0}[rank])"))
+    done = mscomm_run("-n", 3, script("sys.exit({0: 0, 1: 7, 2: 0}[rank])"))
     assert done.returncode == 7
     assert "rank 1 failed first: exit code 7" in done.stderr.splitlines()[-1]
 
 
 def test_a_killed_rank_gives_128_plus_the_signal(script):
-    done = run("-n", 2, script("rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"))
+    done = mscomm_run("-n", 2, script("rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"))
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 failed first: killed by SIGKILL" in done.stderr
 
@@ -166,7 +152,7 @@ def test_a_killed_rank_gives_128_plus_the_signal(script):
 def test_the_traceback_of_the_first_failure_is_shown_and_its_log_is_named(script, tmp_path):
     logs = tmp_path / "logs"
     path = script("print('hello', rank, os.environ['MSCOMM_RECORD'])\nif rank == 1: raise ValueError('no data')")
-    done = run("-n", 2, "--log_dir", logs, path)
+    done = mscomm_run("-n", 2, "--log_dir", logs, path)
     assert done.returncode == 1
     assert "[1] ValueError: no data" in done.stderr
     assert f"; the log of rank 1: {logs}/worker_1.log" in done.stderr
@@ -176,7 +162,7 @@ def test_the_traceback_of_the_first_failure_is_shown_and_its_log_is_named(script
 
 
 def test_the_others_may_report_before_they_are_ended(script):
-    done = run("-n", 2, script("if rank == 1: sys.exit(3)\ntime.sleep(1)\nprint('reported')"))
+    done = mscomm_run("-n", 2, script("if rank == 1: sys.exit(3)\ntime.sleep(1)\nprint('reported')"))
     assert done.returncode == 3
     assert "[0] reported" in done.stdout
 
@@ -187,7 +173,7 @@ def test_a_rank_that_goes_on_after_a_failure_gets_sigterm_then_sigkill(script):
         "if rank == 1: sys.exit(3)\nwhile True: time.sleep(1)"
     )
     started = time.monotonic()
-    done = run("-n", 2, script(body))
+    done = mscomm_run("-n", 2, script(body))
     assert done.returncode == 3
     assert "[0] asked to end" in done.stdout
     assert 6 < time.monotonic() - started < 15
@@ -251,13 +237,13 @@ def test_ranks_end_with_a_launcher_that_is_killed(script, tmp_path):
 def test_a_rank_that_raised_is_named_and_not_those_that_lost_it(script):
     body = "import mscomm\nmscomm.init()\nif rank == 1: raise ValueError('no data')\nmscomm.barrier()"
     for _ in range(3):
-        done = run("-n", 3, script(body))
+        done = mscomm_run("-n", 3, script(body))
         assert done.returncode == 1
         assert "rank 1 failed first: ValueError: no data (script.py:5)" in done.stderr
 
 
 def test_a_rank_that_exits_with_a_status_is_lost_to_the_others(script):
-    done = run("-n", 2, script("import mscomm\nmscomm.init()\nif rank == 1: sys.exit(3)\nmscomm.barrier()"))
+    done = mscomm_run("-n", 2, script("import mscomm\nmscomm.init()\nif rank == 1: sys.exit(3)\nmscomm.barrier()"))
     assert done.returncode == 3
     assert "left the job: exit code 3" in done.stderr
     assert "rank 1 failed first: exit code 3" in done.stderr
@@ -270,7 +256,7 @@ def test_what_a_rank_started_does_not_stay_behind(script, tmp_path, status):
         f"open(f'{tmp_path}/child{{rank}}', 'w').write(str(child.pid))\nsys.exit({status})"
     )
     started = time.monotonic()
-    done = run("-n", 2, script(body))
+    done = mscomm_run("-n", 2, script(body))
     assert done.returncode == status
     assert time.monotonic() - started < 10
     for rank in range(2):
@@ -320,13 +306,13 @@ def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
 
 def test_torchruns_variables_are_the_defaults(script):
     env = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29500"}
-    assert sorted(run(script("print('here')"), env=env).stdout.splitlines()) == ["[0] here", "[1] here"]
-    assert run("-n", 1, script("print('here')"), env=env).stdout == "[0] here\n"
+    assert sorted(mscomm_run(script("print('here')"), env=env).stdout.splitlines()) == ["[0] here", "[1] here"]
+    assert mscomm_run("-n", 1, script("print('here')"), env=env).stdout == "[0] here\n"
 
 
 def test_msruns_line_is_understood(script):
     words = ["--worker_num=2", "--local_worker_num=2", "--master_port=8118", "--join=True", "--cluster_time_out=60"]
-    done = run(*words, script("print(os.environ['MS_TOPO_TIMEOUT'])"))
+    done = mscomm_run(*words, script("print(os.environ['MS_TOPO_TIMEOUT'])"))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 60.0", "[1] 60.0"])
 
 
@@ -462,7 +448,7 @@ def test_node_0_waits_for_a_node_that_comes_after_its_own_ranks_have_ended(scrip
 
 def test_off_loopback_several_nodes_need_a_key_or_permission():
     words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "0.0.0.0", "--master-port", "28118"]
-    done = run(*words, "-n", 1, "true")
+    done = mscomm_run(*words, "-n", 1, "true")
     assert done.returncode == 1
     assert "export MSCOMM_JOB_KEY_FILE=" in done.stderr and "mscomm run --permit-plain" in done.stderr
 
@@ -471,7 +457,7 @@ def test_a_node_without_node_0_says_where_it_looked():
     words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--cluster_time_out", "0.5"]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        done = run(*words, "--master-port", taken.getsockname()[1], "-n", 1, "true")
+        done = mscomm_run(*words, "--master-port", taken.getsockname()[1], "-n", 1, "true")
     assert done.returncode == 1
     assert "no node 0 at 127.0.0.1:" in done.stderr and "Connection refused" in done.stderr
 
@@ -516,7 +502,7 @@ def test_a_program_that_cannot_be_executed_is_one_line(tmp_path):
     program = tmp_path / "program"
     program.write_bytes(b"\x7fELF nonsense")
     program.chmod(0o755)
-    done = run("-n", 2, program)
+    done = mscomm_run("-n", 2, program)
     assert done.returncode == 1
     assert "Error: cannot start" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from sessions import invoke, run
 
 from mscomm.cli import trace
 
@@ -34,26 +34,25 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(trace.command, [str(word) for word in words])
+traced = partial(invoke, trace.command)
 
 
 def test_the_last_to_come_is_named_with_its_line_and_what_it_cost(job: Path) -> None:
-    done = run(job)
+    done = traced(job)
     assert done.exit_code == 0, done.output
     line = next(line for line in done.output.splitlines() if "all_reduce #1 " in line)
     assert " ".join(line.split()) == "100.0 ms 100.0 ms rank 2 all_reduce #1 (float32[4], sum) train.py:7"
 
 
 def test_ranks_that_are_behind_and_ranks_without_a_record_are_told(job: Path) -> None:
-    lines = run(job).output.splitlines()
+    lines = traced(job).output.splitlines()
     assert lines[0] == "2 of 3 ranks left a record"
     assert lines[1].startswith("No record of rank 1:")
     assert any(line.split()[:2] == ["2", "all_reduce"] and "inside" in line and "1 call" in line for line in lines)
 
 
 def test_the_cause_is_told_with_the_ranks_that_saw_it(job: Path) -> None:
-    assert "Cause (ranks 0 and 2): rank 1 was lost" in run(job).output
+    assert "Cause (ranks 0 and 2): rank 1 was lost" in traced(job).output
 
 
 def test_waiting_is_summed_over_ranks_and_calls(tmp_path: Path) -> None:
@@ -86,13 +85,13 @@ def test_each_group_of_a_rank_has_a_file_and_numbers_of_its_own(tmp_path: Path) 
         ("pair", 1, 0),
         ("world", 1, 2),
     ]
-    output = run(tmp_path).output
+    output = traced(tmp_path).output
     assert output.startswith("2 of 3 ranks left a record\nNo record of rank 1")
     assert "pair: all_reduce #1 (float32[4], sum)" in output
 
 
 def test_top_says_how_many_calls_are_listed(job: Path) -> None:
-    assert "The 1 calls of 2 in which" in run("--top", 1, job).output
+    assert "The 1 calls of 2 in which" in traced("--top", 1, job).output
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_top_says_how_many_calls_are_listed(job: Path) -> None:
 )
 def test_a_damaged_file_is_told_and_the_rest_is_read(job: Path, text: str, said: str) -> None:
     (job / "rank_1.json").write_text(text)
-    done = run(job)
+    done = traced(job)
     assert done.exit_code == 0
     assert "rank_1.json: " in done.output and said in done.output and "it is left out" in done.output
     assert "2 of 3 ranks left a record" in done.output
@@ -115,19 +114,19 @@ def test_a_damaged_file_is_told_and_the_rest_is_read(job: Path, text: str, said:
 
 def test_a_file_that_cannot_be_read_is_told(job: Path) -> None:
     (job / "rank_1.json").mkdir()
-    done = run(job)
+    done = traced(job)
     assert done.exit_code == 0
     assert "rank_1.json: [Errno 21] Is a directory" in done.output
 
 
 def test_a_folder_without_records_is_an_error_that_says_how_to_get_them(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = traced(tmp_path)
     assert done.exit_code == 1
     assert "has no record that can be read" in done.output and "MSCOMM_RECORD" in done.output
 
 
 def test_merge_writes_one_trace_with_an_event_for_each_call(job: Path) -> None:
-    done = run("merge", job, "-o", job / "trace.json")
+    done = traced("merge", job, "-o", job / "trace.json")
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in job.iterdir()) == ["rank_0.json", "rank_2.json", "trace.json"]
     merged = json.loads((job / "trace.json").read_text())
@@ -139,7 +138,7 @@ def test_merge_writes_one_trace_with_an_event_for_each_call(job: Path) -> None:
 
 
 def test_merge_into_a_folder_that_is_not_there_is_an_error(job: Path) -> None:
-    done = run("merge", job, "-o", job / "nowhere" / "trace.json")
+    done = traced("merge", job, "-o", job / "nowhere" / "trace.json")
     assert done.exit_code == 1
     assert "No such file or directory" in done.output
 
@@ -165,8 +164,8 @@ def test_the_records_of_a_real_job_are_read(tmp_path: Path) -> None:
     script.write_text(FAILING)
     command = [sys.executable, "-m", "mscomm", "run", "-n", "3", "--log_dir", str(records), str(script)]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MSCOMM_", "MS_"))}
-    subprocess.run(command, capture_output=True, timeout=60, env=env)
-    done = run("show", "--top", 1, records)
+    run(command, env=env)
+    done = traced("show", "--top", 1, records)
     assert done.exit_code == 0, done.output
     assert "rank 0 called abort: enough" in done.output
     assert f"rank 1  all_reduce #3 (float64[4], sum)  {script}:10" in done.output

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_run import MSCOMM, appears, run
+from sessions import MSCOMM, mscomm_run
+from test_run import appears
 
 from mscomm.launching.tracebacks import Tracebacks, last_words, numbers
 
@@ -30,7 +31,7 @@ def script(tmp_path):
 
 
 def test_a_mismatch_is_shown_once_and_in_the_last_line(script):
-    done = run("-n", 4, script("mscomm.all_reduce(np.ones(10 + (rank == 1), np.float32))"))
+    done = mscomm_run("-n", 4, script("mscomm.all_reduce(np.ones(10 + (rank == 1), np.float32))"))
     assert done.returncode == 1
     head, file, code, *arrows, error, last = done.stderr.splitlines()
     assert head == "[0-3] Traceback (most recent call last):"
@@ -44,14 +45,16 @@ def test_a_mismatch_is_shown_once_and_in_the_last_line(script):
 
 def test_all_frames_are_shown_when_asked_for(script):
     path = script("mscomm.all_reduce(np.ones(10 + (rank == 1), np.float32))")
-    done = run("-n", 2, path, env={"MSCOMM_TRACEBACK": "full"})
+    done = mscomm_run("-n", 2, path, env={"MSCOMM_TRACEBACK": "full"})
     assert "collectives.py" in done.stderr
-    wrong = run("-n", 2, path, env={"MSCOMM_TRACEBACK": "yes"})
+    wrong = mscomm_run("-n", 2, path, env={"MSCOMM_TRACEBACK": "yes"})
     assert wrong.returncode == 1 and "MSCOMM_TRACEBACK='yes': expected one of SHORT, FULL" in wrong.stderr
 
 
 def test_the_rank_that_raised_is_shown_last_and_named_with_its_line(script):
-    done = run("-n", 4, script("def load():\n    raise ValueError('no price')\nif rank == 3: load()\nmscomm.barrier()"))
+    done = mscomm_run(
+        "-n", 4, script("def load():\n    raise ValueError('no price')\nif rank == 3: load()\nmscomm.barrier()")
+    )
     assert "[0-2] mscomm.errors.Aborted: rank 3: ValueError: no price (train.py:7)" in done.stderr
     assert done.stderr.splitlines()[-2:] == [
         "[3] ValueError: no price",
@@ -62,7 +65,7 @@ def test_the_rank_that_raised_is_shown_last_and_named_with_its_line(script):
 def test_an_exception_of_all_ranks_before_mscomm_is_imported_is_shown_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("x = 1\nimport no_such_module\n")
-    done = run("-n", 4, path)
+    done = mscomm_run("-n", 4, path)
     assert done.stderr.count("ModuleNotFoundError") == 2
     last = "mscomm run: ranks 0-3 failed: ModuleNotFoundError: No module named 'no_such_module' (train.py:2)"
     assert done.stderr.splitlines()[-1].startswith(f"{last}. Install it for ")
@@ -71,7 +74,7 @@ def test_an_exception_of_all_ranks_before_mscomm_is_imported_is_shown_once(tmp_p
 def test_a_script_that_cannot_be_compiled_is_shown_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("x = (1,\n\nif x\n")
-    done = run("-n", 3, path)
+    done = mscomm_run("-n", 3, path)
     assert done.stderr.count("SyntaxError") == 2 and '[0-2]   File "' in done.stderr
     assert done.stderr.splitlines()[-1].startswith("mscomm run: ranks 0-2 failed: SyntaxError: ")
 
@@ -84,14 +87,14 @@ def test_a_failure_that_was_caught_is_not_the_cause(script):
         "else: time.sleep(2)\n"
         "if rank == 2: raise ValueError('later')\nmscomm.barrier()"
     )
-    done = run("-n", 3, script(body))
+    done = mscomm_run("-n", 3, script(body))
     assert "mscomm run: rank 2 failed first: ValueError: later (train.py:11)" in done.stderr.splitlines()[-1], (
         done.stderr
     )
 
 
 def test_after_a_time_limit_the_rank_that_was_waited_for_is_named(script):
-    done = run("-n", 3, script("if rank == 1: time.sleep(60)\nmscomm.all_reduce(np.ones(1), timeout=1)"))
+    done = mscomm_run("-n", 3, script("if rank == 1: time.sleep(60)\nmscomm.all_reduce(np.ones(1), timeout=1)"))
     last = done.stderr.splitlines()[-1]
     assert re.match(r"mscomm run: CollectiveTimeout after .* Waiting for: rank 1 \(.*has made no call yet", last), last
     assert done.stderr.count("CollectiveTimeout") == 2
@@ -103,7 +106,7 @@ def test_frames_of_the_user_inside_those_of_mscomm_stay(script):
         "class Images:\n    def __len__(self): return 4\n    def __getitem__(self, i): return source(i)\n"
         "for _ in dataset.GeneratorDataset(Images(), ['x']).create_dict_iterator(): pass"
     )
-    done = run("-n", 1, script(body))
+    done = mscomm_run("-n", 1, script(body))
     assert "in source" in done.stderr and "__getitem__" in done.stderr, done.stderr
     assert f"{os.sep}mscomm{os.sep}dataset" not in done.stderr
     assert re.search(r"of the source: KeyError: 'lost' \(train.py:12\)$", done.stderr)
@@ -115,7 +118,7 @@ def test_what_a_rank_shows_and_goes_on_is_not_lost_or_taken_for_its_end(script):
         "print('after', rank, file=sys.stderr)\nmscomm.barrier()\ntime.sleep(2)\n"
         "print('later', rank, file=sys.stderr)\nif rank == 1: sys.exit(7)"
     )
-    done = run("-n", 2, script(body))
+    done = mscomm_run("-n", 2, script(body))
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("mscomm run: rank 1 failed first: exit code 7")
     for rank in range(2):  # their texts differ, so both are shown, complete and before later output
@@ -126,7 +129,7 @@ def test_what_a_rank_shows_and_goes_on_is_not_lost_or_taken_for_its_end(script):
 
 def test_a_log_has_what_its_rank_wrote(script, tmp_path):
     path = script("raise ValueError('bad')")
-    run("-n", 2, "--log_dir", tmp_path / "logs", path)
+    mscomm_run("-n", 2, "--log_dir", tmp_path / "logs", path)
     for rank in range(2):
         text = (tmp_path / f"logs/worker_{rank}.log").read_text()
         assert text.startswith("Traceback") and text.endswith("\nValueError: bad\n")
@@ -135,7 +138,7 @@ def test_a_log_has_what_its_rank_wrote(script, tmp_path):
 def test_a_traceback_is_shown_though_its_rank_is_killed_at_once(script):
     text = 'Traceback (most recent call last):\n  File "a.py", line 3\nValue'
     body = f"sys.stderr.write({text!r})\nos.kill(os.getpid(), 9)"
-    done = run("-n", 1, script(body))
+    done = mscomm_run("-n", 1, script(body))
     assert done.stderr.splitlines()[:3] == [
         "[0] Traceback (most recent call last):",
         '[0]   File "a.py", line 3',
@@ -151,11 +154,11 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
         "sys.excepthook = hook\nmscomm.all_reduce(np.array(['a']))"
     )
     # A hook that is set after init() replaces ours. One that was set before is called by ours.
-    after = run("-n", 1, script(body))
+    after = mscomm_run("-n", 1, script(body))
     assert "[0] hook ['<module>', 'all_reduce'" in after.stdout
     path = script("")
     path.write_text(PREAMBLE + body.replace("mscomm.all_reduce", "mscomm.init()\nmscomm.all_reduce"))
-    assert "[0] hook ['<module>'] None" in run("-n", 1, path).stdout
+    assert "[0] hook ['<module>'] None" in mscomm_run("-n", 1, path).stdout
 
 
 @pytest.mark.parametrize("times", [1, 2])

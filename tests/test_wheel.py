@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
+from sessions import clean_environment, run
 
 import mscomm
 from mscomm import _core
@@ -46,10 +46,6 @@ def elf_files() -> list[Path]:
 
 
 each_elf_file = pytest.mark.parametrize("path", elf_files(), ids=lambda path: path.name)
-
-
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not re.match(r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE)_", k)}
 
 
 def test_the_package_is_the_installed_one_of_one_version():
@@ -134,12 +130,12 @@ def test_two_ranks_add_their_arrays(tmp_path):
         "print(mscomm.all_reduce(np.full(7, mscomm.get_rank() + 1, np.float32)).tolist())\n"
     )
     command = [sys.executable, "-m", "mscomm", "run", "-n", "2", script]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    done = run(command, 120, clean_environment(), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {np.full(7, 3.0).tolist()}" for rank in (0, 1)]
 
 
 def test_the_doctor_finds_no_fault(tmp_path):
     command = [Path(sys.executable).with_name("mscomm"), "doctor"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    done = run(command, 120, clean_environment(), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

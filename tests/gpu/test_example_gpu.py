@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from gpu.test_gpu import has, needs_gpu
 from images import write
-from test_launchers import EXAMPLES, clean_environment
+from sessions import clean_environment
+from test_launchers import EXAMPLES
 
 pytestmark = pytest.mark.gpu
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "2"}
