@@ -10,6 +10,7 @@ second. A forked rank is a process of its own, which joins, fails and ends like 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import os
@@ -48,6 +49,7 @@ class Interpreter:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self._socket.settimeout(_ANSWERS_S)
         self._can_fork = self._socket.recv(1) == b"y"
 
@@ -113,7 +115,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and we have not been told yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

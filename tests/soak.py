@@ -8,22 +8,19 @@ a group of which it is no member. Some jobs have a second job beside them, which
 instead: with uneven data, or from checkpoints after those of one rank were damaged.
 
 A failure prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from a process that
-has only imported numpy and mscomm; they join the job after the fork.
+has imported this file (interpreter.py); they join the job after the fork.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import json
 import os
 import random
 import re
-import selectors
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,6 +32,8 @@ from typing import Any
 
 import numpy as np
 import soak_training
+from interpreter import Forked, Interpreter
+from ranks import ranks
 from soak_training import WrongResult
 
 import mscomm
@@ -45,6 +44,7 @@ FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
 SIZES = (1, 7, 1000, 5000, 100_000)
 ITERATIONS = 25  # in a job that does not fail
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 BOOM = "the 7th file is empty"
 
 
@@ -90,14 +90,12 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
 # -- a rank
 
 
-def be_a_rank(job: dict[str, Any]) -> None:
+@ranks("size", init=None)
+def one_rank(rank: int, job: dict[str, Any]) -> None:
     """Join, loop until the fault, record what this rank saw, leave."""
-    for variable, value in job["env"].items():
-        os.environ[variable] = value
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit SIGINT as ignored
     mscomm.init()
-    rank, seen = mscomm.get_rank(), Path(job["folder"], f"saw.{mscomm.get_rank()}")
+    seen = Path(job["folder"], f"saw.{rank}")
     victim, fault = job["victim"], job["fault"]
     groups, foreign = made_groups(job["groups"], rank)
     last = ITERATIONS if fault in ("stop", "slow") else 1 << 30
@@ -246,106 +244,26 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-# -- the process from which ranks are forked
-
-
-def serve_forks(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork a process for each order. Returns the job in the child, and None here at the end."""
-    children: dict[int, int] = {}  # pidfd: pid
-    with selectors.DefaultSelector() as selector:
-        selector.register(orders, selectors.EVENT_READ)
-        while True:
-            for ready, _ in selector.select():
-                if ready.fd != orders.fileno():
-                    selector.unregister(ready.fd)
-                    pid = children.pop(ready.fd)
-                    os.close(ready.fd)
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    orders.sendall(json.dumps({"pid": pid, "code": code}).encode())
-                    continue
-                data, fds, _, _ = socket.recv_fds(orders, 1 << 16, 1)
-                if not data:
-                    return None
-                job = json.loads(data)
-                pid = os.fork()
-                if pid == 0:
-                    orders.close()
-                    for fd in children:
-                        os.close(fd)
-                    job["env"]["MSCOMM_CONTROL_FD"] = str(fds[0])
-                    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                    os.dup2(log, 1)
-                    os.dup2(log, 2)
-                    os.close(log)
-                    return job
-                os.close(fds[0])
-                pidfd = os.pidfd_open(pid)
-                children[pidfd] = pid
-                selector.register(pidfd, selectors.EVENT_READ)
-                orders.sendall(json.dumps({"pid": pid}).encode())
-
-
-class Forks:
-    """That process, as seen from outside. Its socket preserves message boundaries."""
-
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", __file__, "--fork-from", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno()],
-            )
-        self.codes: dict[int, int] = {}
-
-    def start(self, job: dict[str, Any], fd: int) -> int:
-        socket.send_fds(self._ours, [json.dumps(job).encode()], [fd])
-        while "code" in (answer := self._answer(30)):
-            self.codes[answer["pid"]] = answer["code"]
-        return int(answer["pid"])
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
-        self._ours.settimeout(timeout_s)
-        data = self._ours.recv(1 << 16)
-        if not data:
-            raise RuntimeError("the process that forks ranks has ended")
-        return dict(json.loads(data))
-
-    def ended(self, within_s: float) -> int | None:
-        """The pid of the next process that ends, if one does in time."""
-        try:
-            answer = self._answer(within_s)
-        except TimeoutError:
-            return None
-        self.codes[answer["pid"]] = answer["code"]
-        return int(answer["pid"])
-
-    def close(self) -> None:
-        self._ours.close()
-        self.process.wait(30)
-
-
 # -- one job, as seen from outside
 
 
 class Running:
     """A job's processes and its hub, until all have ended."""
 
-    def __init__(self, forks: Forks, job: dict[str, Any], folder: Path) -> None:
+    def __init__(self, interpreter: Interpreter, job: dict[str, Any], folder: Path) -> None:
         self.job = job
         self.folder = folder
         self.faults: list[str] = []
-        self._forks = forks
         size = job["size"]
         self._hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
-        self._pids: list[int] = []
+        self._ranks: list[Forked] = []
         self._told: set[int] = set()  # ranks whose end the hub was told
         folder.mkdir()
         for rank in range(size):
             ours, theirs = socket.socketpair()
             self._hub.adopt(ours, rank)
             env = {
+                **ENVIRONMENT,
                 "MSCOMM_RANK": str(rank),
                 "MSCOMM_WORLD_SIZE": str(size),
                 "MSCOMM_LOCAL_RANK": str(rank),
@@ -354,9 +272,9 @@ class Running:
             }
             if any(job["hosts"]):
                 env["MSCOMM_HOST_ID"] = f"host {job['hosts'][rank]}"
-            order = {**job, "env": env, "folder": str(folder), "log": str(folder / f"log.{rank}")}
+            order = {"name": one_rank.__name__, "parameters": {"job": {**job, "folder": str(folder)}}, "init": None}
             with theirs:
-                self._pids.append(forks.start(order, theirs.fileno()))
+                self._ranks.append(interpreter.start(order, env, folder / f"log.{rank}", theirs))
         self._serving = threading.Thread(target=self._hub.serve)
         self._serving.start()
         self._began = time.monotonic()
@@ -364,30 +282,28 @@ class Running:
 
     def look(self) -> bool:
         """Do what is due now. Returns whether processes are left."""
-        for rank, pid in enumerate(self._pids):
-            if pid in self._forks.codes and rank not in self._told:
+        for rank, process in enumerate(self._ranks):
+            if rank not in self._told and (code := process.poll()) is not None:
                 self._told.add(rank)
-                code = self._forks.codes[pid]
                 self._hub.process_ended(rank, how(code), badly=code != 0)
-        if len(self._told) == len(self._pids):
+        if len(self._told) == len(self._ranks):
             return False
         if time.monotonic() > self._stop_at:
             self._stop_at = float("inf")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[self.job["victim"]], signal.SIGSTOP)
-                time.sleep(self.job["pause_s"])
-                os.kill(self._pids[self.job["victim"]], signal.SIGCONT)
+            victim = self._ranks[self.job["victim"]]
+            victim.send_signal(signal.SIGSTOP)
+            time.sleep(self.job["pause_s"])
+            victim.send_signal(signal.SIGCONT)
         if time.monotonic() - self._began > ENDS_WITHIN_S:
             self._end()
         return True
 
     def _end(self) -> None:
-        hanging = [rank for rank in range(len(self._pids)) if rank not in self._told]
+        hanging = [rank for rank in range(len(self._ranks)) if rank not in self._told]
         self.faults.append(f"ranks {hanging} did not end within {ENDS_WITHIN_S} s")
         for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # first their stacks
             for rank in hanging:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[rank], number)
+                self._ranks[rank].send_signal(number)
             time.sleep(pause_s)
         self._began = float("inf")
 
@@ -398,17 +314,27 @@ class Running:
             self.faults.append("the hub goes on though all ranks have ended")
             self._hub.stop()
             self._serving.join(10)
-        codes = [self._forks.codes.pop(pid) for pid in self._pids]
+        codes = [process.wait() for process in self._ranks]
         return [*self.faults, *judged(self.job, codes, self.folder)]
 
+    def kill(self) -> None:
+        for process in self._ranks:
+            process.kill()
+            process.wait()
 
-def run_job(forks: Forks, job: dict[str, Any], folder: Path) -> list[str]:
+
+def run_job(interpreter: Interpreter, job: dict[str, Any], folder: Path) -> list[str]:
     """Run the job, and the one beside it. Returns what went wrong; empty if nothing did."""
-    jobs = [Running(forks, job, folder / "job")]
-    if job["beside"]:
-        jobs.append(Running(forks, neighbour(job), folder / "beside"))
-    while [one for one in jobs if one.look()]:
-        forks.ended(0.05)
+    jobs = [Running(interpreter, job, folder / "job")]
+    try:
+        if job["beside"]:
+            jobs.append(Running(interpreter, neighbour(job), folder / "beside"))
+        while [one for one in jobs if one.look()]:
+            time.sleep(0.005)
+    except KeyboardInterrupt:  # the ranks, which are in sessions of their own, do not get it
+        for one in jobs:
+            one.kill()
+        raise
     return [f"{one.folder.name}: {words}" for one in jobs for words in one.wrong()]
 
 
@@ -467,7 +393,8 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
     """Run the jobs. Returns, by fault, how many went well; "failed" counts the others, which are printed."""
     done: Counter[str] = Counter()
     shared_before, until = shared_files(), time.monotonic() + 60 * minutes
-    forks = Forks()
+    interpreter = Interpreter(__file__, ENVIRONMENT)
+    assert interpreter.suits(ENVIRONMENT), "the imports of soak.py have started threads: its ranks cannot be forked"
     opened: list[int] = []
     try:
         for index in range(faults) if only is None else [only]:
@@ -475,8 +402,8 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
                 break
             with tempfile.TemporaryDirectory(prefix="mscomm-soak-") as folder:
                 job = plan(seed, index)
-                wrong = run_job(forks, job, Path(folder))
-                opened.append(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", forks.process.pid)))
+                wrong = run_job(interpreter, job, Path(folder))
+                opened.append(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", interpreter.pid)))
                 if opened[-1] > opened[0]:
                     wrong.append(f"{opened[-1] - opened[0]} descriptors more are open than after the first job")
                     opened[0] = opened[-1]
@@ -493,23 +420,17 @@ def soak(faults: int, seed: int, only: int | None = None, minutes: float = float
     except KeyboardInterrupt:
         print("interrupted")
     finally:
-        forks.close()
+        interpreter.close()
     return done
 
 
-def main() -> dict[str, Any] | None:
-    """Run the soak test. In a forked rank, returns its job, to run at the top level of the script so that it exits like
-    a script.
-    """
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--faults", type=int, default=1000, help="how many jobs (1000)")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random but the machine (1)")
     parser.add_argument("--only", type=int, help="run that job alone")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--fork-from", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.fork_from is not None:
-        return serve_forks(socket.socket(fileno=given.fork_from))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     done = soak(given.faults, given.seed, given.only, given.minutes)
@@ -521,6 +442,4 @@ def main() -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    mine = main()
-    if mine is not None:
-        be_a_rank(mine)
+    main()
