@@ -2,7 +2,7 @@
 
     python bench/enqueue.py [--calls 10000]
 
-A job of one rank over a driver and an NCCL that do nothing (tests/fakes/idle.cc), and arrays that are an address, a
+A job of one rank over a driver and an NCCL that do nothing (idle.py), and arrays that are an address, a
 shape and a dtype, with a current stream that costs nothing: what is left is mscomm. Medians of all calls, in rounds
 taken in turn. What NCCL, the driver and an array library add is not in it: see bench/gpu.py.
 """
@@ -12,23 +12,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from fakes.build import build
+import idle
+import numpy as np
+from idle import IdleArray
 
-idle = str(build(names=["idle"])["idle"])
-os.environ |= {"MSCOMM_CUDA_LIBRARY": idle, "MSCOMM_NCCL_LIBRARY": idle}
-
-import numpy as np  # noqa: E402
-from fakes import idle_array  # noqa: E402
-from fakes.idle_array import IdleArray  # noqa: E402
-
-import mscomm  # noqa: E402
+import mscomm
 
 ROUNDS = 10
 
@@ -48,7 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=10_000)
     options = parser.parse_args()
-    idle_array.register()
+    os.environ |= dict.fromkeys(("MSCOMM_CUDA_LIBRARY", "MSCOMM_NCCL_LIBRARY"), idle.library())
+    idle.register()
     mscomm.init("nccl")
     x, out = (IdleArray((4,), np.dtype(np.float32)) for _ in range(2))
     contenders: dict[str, Callable[[], Any]] = {

@@ -1,6 +1,6 @@
 """The cost of a call in instructions, counted by callgrind: without a clock, it is the same on a busy machine.
 
-On a device, it is the cost to enqueue a call, with a driver and an NCCL that do nothing (tests/fakes/idle.cc).
+On a device, it is the cost to enqueue a call, with a driver and an NCCL that do nothing (bench/idle.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes.build import build
+
+BENCH = Path(__file__).parents[1] / "bench"
 
 # CPython 3.11 with the present core takes 5,500 instructions, 1,500 of them in the core; the general way, for arrays
 # that are not plain, takes 40,000. On a device, the short way takes 9,300, including the watching thread's, and the
@@ -36,15 +37,20 @@ for _ in range(int(sys.argv[1])):
         """
 import sys
 import numpy as np, mscomm
-from fakes import idle_array
-idle_array.register()
+import idle
+idle.register()
 mscomm.init("nccl")
-x = idle_array.IdleArray((2,), np.dtype(np.float32))
+x = idle.IdleArray((2,), np.dtype(np.float32))
 for _ in range(int(sys.argv[1])):
     mscomm.all_reduce(x, out=x)
 """,
     ),
 }
+
+
+def idle_library() -> str:
+    command = [sys.executable, str(BENCH / "idle.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 def instructions(script: Path, calls: int) -> int:
@@ -57,8 +63,8 @@ def instructions(script: Path, calls: int) -> int:
             **os.environ,
             "PYTHONHASHSEED": "0",
             "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parent),
-            **dict.fromkeys(("MSCOMM_CUDA_LIBRARY", "MSCOMM_NCCL_LIBRARY"), str(build(names=["idle"])["idle"])),
+            "PYTHONPATH": str(BENCH),
+            **dict.fromkeys(("MSCOMM_CUDA_LIBRARY", "MSCOMM_NCCL_LIBRARY"), idle_library()),
         },
         capture_output=True,
         text=True,

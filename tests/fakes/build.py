@@ -37,8 +37,6 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hccl": ("hccl/libhccl.so", ("hccl.cc -DFAKE_ONE_LIBRARY", "hcomm.cc", *COMMUNICATION)),
     "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
     "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
-    # The driver and NCCL without anything behind them.
-    "idle": ("idle/libidle.so", ("idle.cc",)),
 }
 CUDA = ("cuda", *(f"nccl-{version}" for version in NCCL_VERSIONS), "nccl-incomplete")
 ASCEND = ("acl", "acl-rt", "hccl", "hccl-split", "hcomm")

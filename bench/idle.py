@@ -1,0 +1,90 @@
+"""A driver and an NCCL that do nothing (idle.cc), and arrays on their devices: for what mscomm itself costs.
+
+    python bench/idle.py     # compiles the library, and prints its path
+
+An array is an address, a shape and a dtype, as light as an array library's own. tests/test_cost.py uses this file too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mscomm import arrays
+from mscomm.arrays.device import OnDevice, on_device
+from mscomm.arrays.numpy import CODES
+
+
+def library() -> str:
+    """The path of the library, which is both the driver and NCCL; compiled if its source has changed."""
+    source = Path(__file__).with_suffix(".cc")
+    folder = Path(tempfile.gettempdir(), f"mscomm-idle-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} belongs to another user: nothing in it is loaded")
+    made = folder / f"{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
+    if not made.exists():
+        part = made.with_suffix(f".{os.getpid()}")
+        flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"]
+        subprocess.run([*os.environ.get("CXX", "c++").split(), *flags, source, "-o", part], check=True)
+        part.rename(made)
+    return str(made)
+
+
+class IdleArray:
+    __slots__ = ("dtype", "ptr", "shape")
+    places = 1 << 20
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype = shape, dtype
+        IdleArray.places += 1 << 20
+        self.ptr = IdleArray.places
+
+
+PLAIN = {IdleArray: "nccl"}
+
+
+def register() -> None:
+    """Let mscomm know these arrays, as a row of mscomm.arrays would."""
+    arrays.LIBRARIES["idle"] = "idle"
+    sys.modules["mscomm.arrays.idle"] = sys.modules[__name__]
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, IdleArray)
+
+
+def memory(x: IdleArray) -> OnDevice:
+    return on_device(x, x.ptr, x.shape, x.dtype, None, 0, lambda: 0)
+
+
+def plain(x: IdleArray) -> tuple[int, tuple[int, ...], int, int, int]:
+    return x.ptr, x.shape, CODES[x.dtype], 0, 0
+
+
+def empty(x: IdleArray, shape: tuple[int, ...]) -> IdleArray:
+    return IdleArray(shape, x.dtype)
+
+
+def new(x: IdleArray, shape: tuple[int, ...]) -> tuple[OnDevice, Callable[[], IdleArray]]:
+    made = empty(x, shape)
+    return memory(made), lambda: made
+
+
+def packed(x: IdleArray) -> IdleArray:
+    return x
+
+
+def assign(out: IdleArray, made: IdleArray) -> None: ...
+
+
+if __name__ == "__main__":
+    print(library())
