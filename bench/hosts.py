@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import pytest
 from compare import GLOO, Cell, _ratio_text, size_text, words_of
 from hosts_rank import WIRE
 from ratio import Ratio, interval
@@ -37,9 +36,7 @@ from ratio import Ratio, interval
 from mscomm.bench.peers import PEERS, Missing
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, size_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # first, because this file is called `hosts` too
-from hosts import Host, Hosts
-
+HOSTS = Path(__file__).parents[1] / "tests/hosts.py"
 LINKS = {"1gbit": "1gbit", "unshaped": ""}  # each host's rate in tc's notation
 SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 20, 16 << 20)}
 LAYOUTS = ("2x1", "4x1", "2x4")
@@ -47,7 +44,7 @@ INTERFACE = "net0"
 PASSED_ON = ("MSCOMM_ALGO",)  # variables of our environment that the ranks get
 SENT_FROM = 4 << 10  # bytes; below this, most of what is sent are headers
 SERIES_S = 900.0
-LAST_LINES = 15
+LAST_LINES = 30
 
 
 class Goal(NamedTuple):
@@ -296,54 +293,42 @@ def _measure(plan: dict[str, Any], into: Path) -> list[str]:
         key = Path(scratch, "job.key")
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(32))
-        try:
-            with Hosts(hosts_count, Path(scratch), rate=LINKS[plan["link"]]) as hosts:
-                plan = {**plan, "addresses": [host.address for host in hosts], "interface": INTERFACE}
-                given = Path(scratch, "plan.json")
-                given.write_text(json.dumps(plan))
-                problem = _job(hosts, ranks, given, into, {**plan["variables"], "MSCOMM_JOB_KEY_FILE": str(key)})
-        except pytest.skip.Exception as error:  # tests/hosts.py skips the test if it cannot make hosts
-            raise click.ClickException(str(error)) from error
+        given = Path(scratch, "plan.json")
+        names = [f"host-{number}" for number in range(hosts_count)]
+        given.write_text(json.dumps({**plan, "hosts": names, "interface": INTERFACE}))
+        variables = {**plan["variables"], "MSCOMM_JOB_KEY_FILE": str(key)}
+        problem = _job(LINKS[plan["link"]], names, ranks, given, into, variables)
     what = f"{plan['link']}, {plan['layout']}"
-    click.echo(f"{what}: {time.monotonic() - began:.0f} s", err=True)
+    click.echo(f"{what}: {problem or f'{time.monotonic() - began:.0f} s'}", err=True)
     return [f"{what}: {problem}"] if problem else []
 
 
-def _job(hosts: Hosts, ranks: int, plan: Path, into: Path, variables: dict[str, str]) -> str:
-    """Run the job, with each host as a node of `mscomm run`. Returns what went wrong, or "".
-
-    The caller ends processes that still run when it leaves `hosts`.
-    """
+def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variables: dict[str, str]) -> str:
+    """Run the job on new hosts, each of which is a node of `mscomm run`. Returns what went wrong, or ""."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-m", "mscomm", "run", "--nnodes", str(len(hosts)), "--master-addr", hosts[0].address]
-    run += ["-n", str(ranks), "--node-rank"]
-    script = [Path(__file__).with_name("hosts_rank.py"), plan, into.absolute()]
-    logs = [plan.with_name(f"{host.name}.log") for host in hosts]
-    nodes = [
-        _start(host, [*run, str(i), *script], log, env | variables)
-        for i, (host, log) in enumerate(zip(hosts, logs, strict=True))
-    ]
-    until = time.monotonic() + SERIES_S
-    for host, node, log in zip(hosts, nodes, logs, strict=True):
-        try:
-            status = node.wait(max(until - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            return f"{host.name} has not ended after {SERIES_S:g} s"
-        if status:
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-            return f"{host.name} ended with {status}; its last lines:\n{last}"
-    return ""
-
-
-def _start(host: Host, words: list[str | Path], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, HOSTS, str(len(hosts)), "--rate", rate, "--"]
+    command += [sys.executable, "-m", "mscomm", "run", "--nnodes", str(len(hosts)), "--master-addr", hosts[0]]
+    command += ["-n", str(ranks), "--node-rank", "{host}"]
+    command += [Path(__file__).with_name("hosts_rank.py"), plan, into.absolute()]
+    log = plan.with_name("job.log")
     with log.open("wb") as out:
-        return subprocess.Popen(
-            host.command(words),
+        process = subprocess.Popen(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**env, "MSCOMM_HOST_ID": host.name},
+            env=env | variables,
+            start_new_session=True,  # so that Ctrl-C reaches us alone: it removes the hosts when we end it
         )
+    try:
+        status = process.wait(SERIES_S)
+    except subprocess.TimeoutExpired:
+        return f"it has not ended after {SERIES_S:g} s"
+    finally:
+        process.terminate()
+        process.wait()
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+    return f"the last lines of its log:\n{last}" if status else ""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     mscomm run ... hosts_rank.py PLAN RESULT
 
-PLAN is a JSON file with addresses (one per host, in order), interface, sizes, rounds, and iters (null: by size).
+PLAN is a JSON file with hosts (their names, in order), interface, sizes, rounds, and iters (null: by size).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(plan_file: str, result_file: str) -> None:
     )
     environment = report.environment(plan, ranks)
     case = plan.case(rank, ranks)
-    job = Job(case, given["addresses"], given["interface"])
+    job = Job(case, given["hosts"], given["interface"])
     started = [ourselves(case, shared=False), *_gloos(case, given), _wire(job)]
     contenders = [one for one in started if isinstance(one, Local)]
     assert len(contenders) == len(started)  # all of them run in these processes
@@ -75,9 +75,9 @@ def main(plan_file: str, result_file: str) -> None:
 class Job:
     """Which host this rank is on, and how many bytes have left that host."""
 
-    def __init__(self, case: Case, addresses: list[str], interface: str) -> None:
-        self.case, self.addresses, self._interface = case, addresses, interface
-        self.hosts = len(addresses)
+    def __init__(self, case: Case, names: list[str], interface: str) -> None:
+        self.case, self.names, self._interface = case, names, interface
+        self.hosts = len(names)
         self.local_ranks = case.ranks // self.hosts
         self.host = case.rank // self.local_ranks
         self.first_of_host = case.rank % self.local_ranks == 0
@@ -99,7 +99,7 @@ def _gloos(case: Case, given: dict[str, Any]) -> list[Contender]:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = given["interface"]
-    store = f"tcp://{given['addresses'][0]}:{GLOO_PORT}"
+    store = f"tcp://{given['hosts'][0]}:{GLOO_PORT}"
     dist.init_process_group("gloo", init_method=store, rank=case.rank, world_size=case.ranks)
     return [PEERS[name].start(case, None) for name in GLOO_INTERFACES]
 
@@ -126,8 +126,8 @@ class Ring:
     """Two streams of plain bytes: one to the host on the right, one from the host on the left."""
 
     def __init__(self, job: Job) -> None:
-        right = job.addresses[(job.host + 1) % job.hosts]
-        with socket.create_server((job.addresses[job.host], WIRE_PORT)) as listener:
+        right = job.names[(job.host + 1) % job.hosts]
+        with socket.create_server((job.names[job.host], WIRE_PORT)) as listener:
             listener.settimeout(START_S)
             self._right = _connected(right)
             self._left, _ = listener.accept()
@@ -168,12 +168,12 @@ def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
         return None
 
 
-def _connected(address: str) -> socket.socket:
-    """Connect to the ring's listener at the address, once it listens."""
+def _connected(host: str) -> socket.socket:
+    """Connect to the host's listener for the ring, once it listens."""
     until = time.monotonic() + START_S
     while True:
         try:
-            return socket.create_connection((address, WIRE_PORT), timeout=START_S)
+            return socket.create_connection((host, WIRE_PORT), timeout=START_S)
         except ConnectionRefusedError:
             if time.monotonic() > until:
                 raise

@@ -3,6 +3,10 @@
     with Hosts(2, tmp_path) as hosts:
         hosts[0].start(["python", "train.py"]).wait()
 
+As a program, it runs a command on each of N new hosts at once, with the host's number in the place of {host}:
+
+    sudo python tests/hosts.py 2 --rate 1gbit -- mscomm run --nnodes 2 --node-rank {host} --master-addr host-0 ...
+
 On network j, host i has the addresses 10.77.j.(i+1) and fd77:j::(i+1) on its interface net<j>. The hosts know each
 other as host-0, host-1, ... The namespaces share this machine's files and memory; MSCOMM_HOST_ID and the namespace tell
 mscomm that they are different hosts. A rate such as 1gbit limits what each host's interfaces send and receive.
@@ -10,12 +14,14 @@ mscomm that they are different hosts. A rate such as 1gbit limits what each host
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -194,3 +200,37 @@ class Hosts:
         )
         path.chmod(0o755)
         return path
+
+
+def run_on_each(hosts: Hosts, words: Sequence[str]) -> list[int]:
+    """Run the words on all hosts at once, with our environment and output. Returns the exit codes."""
+    processes = []
+    for number, host in enumerate(hosts):
+        command = host.command([word.replace("{host}", str(number)) for word in words])
+        env = {**os.environ, "MSCOMM_HOST_ID": host.name}
+        processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env))
+    return [process.wait() for process in processes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, help="how many hosts")
+    parser.add_argument("--rate", default="", help="of each host's interface, in tc's notation: 1gbit")
+    parser.add_argument("command", nargs="+")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it removes the hosts
+    try:
+        with Hosts(given.count, Path(), rate=given.rate) as hosts:
+            codes = run_on_each(hosts, given.command)
+    except pytest.skip.Exception as error:
+        sys.exit(f"no hosts: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    for host, code in zip(hosts, codes, strict=True):
+        if code:
+            print(f"{host.name} ended with {code}", file=sys.stderr)
+    sys.exit(any(codes))
+
+
+if __name__ == "__main__":
+    main()
