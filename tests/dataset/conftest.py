@@ -1,0 +1,43 @@
+"""Fixtures of the tests of mscomm.dataset."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from images import write
+from pipelines import SEED, none_is_left
+
+import mscomm.dataset as ds
+from mscomm.dataset import cifar10
+
+
+@pytest.fixture(autouse=True)
+def settings_as_at_the_start():
+    yield
+    ds.config.set_seed(SEED)
+    ds.config.set_prefetch_size(2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """84 rows for training and 12 for the test."""
+    return write(tmp_path_factory.mktemp("data") / "cifar-10-batches-bin")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of CIFAR-10's sizes that take no blocks on the disk: all labels are 0."""
+    folder = tmp_path_factory.mktemp("full") / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in (*cifar10.TRAIN, cifar10.TEST):
+        with open(folder / name, "wb") as file:
+            file.truncate(10_000 * cifar10.RECORD_BYTES)
+    return folder
+
+
+@pytest.fixture
+def no_thread_before():
+    gc.collect()
+    assert none_is_left()
