@@ -1,0 +1,250 @@
+"""The scripts of the folder bench: compare.py, hosts.py, mindspore_step.py and ratio.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from benches import installed, matplotlib
+from sessions import clean_environment, invoke, run
+
+from mscomm.bench import plot
+
+BENCH = str(Path(__file__).parents[1] / "bench")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of the folder bench can be imported."""
+    monkeypatch.syspath_prepend(BENCH)
+
+
+with_scripts = pytest.mark.usefixtures("scripts")
+TIMES = {"mscomm": 10.0, "private": 40.0, "memory": 8.0, "openmpi": 90.0, "openmpi-single": 95.0, "mpich": 70.0}
+TIMES |= {"mpich-single": 60.0, "torch-gloo": 500.0, "torch-gloo-4": 510.0}
+
+
+def samples(us: float, spread: float = 0.0, wrong: int | None = 0) -> dict[str, Any]:
+    """Eleven rounds whose medians are spread around `us`."""
+    rounds = [us * (1 + spread * (turn - 5) / 5) for turn in (3, 7, 0, 9, 5, 1, 10, 4, 8, 2, 6)]
+    return {"in_place": {"us": us, "wrong": wrong, "rounds_us": [[one, one * 1.1, one * 0.9] for one in rounds]}}
+
+
+def measured(folder: Path, rows: dict[int, dict[str, Any]], collective: str = "all_reduce", **facts: Any) -> None:
+    """Write a file like compare.py's, for two ranks."""
+    names = next(iter(rows.values()))
+    environment = {"ranks": 2, "cpus": 2, "cpu": "one", "kernel": "6", "began": "now"}
+    environment |= {"mscomm": "1", "python": "3", "numpy": "2", "contenders": {name: f"{name} 1" for name in names}}
+    document = {
+        "plan": {"collective": collective, "shared": True, "peers": list(names)[1:]},
+        "environment": environment | facts,
+        "rows": [{"size": size, "results": results} for size, results in rows.items()],
+    }
+    (folder / f"{collective}-2.json").write_text(json.dumps(document))
+
+
+def compared(folder: Path) -> str:
+    import compare
+
+    return "\n".join(compare.report(compare.read_all(folder))) + "\n"
+
+
+def all_sizes(**spreads: float) -> dict[int, dict[str, Any]]:
+    import compare
+
+    return {size: {name: samples(us, spreads.get(name, 0)) for name, us in TIMES.items()} for size in compare.SIZES}
+
+
+@with_scripts
+def test_compare_reports_times_goals_and_cells_that_miss_them(tmp_path: Path) -> None:
+    rows = all_sizes()
+    rows[16384]["private"] = samples(80.0)
+    measured(tmp_path, rows)
+    text = compared(tmp_path)
+    line = "10.0 | 40.0 | 60.0 mpich-single | 500.0 torch-gloo | 6.00 (6.00 to 6.00) | 1.50 (1.50 to 1.50) | 50.00"
+    assert f"| 4 KiB | {line}" in text and f"| 64 KiB | {line}" in text
+    assert re.search(r"^\| 4 KiB .* - \|$", text, re.M) and re.search(r"^\| 64 KiB .* 80% \|$", text, re.M)
+    arena = "met: all_reduce, 2 ranks, arena, 4 KiB to 64 MiB: MPI takes 6.00 times as long (goal 5); smallest 6.00"
+    assert f"* {arena} (goal 1.5)\n" in text
+    foreign = "MISSED: all_reduce, 2 ranks, foreign, 4 KiB to 64 MiB: MPI takes 1.38 times as long (goal 1.5);"
+    assert f"* {foreign} smallest 0.75 (goal 1)\n  * 16 KiB: mpich-single **0.75 (0.75 to 0.75)**\n" in text
+    assert "* not measured: arena, MPI: all_reduce, 4 ranks\n" in text
+    assert "* wrong elements: none\n" in text and "not checked" not in text
+    assert "* in brackets: 95 %, by a bootstrap over 11 rounds\n" in text
+
+
+@with_scripts
+def test_compare_calls_no_goal_met_of_which_something_is_missing(tmp_path: Path) -> None:
+    rows = all_sizes()
+    del rows[65536], rows[4096]["mpich"]
+    measured(tmp_path, rows)
+    text = compared(tmp_path)
+    assert re.search(r"\* not measured: all_reduce, 2 ranks, arena, .*; missing: 64 KiB, mpich$", text, re.M)
+    assert re.search(r"\* not measured: all_reduce, 2 ranks, arena, 8 B .* gloo .*; missing: 64 KiB$", text, re.M)
+
+
+@with_scripts
+def test_compare_says_which_cells_of_a_goal_are_within_noise(tmp_path: Path) -> None:
+    rows = all_sizes()
+    rows[4096]["mscomm"] = samples(39.0, spread=0.5)  # 60 / 39 is more than 1.5, but the interval reaches below
+    measured(tmp_path, rows)
+    found = re.search(r"all_reduce, 2 ranks, arena, 4 KiB.*MPI.*smallest 1.54 \(goal 1.5\)(.*)", compared(tmp_path))
+    assert found and found[1] == "; 1 cells within noise"
+
+
+@with_scripts
+def test_a_ratio_is_that_of_the_medians_of_rounds_and_its_interval_holds_it() -> None:
+    from ratio import interval, ratio
+
+    ours = np.array([1.0, 1, 1, 1, 1, 9, 9, 9, 9, 9, 2])
+    found = ratio(ours * 3, ours)
+    assert found == (3.0, 3.0, 3.0)  # paired: a slow round slows both
+    found = ratio(np.full(11, 6.0), ours)
+    assert found.low < found.value == 3.0 < found.high
+    assert (interval(11), interval(5)) == ("95 %", "range")
+
+
+@with_scripts
+def test_compare_tells_wrong_and_unchecked_results(tmp_path: Path) -> None:
+    rows = all_sizes()
+    rows[8]["mpich"] = samples(1.0, wrong=3)
+    rows[4096]["mpich"] = samples(1.0, wrong=4)
+    measured(tmp_path, rows)
+    measured(tmp_path, {8: {"mscomm": samples(1.0, wrong=None), "private": samples(1.0)}}, "broadcast")
+    text = compared(tmp_path)
+    assert "* wrong elements: all_reduce, 2 ranks: 7 of mpich\n* not checked: broadcast, 2 ranks\n" in text
+
+
+@with_scripts
+@pytest.mark.parametrize(
+    "facts",
+    [{"cpu": "two"}, {"cpus": 4}, {"kernel": "7"}, {"mscomm": "2"}, {"contenders": {"mpich": "MPICH 5"}}],
+)
+def test_compare_makes_no_report_of_two_settings(facts: dict[str, Any], tmp_path: Path) -> None:
+    import click
+
+    measured(tmp_path, all_sizes())
+    measured(tmp_path, all_sizes(), "broadcast", **facts)
+    with pytest.raises(click.ClickException, match=r"is .* in .*broadcast-2.json and .* in .*all_reduce-2.json: keep"):
+        compared(tmp_path)
+
+
+@with_scripts
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--collectives", "all_reduce,reduce"], "'reduce' is none of all_reduce"),
+        (["--vs", "torch-gloo,gloo2"], "'gloo2' is none of openmpi"),
+        (["--rounds", "3"], "3 is not in the range x>=5"),
+    ],
+)
+def test_compare_checks_its_words_before_anything_is_measured(words: list[str], said: str, tmp_path: Path) -> None:
+    import compare
+
+    done = invoke(compare.main, *words, tmp_path / "none")
+    assert done.exit_code == 2 and said in done.output
+    assert not (tmp_path / "none").exists()
+
+
+@with_scripts
+def test_compare_checks_for_matplotlib_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import compare
+
+    monkeypatch.setattr(plot, "missing", lambda: True)
+    done = invoke(compare.main, tmp_path)
+    assert done.exit_code == 1 and plot.MISSING in done.output
+
+
+@with_scripts
+def test_compare_keeps_what_is_wrong_and_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run for 8 bytes ends with 1 and writes a file; the other run writes none."""
+    import compare
+
+    def bench(command: list[str], **options: Any) -> Any:
+        if command[command.index("-b") + 1] == "8":
+            Path(command[-1]).write_text(json.dumps({"rows": [8]}))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(compare.subprocess, "run", bench)
+    (failed,) = compare._measure(["all_reduce", "-n", "2"], tmp_path / "all_reduce-2.json")
+    assert re.fullmatch(r"mscomm bench all_reduce -n 2 -b 4096 .*: status 1", failed)
+    assert json.loads((tmp_path / "all_reduce-2.json").read_text()) == {"rows": [8]}
+
+
+@matplotlib
+def test_compare_measures_and_reports(tmp_path: Path) -> None:
+    installed("torch-gloo")
+    small = "import compare; compare.SIZES = (8, 4096, 65536); compare.main()"
+    words = ["-n", "2", "--collectives", "broadcast", "--vs", "torch-gloo", "--iters", "1", "--rounds", "5"]
+    env = {**clean_environment(), "PYTHONPATH": os.pathsep.join([BENCH, os.environ.get("PYTHONPATH", "")])}
+    done = run([sys.executable, "-c", small, *words, tmp_path], 240, env)
+    assert done.returncode == 0, done.stderr
+    assert "### broadcast, 2 ranks\n\nBegan " in done.stdout
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines() if re.match(r"\| \d", line)] == [
+        "| 8 B",
+        "| 4 KiB",
+        "| 16 KiB",
+        "| 64 KiB",
+    ]
+    assert "* in brackets: range, by a bootstrap over 5 rounds\n" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "broadcast-2.json",
+        "ratio.svg",
+        "report.md",
+        "share.svg",
+    ]
+
+
+@pytest.mark.long
+def test_hosts_measures_and_reports(tmp_path: Path) -> None:
+    """Uses links between namespaces. Not imported, because here `hosts` is the module of the tests."""
+    installed("torch-gloo")
+    if os.getuid() != 0 or shutil.which("tc") is None:
+        pytest.skip("shaped links need root and iproute2")
+    words = ["--links", "1gbit", "--layouts", "2x1", "--sizes", "8,64K", "--iters", "1", "--rounds", "5"]
+    command = [sys.executable, Path(BENCH, "hosts.py"), *words, tmp_path]
+    env = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = run(command, 240, env)
+    assert done.returncode == 0, done.stderr
+    assert "* wrong elements: none\n* went between hosts by another way than the wire: nothing\n" in done.stdout
+    assert "### 1gbit, 2 hosts, 1 rank each\n\nBegan " in done.stdout
+    assert re.search(r"^Of mscomm's calls 0 bytes went by shared memory, [1-9]\d* by links\.$", done.stdout, re.M)
+    assert re.findall(r"^\| (\d+ \w+) ", done.stdout, re.M) == ["8 B", "64 KiB"]
+    missing = "* not measured: 1gbit, 2 hosts, 1 rank each: of the wire (goal 97.0%); missing: 16 MiB\n"
+    assert missing in done.stdout and "* not measured: unshaped, 4x1" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1gbit-2x1.json", "report.md"]
+    (row, _) = json.loads((tmp_path / "1gbit-2x1.json").read_text())["rows"]
+    assert all(len(modes["in_place"]["rounds_us"]) == 5 for modes in row["results"].values())
+
+
+@with_scripts
+def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
+    """Different weights are found without graph mode too."""
+    import click
+    from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
+
+    def job(value: float) -> Any:
+        return SimpleNamespace(weights=[[np.full(3, value)]] * 2)
+
+    jobs = {
+        Kind("pynative", carrier): job(value) for carrier, value in ((NOBODY, 5.0), (MINDSPORE, 1.0), (MSCOMM, 1.0))
+    }
+    check_weights(jobs)
+    jobs[Kind("pynative", MSCOMM)] = job(2.0)
+    with pytest.raises(
+        click.ClickException, match="pynative, by mscomm: other weights than pynative, by MindSpore, by"
+    ):
+        check_weights(jobs)
