@@ -390,11 +390,6 @@ def test_the_driver(ranks):
         "beside": 0.0,
         "legacy": 1.0,
         "own": 2.0,
-        "new name": True,
-        "old name": True,
-        "no name": [0, 1, None],
-        "too old": [0, 2, None],
-        "too new": 1,
         "forked": 3,
     }
 

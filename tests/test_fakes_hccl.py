@@ -125,11 +125,10 @@ def test_the_runtime(ranks):
         "device": 107001,
         "stream": [1, 0],
         "event": [0, 1],
-        "timeouts": [507046, 507047],
+        "timeout": 507046,
         "value": 1.0,
         "room": 100000,
         "kind": 107000,
-        "kinds": [1, 2],
         "no interface": True,
         "elsewhere": 107003,
         "context": 0,
@@ -154,11 +153,6 @@ def test_a_killed_rank(ranks, remote):
     env = {"FAKE_DIE": "all_reduce:2@1", "FAKE_REMOTE_ERROR": str(int(remote))}
     value = ranks(2, "hang", what="remote" if remote else "", env=env, codes={1: -signal.SIGKILL})[0]
     assert (value["waited"], value["state"], value["after"]) == (507046, 21 if remote else 0, 0)
-
-
-def test_a_stream_is_aborted(ranks):
-    for value in ranks(2, "hang", what="count", abort=True).values():
-        assert (value["waited"], value["after"]) == (507046, 0)
 
 
 def test_injections(ranks):

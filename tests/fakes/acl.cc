@@ -28,7 +28,6 @@ enum : Error {
   rt_no_memory = 207001,
   rt_no_device = 207004,
   rt_stream_timeout = 507046,
-  rt_event_timeout = 507047,
   rt_device_memory = 507053,
 };
 
@@ -45,11 +44,6 @@ Error current(int& device) {
   device = engine().current();
   if (device < 0) return rt_context_null;
   return engine().broken(device) ? rt_device_memory : success;
-}
-
-Error current() {
-  int device;
-  return current(device);
 }
 
 // A null stream is the context's default one, which waits for no other.
@@ -70,7 +64,7 @@ Deadline within(int milliseconds) {
 
 enum Copy { host_to_host, host_to_device, device_to_host, device_to_device, by_address };
 
-Error copy(void* to, size_t room, const void* from, size_t bytes, int kind, Handle handle, bool waits) {
+Error copy(void* to, size_t room, const void* from, size_t bytes, int kind, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;
   if (!to || !from || bytes > room || kind < 0 || kind > by_address) return invalid_parameter;
@@ -96,7 +90,7 @@ Error copy(void* to, size_t room, const void* from, size_t bytes, int kind, Hand
     const auto in = staged ? std::shared_ptr<char>(staged, staged->data()) : engine().open(source, device, true);
     if (out && in) memmove(out.get(), in.get(), bytes);
   });
-  if (waits || target.where == Where::host) stream->wait(number);
+  if (target.where == Where::host) stream->wait(number);
   return settled(*stream);
 }
 
@@ -106,13 +100,6 @@ FAKE_EXPORT Error aclInit(const char* /*config*/) {
   pid_t nobody = 0;
   if (initialized.compare_exchange_strong(nobody, getpid())) return success;
   return repeated_initialize;
-}
-
-FAKE_EXPORT Error aclFinalize() {
-  if (const Error error = ready()) return error;
-  initialized = 0;
-  engine().set_current(-1);
-  return success;
 }
 
 FAKE_EXPORT Error aclrtGetVersion(int32_t* major, int32_t* minor, int32_t* patch) {
@@ -177,33 +164,17 @@ FAKE_EXPORT Error aclrtSetCurrentContext(Context context) {
   return success;
 }
 
-FAKE_EXPORT Error aclrtSynchronizeDevice() {
+FAKE_EXPORT Error aclrtCreateStream(Handle* stream) {
   int device;
   if (const Error error = current(device)) return error;
-  engine().synchronize(device);
-  return engine().broken(device) ? rt_device_memory : success;
-}
-
-FAKE_EXPORT Error aclrtCreateStreamWithConfig(Handle* stream, uint32_t priority, uint32_t flag) {
-  int device;
-  if (const Error error = current(device)) return error;
-  if (!stream || priority > 7 || flag & ~0x3fu) return invalid_parameter;
+  if (!stream) return invalid_parameter;
   *stream = engine().create_stream(device, false);
   return success;
 }
 
-FAKE_EXPORT Error aclrtCreateStream(Handle* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
-
 FAKE_EXPORT Error aclrtDestroyStream(Handle stream) {
   if (const Error error = ready()) return error;
   return stream > 2 && engine().destroy_stream(stream) ? success : rt_invalid_parameter;
-}
-
-FAKE_EXPORT Error aclrtDestroyStreamForce(Handle handle) {
-  std::shared_ptr<Stream> stream;
-  if (const Error error = stream_of(handle, stream)) return error;
-  engine().cancel(*stream);
-  return aclrtDestroyStream(handle);
 }
 
 FAKE_EXPORT Error aclrtSynchronizeStreamWithTimeout(Handle handle, int32_t milliseconds) {
@@ -224,13 +195,6 @@ FAKE_EXPORT Error aclrtStreamQuery(Handle handle, int* status) {
   return success;
 }
 
-FAKE_EXPORT Error aclrtStreamAbort(Handle handle) {
-  std::shared_ptr<Stream> stream;
-  if (const Error error = stream_of(handle, stream)) return error;
-  engine().cancel(*stream);
-  return success;
-}
-
 FAKE_EXPORT Error aclrtStreamWaitEvent(Handle handle, Handle event) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;
@@ -248,7 +212,6 @@ FAKE_EXPORT Error aclrtCreateEventWithFlag(Handle* event, uint32_t flag) {
   return success;
 }
 
-FAKE_EXPORT Error aclrtCreateEvent(Handle* event) { return aclrtCreateEventWithFlag(event, 1); }
 FAKE_EXPORT Error aclrtCreateEventExWithFlag(Handle* event, uint32_t flag) { return aclrtCreateEventWithFlag(event, flag); }
 
 FAKE_EXPORT Error aclrtDestroyEvent(Handle event) {
@@ -271,24 +234,6 @@ FAKE_EXPORT Error aclrtQueryEventStatus(Handle event, int* status) {
   return success;
 }
 
-FAKE_EXPORT Error aclrtSynchronizeEventWithTimeout(Handle event, int32_t milliseconds) {
-  if (const Error error = ready()) return error;
-  const auto mark = engine().mark(event);
-  if (!mark || milliseconds < -1) return rt_invalid_parameter;
-  if (!mark->stream) return success;
-  if (!mark->stream->wait(mark->number, within(milliseconds))) return rt_event_timeout;
-  return settled(*mark->stream);
-}
-
-FAKE_EXPORT Error aclrtSynchronizeEvent(Handle event) { return aclrtSynchronizeEventWithTimeout(event, -1); }
-
-FAKE_EXPORT Error aclrtEventElapsedTime(float* milliseconds, Handle first, Handle second) {
-  const auto a = engine().mark(first), b = engine().mark(second);
-  if (!a || !b || !a->stream || !b->stream || !milliseconds || !a->reached() || !b->reached()) return rt_invalid_parameter;
-  *milliseconds = std::chrono::duration<float, std::milli>(b->when() - a->when()).count();
-  return success;
-}
-
 FAKE_EXPORT Error aclrtMalloc(void** memory, size_t bytes, int policy) {
   int device;
   if (const Error error = current(device)) return error;
@@ -305,76 +250,20 @@ FAKE_EXPORT Error aclrtFree(void* memory) {
   return engine().release(reinterpret_cast<Address>(memory)) ? success : rt_invalid_parameter;
 }
 
-FAKE_EXPORT Error aclrtMallocHost(void** memory, size_t bytes) {
-  if (const Error error = current()) return error;
-  if (!memory || !bytes) return invalid_parameter;
-  const Address address = engine().allocate_pinned(bytes);
-  if (!address) return rt_no_memory;
-  *memory = reinterpret_cast<void*>(address);
-  return success;
-}
-
-FAKE_EXPORT Error aclrtFreeHost(void* memory) {
-  if (const Error error = ready()) return error;
-  return engine().release_pinned(reinterpret_cast<Address>(memory)) ? success : rt_invalid_parameter;
-}
-
-FAKE_EXPORT Error aclrtGetMemInfo(int /*attribute*/, size_t* left, size_t* all) {
-  int device;
-  if (const Error error = current(device)) return error;
-  if (left) *left = engine().free_bytes(device);
-  if (all) *all = engine().device_bytes();
-  return success;
-}
-
-FAKE_EXPORT Error aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, int kind) {
-  return copy(to, room, from, bytes, kind, 0, true);
-}
-
 FAKE_EXPORT Error aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes, int kind, Handle stream) {
-  return copy(to, room, from, bytes, kind, stream, false);
+  return copy(to, room, from, bytes, kind, stream);
 }
 
-namespace {
-Error set(void* to, size_t room, int32_t value, size_t bytes, Handle handle, bool waits) {
+FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;
   if (!to || bytes > room) return invalid_parameter;
   const Buffer buffer = engine().find(reinterpret_cast<Address>(to), bytes);
   if (!buffer.allocation) return rt_invalid_parameter;
-  const uint64_t number = stream->enqueue([=, device = stream->device()] {
+  stream->enqueue([=, device = stream->device()] {
     if (const auto memory = engine().open(buffer, device, true)) memset(memory.get(), value, bytes);
   });
-  if (waits) stream->wait(number);
   return settled(*stream);
-}
-}  // namespace
-
-FAKE_EXPORT Error aclrtMemset(void* to, size_t room, int32_t value, size_t bytes) { return set(to, room, value, bytes, 0, true); }
-
-FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, Handle stream) {
-  return set(to, room, value, bytes, stream, false);
-}
-
-namespace {
-struct PointerAttributes {
-  uint32_t id;
-  int type;  // 0 host, 1 device, 2 not registered
-  uint32_t page_bytes;
-  uint32_t reserved[4];
-};
-static_assert(sizeof(PointerAttributes) == 28);
-}  // namespace
-
-FAKE_EXPORT Error aclrtPointerGetAttributes(const void* memory, PointerAttributes* attributes) {
-  if (const Error error = current()) return error;
-  if (!memory || !attributes) return invalid_parameter;
-  const Buffer buffer = engine().find(reinterpret_cast<Address>(memory), 0);
-  *attributes = {};
-  attributes->id = buffer.allocation && buffer.where == Where::device ? static_cast<uint32_t>(buffer.device) : 0;
-  attributes->type = !buffer.allocation ? 2 : buffer.where == Where::device ? 1 : 0;
-  attributes->page_bytes = 4096;
-  return success;
 }
 
 // Not AscendCL's: memory of the device that the host reaches, too.

@@ -94,14 +94,14 @@ void Communicator::launch(std::vector<Operation> operations) {
   for (const Operation& operation : operations)
     if (std::find(streams.begin(), streams.end(), operation.stream) == streams.end()) streams.push_back(operation.stream);
   auto first = streams.front();
-  for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*first, {streams[i], streams[i]->tail(), nullptr, false});
+  for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*first, {streams[i], streams[i]->tail(), false});
   auto self = shared_from_this();
   auto work = std::make_shared<const std::vector<Operation>>(std::move(operations));
   if (first->capturing()) {
     // A graph runs it again and again: its turn is when it runs.
-    first->enqueue([self, work, stream = first.get()] {
+    first->enqueue([self, work] {
       const uint64_t number = self->take_number();
-      self->run(*work, number, *stream);
+      self->run(*work, number);
       self->finish(number);
     });
     return;
@@ -109,31 +109,29 @@ void Communicator::launch(std::vector<Operation> operations) {
   // Two threads that issue at once are in the wrong, but are to be told, not to wait for each other's numbers.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
-  // Over when the stream forgets it, whether it ran or was cancelled.
+  // Over when the stream forgets it.
   const std::shared_ptr<Turns> turn(new Turns(device), [self, number](Turns* own) {
     delete own;
     self->finish(number);
   });
-  const uint64_t place = first->enqueue([self, work, number, turn, stream = first.get()] {
-    while (!turn->has_come() && !self->stopped_ && !stream->cancelled()) std::this_thread::sleep_for(look_again / 3);
-    self->run(*work, number, *stream);
+  const uint64_t place = first->enqueue([self, work, number, turn] {
+    while (!turn->has_come() && !self->stopped_) std::this_thread::sleep_for(look_again / 3);
+    self->run(*work, number);
   });
-  for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*streams[i], {first, place, nullptr, false});
+  for (size_t i = 1; i < streams.size(); ++i) engine_.wait_for(*streams[i], {first, place, false});
 }
 
-void Communicator::run(const std::vector<Operation>& operations, uint64_t number, const Stream& stream) {
+void Communicator::run(const std::vector<Operation>& operations, uint64_t number) {
   {
     std::unique_lock lock(mutex_);
     while (done_ != number) {
-      if (stopped_ || stream.cancelled()) return;
+      if (stopped_) return;
       changed_.wait_for(lock, look_again);
     }
     if (stopped_) return;
     ++running_;
   }
-  Meeting::Watch watch = this->watch();
-  watch.stopped = [this, &stream] { return stopped_.load() || stream.cancelled(); };
-  execute(operations, watch);
+  execute(operations, watch());
   std::lock_guard lock(mutex_);
   --running_;
   changed_.notify_all();

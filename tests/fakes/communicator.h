@@ -65,7 +65,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   };
 
  private:
-  void run(const std::vector<Operation>& operations, uint64_t number, const Stream& stream);
+  void run(const std::vector<Operation>& operations, uint64_t number);
   bool execute(const std::vector<Operation>& operations, const Meeting::Watch& watch);
   uint64_t take_number();
   void finish(uint64_t number);

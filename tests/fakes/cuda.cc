@@ -68,8 +68,7 @@ std::atomic<pid_t> initialized{0};
 std::mutex retained_mutex;
 // Never destroyed: threads of the library that is tested may still call when the process ends.
 auto& retained = *new std::map<Device, int>;
-auto& without_timing = *new std::map<Handle, bool>;  // events
-thread_local std::vector<Device> contexts;           // -1: none
+thread_local std::vector<Device> contexts;  // -1: none
 
 int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
 
@@ -112,8 +111,8 @@ void set(std::vector<Device> stack) {
 
 Result settled(const Stream& stream) { return engine().broken(stream.device()) ? illegal_address : success; }
 
-// Between any two kinds of memory. `waits`: the host goes on when it is done.
-Result copy(Pointer to, Pointer from, size_t bytes, Handle handle, bool waits) {
+// Between any two kinds of memory.
+Result copy(Pointer to, Pointer from, size_t bytes, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
   if (!bytes) return success;
@@ -122,7 +121,7 @@ Result copy(Pointer to, Pointer from, size_t bytes, Handle handle, bool waits) {
     if (!one.address || (one.where == Where::device && !one.allocation)) return invalid_value;
     if (one.allocation && one.address + bytes > one.start + one.length) return invalid_value;
   }
-  if (stream->capturing() && (waits || target.where == Where::host)) return capture_unsupported;
+  if (stream->capturing() && target.where == Where::host) return capture_unsupported;
   // From pageable memory it is staged before the call returns; to such memory the call returns when it is there.
   std::shared_ptr<std::vector<char>> staged;
   if (source.where == Where::host) {
@@ -135,7 +134,7 @@ Result copy(Pointer to, Pointer from, size_t bytes, Handle handle, bool waits) {
     const auto in = staged ? std::shared_ptr<char>(staged, staged->data()) : engine().open(source, device, true);
     if (out && in) memmove(out.get(), in.get(), bytes);
   });
-  if (waits || target.where == Where::host) stream->wait(number);
+  if (target.where == Where::host) stream->wait(number);
   return settled(*stream);
 }
 
@@ -208,20 +207,6 @@ FAKE_EXPORT Result cuDeviceGetUuid_v2(unsigned char* uuid, Device device) {
 }
 
 FAKE_EXPORT Result cuDeviceGetUuid(unsigned char* uuid, Device device) { return cuDeviceGetUuid_v2(uuid, device); }
-
-FAKE_EXPORT Result cuDeviceGetPCIBusId(char* name, int bytes, Device device) {
-  if (const Result result = check(device)) return result;
-  if (!name || bytes < 13) return invalid_value;
-  snprintf(name, static_cast<size_t>(bytes), "0000:%02X:00.0", static_cast<unsigned>(device + 1) & 0xff);
-  return success;
-}
-
-FAKE_EXPORT Result cuDeviceTotalMem_v2(size_t* bytes, Device device) {
-  if (const Result result = check(device)) return result;
-  if (!bytes) return invalid_value;
-  *bytes = engine().device_bytes();
-  return success;
-}
 
 FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
   if (const Result result = check(device)) return result;
@@ -304,25 +289,6 @@ FAKE_EXPORT Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
   return success;
 }
 
-FAKE_EXPORT Result cuDevicePrimaryCtxRelease_v2(Device device) {
-  if (const Result result = check(device)) return result;
-  std::lock_guard lock(retained_mutex);
-  if (retained[device] < 1) return invalid_context;
-  --retained[device];
-  engine().count("contexts", -1);
-  return success;
-}
-
-FAKE_EXPORT Result cuDevicePrimaryCtxRelease(Device device) { return cuDevicePrimaryCtxRelease_v2(device); }
-
-FAKE_EXPORT Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
-  if (const Result result = check(device)) return result;
-  if (!flags || !active) return invalid_value;
-  *flags = 0;
-  *active = device_of(context_of(device)) >= 0;
-  return success;
-}
-
 FAKE_EXPORT Result cuCtxPushCurrent_v2(Context context) {
   if (const Result result = ready()) return result;
   const Device device = device_of(context);
@@ -342,9 +308,6 @@ FAKE_EXPORT Result cuCtxPopCurrent_v2(Context* context) {
   set(std::move(stack));
   return success;
 }
-
-FAKE_EXPORT Result cuCtxPushCurrent(Context context) { return cuCtxPushCurrent_v2(context); }
-FAKE_EXPORT Result cuCtxPopCurrent(Context* context) { return cuCtxPopCurrent_v2(context); }
 
 FAKE_EXPORT Result cuCtxGetCurrent(Context* context) {
   if (const Result result = ready()) return result;
@@ -371,13 +334,6 @@ FAKE_EXPORT Result cuCtxGetDevice(Device* device) {
   return current(*device);
 }
 
-FAKE_EXPORT Result cuCtxSynchronize() {
-  Device device;
-  if (const Result result = current(device)) return result;
-  engine().synchronize(device);
-  return engine().broken(device) ? illegal_address : success;
-}
-
 FAKE_EXPORT Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   if (const Result result = current()) return result;
   if (least) *least = 0;
@@ -399,7 +355,6 @@ FAKE_EXPORT Result cuStreamDestroy_v2(Handle handle) {
   if (const Result result = ready()) return result;
   return handle > 2 && engine().destroy_stream(handle) ? success : invalid_handle;
 }
-FAKE_EXPORT Result cuStreamDestroy(Handle handle) { return cuStreamDestroy_v2(handle); }
 
 FAKE_EXPORT Result cuStreamSynchronize(Handle handle) {
   std::shared_ptr<Stream> stream;
@@ -480,38 +435,19 @@ FAKE_EXPORT Result cuStreamEndCapture(Handle handle, Handle* graph) {
   return success;
 }
 
-FAKE_EXPORT Result cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long /*flags*/) {
-  if (const Result result = current()) return result;
-  if (!executable || !graph) return invalid_value;
-  *executable = graph;
-  return success;
-}
-
 FAKE_EXPORT Result cuGraphLaunch(Handle executable, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
   return engine().launch_graph(executable, *stream) ? success : invalid_value;
 }
 
-// The graph and what was instantiated from it are one here, so that only the second goes.
-FAKE_EXPORT Result cuGraphDestroy(Handle /*graph*/) { return ready(); }
 FAKE_EXPORT Result cuGraphExecDestroy(Handle executable) { return engine().destroy_graph(executable) ? success : invalid_value; }
-
-FAKE_EXPORT Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* data) {
-  std::shared_ptr<Stream> stream;
-  if (const Result result = stream_of(handle, stream)) return result;
-  if (!function) return invalid_value;
-  stream->enqueue([=] { function(data); });
-  return success;
-}
 
 FAKE_EXPORT Result cuEventCreate(Handle* handle, unsigned flags) {
   Device device;
   if (const Result result = current(device)) return result;
   if (!handle || flags & ~7u) return invalid_value;
   *handle = engine().create_event(device);
-  std::lock_guard lock(retained_mutex);
-  without_timing[*handle] = flags & 2;
   return success;
 }
 
@@ -519,7 +455,6 @@ FAKE_EXPORT Result cuEventDestroy_v2(Handle handle) {
   if (const Result result = ready()) return result;
   return engine().destroy_event(handle) ? success : invalid_handle;
 }
-FAKE_EXPORT Result cuEventDestroy(Handle handle) { return cuEventDestroy_v2(handle); }
 
 FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
   std::shared_ptr<Stream> stream;
@@ -537,29 +472,6 @@ FAKE_EXPORT Result cuEventQuery(Handle event) {
   if (mark->stream)
     if (const Result result = settled(*mark->stream)) return result;
   return mark->reached() ? success : not_ready;
-}
-
-FAKE_EXPORT Result cuEventSynchronize(Handle event) {
-  if (const Result result = ready()) return result;
-  const auto mark = engine().mark(event);
-  if (!mark) return invalid_handle;
-  if (mark->captured) return captured_event;
-  if (!mark->stream) return success;
-  mark->stream->wait(mark->number);
-  return settled(*mark->stream);
-}
-
-FAKE_EXPORT Result cuEventElapsedTime(float* milliseconds, Handle first, Handle second) {
-  const auto a = engine().mark(first), b = engine().mark(second);
-  if (!a || !b || !a->stream || !b->stream) return invalid_handle;
-  {
-    std::lock_guard lock(retained_mutex);
-    if (without_timing[first] || without_timing[second]) return invalid_handle;
-  }
-  if (!milliseconds) return invalid_value;
-  if (!a->reached() || !b->reached()) return not_ready;
-  *milliseconds = std::chrono::duration<float, std::milli>(b->when() - a->when()).count();
-  return success;
 }
 
 FAKE_EXPORT Result cuMemAlloc_v2(Pointer* memory, size_t bytes) {
@@ -590,12 +502,6 @@ FAKE_EXPORT Result cuMemFree_v2(Pointer memory) {
   return engine().release(memory) ? success : invalid_value;
 }
 
-FAKE_EXPORT Result cuMemAllocAsync(Pointer* memory, size_t bytes, Handle handle) {
-  std::shared_ptr<Stream> stream;
-  if (const Result result = stream_of(handle, stream)) return result;
-  return cuMemAlloc_v2(memory, bytes);
-}
-
 // In the order of the stream, as a caching allocator gives a block to its next owner.
 FAKE_EXPORT Result cuMemFreeAsync(Pointer memory, Handle handle) {
   std::shared_ptr<Stream> stream;
@@ -606,55 +512,14 @@ FAKE_EXPORT Result cuMemFreeAsync(Pointer memory, Handle handle) {
   return success;
 }
 
-FAKE_EXPORT Result cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
-  if (const Result result = current()) return result;
-  if (!memory || !bytes || flags > 7) return invalid_value;
-  const Address address = engine().allocate_pinned(bytes);
-  if (!address) return out_of_memory;
-  *memory = reinterpret_cast<void*>(address);
-  return success;
-}
-
-FAKE_EXPORT Result cuMemFreeHost(void* memory) {
-  if (const Result result = current()) return result;
-  return engine().release_pinned(reinterpret_cast<Address>(memory)) ? success : invalid_value;
-}
-
-FAKE_EXPORT Result cuMemGetInfo_v2(size_t* left, size_t* all) {
-  Device device;
-  if (const Result result = current(device)) return result;
-  if (left) *left = engine().free_bytes(device);
-  if (all) *all = engine().device_bytes();
-  return success;
-}
-
-FAKE_EXPORT Result cuMemGetAddressRange_v2(Pointer* start, size_t* bytes, Pointer memory) {
-  if (const Result result = current()) return result;
-  const Buffer buffer = engine().find(memory, 0);
-  if (!buffer.allocation) return not_found;
-  if (start) *start = buffer.start;
-  if (bytes) *bytes = buffer.length;
-  return success;
-}
-
-FAKE_EXPORT Result cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, Handle stream) {
-  return copy(to, from, bytes, stream, false);
-}
-FAKE_EXPORT Result cuMemcpy(Pointer to, Pointer from, size_t bytes) { return copy(to, from, bytes, 0, true); }
-FAKE_EXPORT Result cuMemcpyHtoD_v2(Pointer to, const void* from, size_t bytes) {
-  return copy(to, reinterpret_cast<Pointer>(from), bytes, 0, true);
-}
-FAKE_EXPORT Result cuMemcpyDtoH_v2(void* to, Pointer from, size_t bytes) {
-  return copy(reinterpret_cast<Pointer>(to), from, bytes, 0, true);
-}
 FAKE_EXPORT Result cuMemcpyHtoDAsync_v2(Pointer to, const void* from, size_t bytes, Handle stream) {
-  return copy(to, reinterpret_cast<Pointer>(from), bytes, stream, false);
+  return copy(to, reinterpret_cast<Pointer>(from), bytes, stream);
 }
 FAKE_EXPORT Result cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, Handle stream) {
-  return copy(reinterpret_cast<Pointer>(to), from, bytes, stream, false);
+  return copy(reinterpret_cast<Pointer>(to), from, bytes, stream);
 }
 FAKE_EXPORT Result cuMemcpyDtoDAsync_v2(Pointer to, Pointer from, size_t bytes, Handle stream) {
-  return copy(to, from, bytes, stream, false);
+  return copy(to, from, bytes, stream);
 }
 
 FAKE_EXPORT Result cuMemsetD8Async(Pointer to, unsigned char value, size_t count, Handle handle) {
@@ -738,34 +603,6 @@ FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) 
   return attribute(buffer, which, data) ? success : invalid_value;
 }
 
-// An address that nobody knows is no error here: zeros say so.
-FAKE_EXPORT Result cuPointerGetAttributes(unsigned count, int* which, void** data, Pointer memory) {
-  if (const Result result = ready()) return result;
-  if (!which || !data) return invalid_value;
-  Buffer buffer = engine().find(memory, 0);
-  for (unsigned i = 0; i < count; ++i) {
-    if (buffer.allocation) {
-      if (!attribute(buffer, which[i], data[i])) return invalid_value;
-      continue;
-    }
-    switch (which[i]) {
-      case 2:
-      case 8:
-      case 13:
-        memset(data[i], 0, 4);
-        break;
-      case 9: {
-        const int none = -2;
-        memcpy(data[i], &none, 4);
-        break;
-      }
-      default:
-        memset(data[i], 0, 8);
-    }
-  }
-  return success;
-}
-
 // The image is one for all contexts, and a kernel is its function in any of them.
 FAKE_EXPORT Result cuModuleLoadData(Handle* module, const void* image) {
   if (const Result result = current()) return result;
@@ -780,8 +617,6 @@ FAKE_EXPORT Result cuLibraryLoadData(Handle* library, const void* image, int*, v
   *library = can_run(image) ? 1 : 0;
   return *library ? success : no_binary_for_gpu;
 }
-FAKE_EXPORT Result cuLibraryUnload(Handle) { return invalid_handle; }
-FAKE_EXPORT Result cuModuleUnload(Handle) { return invalid_handle; }
 FAKE_EXPORT Result cuLibraryGetKernel(Handle* kernel, Handle library, const char* name) {
   if (library != 1) return invalid_handle;
   if (!kernel || !name) return invalid_value;
@@ -809,141 +644,4 @@ FAKE_EXPORT Result cuLaunchKernel(Handle function, unsigned grid_x, unsigned gri
   if (const Result result = stream_of(handle, stream)) return result;
   if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared_bytes || extra || !parameters) return invalid_value;
   return launch_kernel(function, grid_x, block_x, parameters[0], stream) ? success : invalid_value;
-}
-
-FAKE_EXPORT Result cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags);
-FAKE_EXPORT Result cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags, int* status);
-
-namespace {
-
-// By the name without a suffix: from which CUDA version on a caller means which function.
-struct Entry {
-  const char* name;
-  int since;
-  void* function;
-};
-
-#define AT(name, since) {#name, since, reinterpret_cast<void*>(&name)}
-#define AT_2(name, since) {#name, since, reinterpret_cast<void*>(&name##_v2)}
-const Entry entries[] = {
-    AT(cuInit, 2000),
-    AT(cuDriverGetVersion, 2020),
-    AT(cuGetErrorName, 6000),
-    AT(cuGetErrorString, 6000),
-    AT(cuDeviceGet, 2000),
-    AT(cuDeviceGetCount, 2000),
-    AT(cuDeviceGetName, 2000),
-    AT(cuDeviceGetAttribute, 2000),
-    AT(cuDeviceGetUuid, 9020),
-    AT_2(cuDeviceGetUuid, 11040),
-    AT(cuDeviceGetPCIBusId, 4010),
-    AT(cuDeviceTotalMem, 2000),
-    AT_2(cuDeviceTotalMem, 3020),
-    AT(cuDevicePrimaryCtxRetain, 7000),
-    AT(cuDevicePrimaryCtxRelease, 7000),
-    AT_2(cuDevicePrimaryCtxRelease, 11000),
-    AT(cuDevicePrimaryCtxGetState, 7000),
-    AT(cuCtxPushCurrent, 2000),
-    AT_2(cuCtxPushCurrent, 4000),
-    AT(cuCtxPopCurrent, 2000),
-    AT_2(cuCtxPopCurrent, 4000),
-    AT(cuCtxGetCurrent, 4000),
-    AT(cuCtxSetCurrent, 4000),
-    AT(cuCtxGetDevice, 2000),
-    AT(cuCtxSynchronize, 2000),
-    AT(cuCtxGetStreamPriorityRange, 5050),
-    AT(cuStreamCreate, 2000),
-    AT(cuStreamCreateWithPriority, 5050),
-    AT(cuStreamDestroy, 2000),
-    AT_2(cuStreamDestroy, 4000),
-    AT(cuStreamSynchronize, 2000),
-    AT(cuStreamQuery, 2000),
-    AT(cuStreamWaitEvent, 3020),
-    AT(cuStreamIsCapturing, 10000),
-    AT_2(cuStreamBeginCapture, 10010),
-    AT(cuStreamEndCapture, 10000),
-    AT(cuGraphInstantiateWithFlags, 11040),
-    AT(cuGraphLaunch, 10000),
-    AT(cuGraphDestroy, 10000),
-    AT(cuGraphExecDestroy, 10000),
-    AT(cuLaunchHostFunc, 10000),
-    AT(cuEventCreate, 2000),
-    AT(cuEventDestroy, 2000),
-    AT_2(cuEventDestroy, 4000),
-    AT(cuEventRecord, 2000),
-    AT(cuThreadExchangeStreamCaptureMode, 10010),
-    AT(cuEventQuery, 2000),
-    AT(cuEventSynchronize, 2000),
-    AT(cuEventElapsedTime, 2000),
-    AT(cuMemAlloc, 2000),
-    AT_2(cuMemAlloc, 3020),
-    AT(cuMemFree, 2000),
-    AT_2(cuMemFree, 3020),
-    AT(cuMemAllocManaged, 6000),
-    AT(cuMemAllocAsync, 11020),
-    AT(cuMemFreeAsync, 11020),
-    AT(cuMemHostAlloc, 2020),
-    AT(cuMemFreeHost, 2000),
-    AT(cuMemGetInfo, 2000),
-    AT_2(cuMemGetInfo, 3020),
-    AT(cuMemGetAddressRange, 2000),
-    AT_2(cuMemGetAddressRange, 3020),
-    AT(cuMemcpy, 4000),
-    AT(cuMemcpyAsync, 4000),
-    AT(cuMemcpyHtoD, 2000),
-    AT_2(cuMemcpyHtoD, 3020),
-    AT(cuMemcpyDtoH, 2000),
-    AT_2(cuMemcpyDtoH, 3020),
-    AT(cuMemcpyHtoDAsync, 2000),
-    AT_2(cuMemcpyHtoDAsync, 3020),
-    AT(cuMemcpyDtoHAsync, 2000),
-    AT_2(cuMemcpyDtoHAsync, 3020),
-    AT(cuMemcpyDtoDAsync, 3000),
-    AT_2(cuMemcpyDtoDAsync, 3020),
-    AT(cuMemsetD8Async, 3020),
-    AT(cuPointerGetAttribute, 4000),
-    AT(cuPointerGetAttributes, 7000),
-    AT(cuLibraryLoadData, 12000),
-    AT(cuLibraryUnload, 12000),
-    AT(cuLibraryGetKernel, 12000),
-    AT(cuKernelGetFunction, 12000),
-    AT(cuModuleLoadData, 2000),
-    AT(cuModuleUnload, 2000),
-    AT(cuModuleGetFunction, 2000),
-    AT(cuFuncLoad, 12040),
-    AT(cuLaunchKernel, 4000),
-    AT(cuGetProcAddress, 11030),
-    AT_2(cuGetProcAddress, 12000),
-};
-#undef AT
-#undef AT_2
-
-// 0 found, 1 no such name, 2 only for newer callers.
-int resolve(const char* symbol, int version, void** function) {
-  int status = 1;
-  *function = nullptr;
-  for (const Entry& entry : entries) {
-    if (strcmp(entry.name, symbol) || entry.since > driver_version()) continue;  // what an older driver does not have
-    if (entry.since > version) {
-      if (!*function) status = 2;
-      continue;
-    }
-    *function = entry.function;  // the rows of a name are in order: the last that fits
-    status = 0;
-  }
-  return status;
-}
-
-}  // namespace
-
-FAKE_EXPORT Result cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags) {
-  if (!symbol || !function || flags > 2 || version > driver_version()) return invalid_value;
-  return resolve(symbol, version, function) ? not_found : success;
-}
-
-FAKE_EXPORT Result cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags, int* status) {
-  if (!symbol || !function || flags > 2 || version > driver_version()) return invalid_value;
-  const int found = resolve(symbol, version, function);
-  if (status) *status = found;
-  return success;  // with a null function and the status
 }

@@ -68,12 +68,6 @@ class Cuda:
         finally:
             self.call("cuCtxPopCurrent_v2", byref(c_uint64()))
 
-    def release(self) -> None:
-        """The contexts that arrays made, for tests that count them."""
-        for device in list(self.contexts):
-            del self.contexts[device]
-            self.call("cuDevicePrimaryCtxRelease_v2", c_int(device))
-
     def allocate(self, nbytes: int) -> int:
         pointer = c_uint64()
         self.call("cuMemAlloc_v2", byref(pointer), c_size_t(nbytes))
@@ -131,7 +125,6 @@ class Acl:
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        self.contexts: dict[int, None] = {}
         if self.library.aclInit(None) not in (0, 100002):  # somebody else did it
             raise DeviceError("aclInit", -1, "?")
 
@@ -158,9 +151,6 @@ class Acl:
         finally:
             if before.value not in (-1, device):
                 self.call("aclrtSetDevice", before)
-
-    def release(self) -> None:
-        pass
 
     def allocate(self, nbytes: int) -> int:
         pointer = c_uint64()

@@ -96,13 +96,6 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
     return capturing_;
   }
 
-  bool cancelled() const override { return cancelled_through_.load() >= now_.load(); }
-
-  void cancel() {
-    std::lock_guard lock(mutex_);
-    cancelled_through_ = last_;
-  }
-
   void set_capturing(bool capturing) {
     std::lock_guard lock(mutex_);
     capturing_ = capturing;
@@ -130,10 +123,9 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
       if (items_.empty()) break;
       Item item = std::move(items_.front());
       items_.pop_front();
-      now_ = item.number;
       lock.unlock();
       if (item.delayed && delay.count() > 0) std::this_thread::sleep_for(delay);
-      if (!cancelled()) item.work();
+      item.work();
       item.work = nullptr;  // what it holds goes before somebody sees that it is done
       lock.lock();
       done_ = item.number;
@@ -151,13 +143,11 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
   std::vector<Item> captured_;
   uint64_t last_ = 0, done_ = 0;
   bool running_ = false, closed_ = false, capturing_ = false;
-  std::atomic<uint64_t> now_{1}, cancelled_through_{0};
 };
 
 struct Allocation {
   size_t bytes = 0;
   uint64_t id = 0;
-  Where where = Where::device;
   int device = -1;
   int users = 0;  // running work that holds it open
   bool managed = false;
@@ -169,7 +159,6 @@ struct Device {
   std::shared_ptr<Queue> legacy;
   std::vector<std::weak_ptr<Queue>> queues;
   std::map<Address, size_t> holes;
-  size_t used = 0;
   std::atomic<bool> broken{false};
 };
 
@@ -220,19 +209,13 @@ class Machine : public Engine {
     return uuid;
   }
 
-  size_t device_bytes() const override { return slice_; }
-  size_t free_bytes(int device) const override {
-    std::lock_guard lock(mutex_);
-    return slice_ - devices_[static_cast<size_t>(device)].used;
-  }
-
   int current() const override { return current_device; }
   void set_current(int device) override { current_device = device; }
 
   Address allocate(int device, size_t bytes, bool managed) override {
     std::lock_guard lock(mutex_);
     Device& on = devices_[static_cast<size_t>(device)];
-    const Allocation allocation{bytes, ++ids_, Where::device, device, 0, managed};
+    const Allocation allocation{bytes, ++ids_, device, 0, managed};
     const size_t wanted = allocation.room();
     for (auto hole = on.holes.begin(); hole != on.holes.end(); ++hole) {
       const auto [begin, length] = *hole;
@@ -241,7 +224,6 @@ class Machine : public Engine {
       on.holes.erase(hole);
       if (address > begin) on.holes[begin] = address - begin;
       if (const size_t left = begin + length - address - wanted) on.holes[address + wanted] = left;
-      on.used += wanted;
       allocations_[address] = allocation;
       if (managed) protect(address, wanted, PROT_READ | PROT_WRITE);
       memset(shadow(address), junk, std::min(bytes, junk_bytes));
@@ -253,11 +235,10 @@ class Machine : public Engine {
   bool release(Address address) override {
     std::lock_guard lock(mutex_);
     const auto found = allocations_.find(address);
-    if (found == allocations_.end() || found->second.where != Where::device) return false;
+    if (found == allocations_.end()) return false;
     const Allocation allocation = found->second;
     allocations_.erase(found);
     Device& on = devices_[static_cast<size_t>(allocation.device)];
-    on.used -= allocation.room();
     if (allocation.managed) protect(address, allocation.room(), PROT_NONE);
     if (allocation.users) {
       // Nobody gets it again: the work that runs would write into the next owner's memory.
@@ -270,26 +251,6 @@ class Machine : public Engine {
     return true;
   }
 
-  Address allocate_pinned(size_t bytes) override {
-    void* memory = mmap(nullptr, (std::max<size_t>(bytes, 1) + 4095) / 4096 * 4096, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) return 0;
-    std::lock_guard lock(mutex_);
-    const auto address = reinterpret_cast<Address>(memory);
-    allocations_[address] = {bytes, ++ids_, Where::pinned, std::max(current_device, 0)};
-    return address;
-  }
-
-  bool release_pinned(Address address) override {
-    std::lock_guard lock(mutex_);
-    const auto found = allocations_.find(address);
-    if (found == allocations_.end() || found->second.where != Where::pinned) return false;
-    if (found->second.users) note("freed_in_use", "pinned memory was freed while work on it was running");
-    else munmap(reinterpret_cast<void*>(address), (std::max<size_t>(found->second.bytes, 1) + 4095) / 4096 * 4096);
-    allocations_.erase(found);
-    return true;
-  }
-
   Buffer find(Address address, size_t bytes) const override {
     std::lock_guard lock(mutex_);
     const auto found = at(address);
@@ -298,7 +259,7 @@ class Machine : public Engine {
       return {address, bytes, ours ? Where::device : Where::host};
     }
     const Allocation& in = found->second;
-    return {address, bytes, in.where, in.device, in.id, found->first, in.bytes, in.managed};
+    return {address, bytes, Where::device, in.device, in.id, found->first, in.bytes, in.managed};
   }
 
   std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any) override {
@@ -310,19 +271,18 @@ class Machine : public Engine {
       return std::shared_ptr<char>();
     };
     const auto found = allocations_.find(buffer.start);
-    if (!buffer.allocation) return fail("wild_address", "work on memory that is neither a device's nor pinned");
+    if (!buffer.allocation) return fail("wild_address", "work on memory that is no device's");
     if (found == allocations_.end() || found->second.id != buffer.allocation)
       return fail("use_after_free", "work on memory that was freed before the stream got there");
     if (buffer.address + buffer.bytes > found->first + found->second.bytes)
       return fail("out_of_bounds", "work beyond the end of an allocation: " + std::to_string(buffer.bytes) + " bytes at offset " +
                                        std::to_string(buffer.address - found->first) + " of " +
                                        std::to_string(found->second.bytes));
-    if (!of_any && found->second.where == Where::device && found->second.device != device)
+    if (!of_any && found->second.device != device)
       return fail("wrong_device",
                   "memory of device " + std::to_string(found->second.device) + " in work of device " + std::to_string(device));
     ++found->second.users;
-    char* bytes = found->second.where == Where::device ? shadow(buffer.address) : reinterpret_cast<char*>(buffer.address);
-    return {bytes, [this, start = buffer.start, id = buffer.allocation](char*) {
+    return {shadow(buffer.address), [this, start = buffer.start, id = buffer.allocation](char*) {
               std::lock_guard lock(mutex_);
               const auto open = allocations_.find(start);
               if (open != allocations_.end() && open->second.id == id) --open->second.users;
@@ -381,23 +341,12 @@ class Machine : public Engine {
 
   std::shared_ptr<Queue> legacy(int device) { return devices_[static_cast<size_t>(device)].legacy; }
 
-  void synchronize(int device) override {
-    std::vector<std::shared_ptr<Queue>> all;
-    {
-      std::lock_guard lock(order());
-      all = queues(device);
-      all.push_back(legacy(device));
-    }
-    for (const auto& queue : all) queue->wait(queue->tail(), {});
-  }
-
   void wait_for(Stream& stream, const Mark& mark) override {
     if (!mark.stream) return;
     stream.enqueue([mark] { mark.stream->wait(mark.number); }, false);
   }
 
   void set_capturing(Stream& stream, bool capturing) override { static_cast<Queue&>(stream).set_capturing(capturing); }
-  void cancel(Stream& stream) override { static_cast<Queue&>(stream).cancel(); }
 
   Handle take_graph(Stream& stream) override {
     std::lock_guard lock(mutex_);
@@ -444,9 +393,8 @@ class Machine : public Engine {
   bool record(Handle handle, std::shared_ptr<Stream> stream) override {
     if (event_device(handle) < 0) return false;
     Mark mark;
-    mark.time = std::make_shared<SteadyClock::time_point>();
     mark.captured = stream->capturing();
-    mark.number = stream->enqueue([time = mark.time] { *time = SteadyClock::now(); }, false);
+    mark.number = stream->enqueue([] {}, false);
     mark.stream = std::move(stream);
     std::lock_guard lock(mutex_);
     const auto found = events_.find(handle);
@@ -476,15 +424,11 @@ class Machine : public Engine {
 
   std::string counters() const override {
     std::lock_guard lock(mutex_);
-    size_t on_devices = 0, pinned = 0, bytes = 0;
-    for (const auto& [_, allocation] : allocations_) {
-      ++(allocation.where == Where::device ? on_devices : pinned);
-      if (allocation.where == Where::device) bytes += allocation.bytes;
-    }
+    size_t bytes = 0;
+    for (const auto& [_, allocation] : allocations_) bytes += allocation.bytes;
     std::ostringstream json;
     json << "{\"devices\": " << devices_.size() << ", \"streams\": " << streams_.size() << ", \"events\": " << events_.size()
-         << ", \"graphs\": " << graphs_.size() << ", \"allocations\": " << on_devices << ", \"bytes\": " << bytes
-         << ", \"pinned\": " << pinned;
+         << ", \"graphs\": " << graphs_.size() << ", \"allocations\": " << allocations_.size() << ", \"bytes\": " << bytes;
     for (const auto& [kind, count] : counts_) json << ", \"" << kind << "\": " << count;
     json << ", \"violations\": {";
     const char* comma = "";

@@ -19,7 +19,7 @@ using Handle = uint64_t;
 using Uuid = std::array<unsigned char, 16>;
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none: for ever, as the real ones wait
 
-enum class Where { host, pinned, device };
+enum class Where { host, device };
 
 // What work in a queue keeps of an argument: which memory it was when the caller named it.
 struct Buffer {
@@ -44,16 +44,12 @@ class Stream {
   virtual bool reached(uint64_t number) const = 0;
   virtual bool wait(uint64_t number, Deadline deadline = {}) = 0;  // false: the deadline passed
   virtual bool capturing() const = 0;
-  // The running work was told to stop (AscendCL's stream abort).
-  virtual bool cancelled() const = 0;
 };
 
 // A place in a stream.
 struct Mark {
   std::shared_ptr<Stream> stream;
   uint64_t number = 0;
-  std::chrono::steady_clock::time_point when() const { return time ? *time : std::chrono::steady_clock::time_point{}; }
-  std::shared_ptr<std::chrono::steady_clock::time_point> time;  // when it was reached
   bool captured = false;
   bool reached() const { return !stream || stream->reached(number); }
 };
@@ -64,8 +60,6 @@ class Engine {
 
   virtual int devices() const = 0;
   virtual Uuid uuid(int device) const = 0;
-  virtual size_t device_bytes() const = 0;
-  virtual size_t free_bytes(int device) const = 0;
 
   // The device of this thread, or -1. The vendor's runtime keeps it.
   virtual int current() const = 0;
@@ -74,8 +68,6 @@ class Engine {
   // 0: no memory left. The host can read and write what it gets if that is managed, and not otherwise; memory is not zero.
   virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
-  virtual Address allocate_pinned(size_t bytes) = 0;
-  virtual bool release_pinned(Address address) = 0;
   // By any pointer into it.
   virtual Buffer find(Address address, size_t bytes) const = 0;
   // The bytes of a buffer, for work that runs. Empty, with the device in error, if it is no memory of that device or was
@@ -86,10 +78,8 @@ class Engine {
   virtual bool destroy_stream(Handle handle) = 0;
   // 0 and 1 are the device's legacy default stream, 2 is the calling thread's. Empty: no such stream.
   virtual std::shared_ptr<Stream> stream(Handle handle, int device) = 0;
-  virtual void synchronize(int device) = 0;
   virtual void wait_for(Stream& stream, const Mark& mark) = 0;
   virtual void set_capturing(Stream& stream, bool capturing) = 0;
-  virtual void cancel(Stream& stream) = 0;
   // What was captured, and again.
   virtual Handle take_graph(Stream& stream) = 0;
   virtual bool launch_graph(Handle graph, Stream& stream) = 0;

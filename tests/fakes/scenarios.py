@@ -741,23 +741,6 @@ def driver(r: Rank):
         found["own"] = float(y.to_numpy()[0])
     for handle in (side, polite):
         da.destroy_stream(handle, r.device)
-    # Names.
-    function, status = ctypes.c_void_p(), i32(-1)
-
-    def entry(name, version):
-        result = library.cuGetProcAddress_v2(
-            name.encode(), ctypes.byref(function), i32(version), u64(0), ctypes.byref(status)
-        )
-        return result, status.value, function.value
-
-    def at(name):
-        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-
-    found["new name"] = entry("cuMemAlloc", 12000) == (0, 0, at("cuMemAlloc_v2"))
-    found["old name"] = entry("cuMemAlloc", 2000) == (0, 0, at("cuMemAlloc"))
-    found["no name"] = entry("cuNothing", 12000)
-    found["too old"] = entry("cuLibraryLoadData", 11000)
-    found["too new"] = entry("cuMemAlloc", 99999)[0]
     child = os.fork()
     if not child:
         os._exit(library.cuDeviceGetCount(ctypes.byref(i32())))
