@@ -28,8 +28,6 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for version in NCCL_VERSIONS
     },
-    # Without ncclCommSplit, which every version that is supported has: what a loader says of a broken copy.
-    "nccl-incomplete": ("nccl-incomplete/libnccl.so.2", ("nccl.cc -DFAKE_NCCL_INCOMPLETE", *COMMUNICATION)),
     # The runtime under its old name and its new one.
     "acl": ("libascendcl.so", ("acl.cc", *MACHINE)),
     "acl-rt": ("acl-rt/libacl_rt.so", ("acl.cc", *MACHINE)),
@@ -38,7 +36,7 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
     "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
 }
-CUDA = ("cuda", *(f"nccl-{version}" for version in NCCL_VERSIONS), "nccl-incomplete")
+CUDA = ("cuda", *(f"nccl-{version}" for version in NCCL_VERSIONS))
 ASCEND = ("acl", "acl-rt", "hccl", "hccl-split", "hcomm")
 
 

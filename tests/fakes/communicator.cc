@@ -167,12 +167,7 @@ bool Communicator::execute(const std::vector<Operation>& operations, const Meeti
                           operation.sends ? operation.send.bytes : operation.receive.bytes, operation.signature.type});
       continue;
     }
-    Call call{operation.signature, send, receive, operation.scaled, operation.factor};
-    if (operation.factor_at.bytes) {
-      const char* factor = open(operation.factor_at);
-      if (!factor) return fault();
-      memcpy(&call.factor, factor, operation.factor_at.bytes);
-    }
+    const Call call{operation.signature, send, receive, operation.scaled, operation.factor};
     if (!meeting_.run(call, watch)) return false;
   }
   return messages.empty() || meeting_.run(std::move(messages), watch);

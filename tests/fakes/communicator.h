@@ -23,7 +23,6 @@ struct Operation {
   Buffer send, receive;
   bool scaled = false;
   uint64_t factor = 0;
-  Buffer factor_at;  // on the device, read when the stream gets there
   bool sends = false;
   int peer = -1;
   std::shared_ptr<Stream> stream;

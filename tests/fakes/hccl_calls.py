@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 TYPES = {
@@ -24,31 +24,6 @@ OPERATORS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 ROOT_INFO_BYTES = 4108
 
 
-class Config(ctypes.Structure):
-    """Version 5. `header` is the 24 reserved bytes: size, magic, version, zero."""
-
-    _fields_ = (
-        ("size", c_uint64),
-        ("magic", c_uint32),
-        ("version", c_uint32),
-        ("zero", c_uint64),
-        ("bufferSize", c_uint32),
-        ("deterministic", c_uint32),
-        ("name", c_char * 128),
-        ("udi", c_char * 128),
-        ("expansion", c_uint32),
-        ("trafficClass", c_uint32),
-        ("serviceLevel", c_uint32),
-    )
-
-
-def config(**fields) -> Config:
-    made = Config(300, 0xF0F0F0F0, 5, 0, 0xFFFFFFFF, 0xFFFFFFFF, b"", b"", 0, 0xFFFFFFFF, 0xFFFFFFFF)
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
-
-
 class Item(ctypes.Structure):
     _fields_ = (("kind", c_int), ("data", c_uint64), ("count", c_uint64), ("type", c_int), ("peer", c_uint32))
 
@@ -57,38 +32,14 @@ COMM, STREAM, BUFFER = c_uint64, c_uint64, c_uint64
 SIGNATURES = {
     "GetRootInfo": [c_void_p],
     "CommInitRootInfo": [c_uint32, c_void_p, c_uint32, POINTER(COMM)],
-    "CommInitRootInfoConfig": [c_uint32, c_void_p, c_uint32, POINTER(Config), POINTER(COMM)],
-    "CommInitAll": [c_uint32, POINTER(c_int), POINTER(COMM)],
-    "CreateSubCommConfig": [
-        POINTER(COMM),
-        c_uint32,
-        POINTER(c_uint32),
-        c_uint64,
-        c_uint32,
-        POINTER(Config),
-        POINTER(COMM),
-    ],
     "CommDestroy": [COMM],
     "CommSuspend": [COMM],
-    "CommResume": [COMM],
-    "GetRankSize": [COMM, POINTER(c_uint32)],
-    "GetRankId": [COMM, POINTER(c_uint32)],
-    "GetCommName": [COMM, c_char_p],
     "GetCommAsyncError": [COMM, POINTER(c_int)],
     "AllReduce": [BUFFER, BUFFER, c_uint64, c_int, c_int, COMM, STREAM],
     "Reduce": [BUFFER, BUFFER, c_uint64, c_int, c_int, c_uint32, COMM, STREAM],
     "Broadcast": [BUFFER, c_uint64, c_int, c_uint32, COMM, STREAM],
     "AllGather": [BUFFER, BUFFER, c_uint64, c_int, COMM, STREAM],
-    "AllGatherV": [BUFFER, c_uint64, BUFFER, c_void_p, c_void_p, c_int, COMM, STREAM],
     "ReduceScatter": [BUFFER, BUFFER, c_uint64, c_int, c_int, COMM, STREAM],
-    "ReduceScatterV": [BUFFER, c_void_p, c_void_p, BUFFER, c_uint64, c_int, c_int, COMM, STREAM],
-    "Scatter": [BUFFER, BUFFER, c_uint64, c_int, c_uint32, COMM, STREAM],
-    "AlltoAll": [BUFFER, c_uint64, c_int, BUFFER, c_uint64, c_int, COMM, STREAM],
-    "AlltoAllV": [BUFFER, c_void_p, c_void_p, c_int, BUFFER, c_void_p, c_void_p, c_int, COMM, STREAM],
-    "AlltoAllVC": [BUFFER, c_void_p, c_int, BUFFER, c_int, COMM, STREAM],
-    "Barrier": [COMM, STREAM],
-    "Send": [BUFFER, c_uint64, c_int, c_uint32, COMM, STREAM],
-    "Recv": [BUFFER, c_uint64, c_int, c_uint32, COMM, STREAM],
     "BatchSendRecv": [POINTER(Item), c_uint32, COMM, STREAM],
 }
 
@@ -133,25 +84,12 @@ class Hccl:
         self.GetRootInfo(made)
         return bytes(made)
 
-    def init(self, size: int, info: bytes, rank: int, given: Config | None = None) -> int:
+    def init(self, size: int, info: bytes, rank: int) -> int:
         comm = COMM()
-        if given is None:
-            self.CommInitRootInfo(size, info, rank, byref(comm))
-        else:
-            self.CommInitRootInfoConfig(size, info, rank, byref(given), byref(comm))
+        self.CommInitRootInfo(size, info, rank, byref(comm))
         return comm.value
-
-    def number(self, function: str, comm: int) -> int:
-        value = c_uint32()
-        getattr(self, function)(comm, byref(value))
-        return value.value
 
     def state(self, comm: int) -> int:
         error = c_int(-1)
         self.GetCommAsyncError(comm, byref(error))
         return error.value
-
-    def name(self, comm: int) -> str:
-        text = ctypes.create_string_buffer(128)
-        self.GetCommName(comm, text)
-        return text.value.decode()

@@ -31,9 +31,6 @@ enum class What : int {
   reduce_scatter,
   broadcast,
   reduce,
-  all_to_all,
-  scatter,
-  barrier,
 };
 
 // One collective; a count is of elements, per rank where there are parts.
@@ -58,11 +55,8 @@ struct Item {
 static_assert(sizeof(Item) == 32 && offsetof(Item, data) == 8 && offsetof(Item, type) == 24 && offsetof(Item, peer) == 28);
 
 struct Core {
-  // Several wishes of one call run one after the other.
-  Result (*collective)(const char* name, const Wish* wishes, int count, Comm comm, StreamHandle stream);
+  Result (*collective)(const char* name, const Wish* wish, Comm comm, StreamHandle stream);
   Result (*messages)(const char* name, const Item* items, uint32_t count, Comm comm, StreamHandle stream);
-  Result (*size_and_rank)(Comm comm, uint32_t* size, uint32_t* rank);
-  size_t (*bytes_of)(int type);
 };
 
 }  // namespace fake::hccl

@@ -4,16 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <climits>
-#include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <random>
 #include <set>
-#include <thread>
 #include <vector>
 
 #include "communicator.h"
@@ -26,22 +21,7 @@ FAKE_EXPORT const Core* fake_hccl_core();
 
 namespace {
 
-constexpr uint32_t magic = 0xf0f0f0f0, unset = 0xffffffff;
-constexpr size_t root_info_bytes = 4108, name_bytes = 128;
-// Version 5, as HCCL had it while it was one library; a later caller's is longer.
-constexpr size_t config_bytes = 300;
-
-struct Config {
-  size_t size = config_bytes;
-  uint32_t magic = fake_magic(), version = 5;
-  uint64_t reserved = 0;
-  uint32_t buffer_mb = unset, deterministic = unset;
-  char name[name_bytes] = {}, udi[128] = {};
-  uint32_t expansion = 0, traffic_class = unset, service_level = unset;
-  static constexpr uint32_t fake_magic() { return ::magic; }
-};
-static_assert(offsetof(Config, buffer_mb) == 24 && offsetof(Config, name) == 32 && offsetof(Config, udi) == 160 &&
-              offsetof(Config, expansion) == 288 && offsetof(Config, service_level) == 296);
+constexpr size_t root_info_bytes = 4108;
 
 Engine* acl() {
   static Engine* engine = find_engine({"libascendcl.so", "libacl_rt.so"}, reinterpret_cast<const void*>(&fake_hccl_core));
@@ -77,15 +57,13 @@ bool type_of(int code, Type& type) {
 
 class HcclCommunicator : public Communicator {
  public:
-  HcclCommunicator(Engine& engine, const std::string& id, int size, int rank, int device, const std::string& name)
-      : Communicator(engine, id, size, rank, device, e_runtime, e_remote), name(name) {
+  HcclCommunicator(Engine& engine, const std::string& id, int size, int rank, int device)
+      : Communicator(engine, id, size, rank, device, e_runtime, e_remote) {
     engine.count("comms", 1);
   }
   ~HcclCommunicator() override { acl()->count("comms", -1); }
 
-  const std::string name;
   std::atomic<bool> suspended{false};
-  bool cut_short = false;  // by the suspension, so that the ranks may stand at different places
   std::chrono::steady_clock::time_point deadline;
 };
 
@@ -113,23 +91,6 @@ std::shared_ptr<HcclCommunicator> find(Comm handle) {
 
 // ---- communicators
 
-Result read_config(const Config* given, Config& config) {
-  config = {};
-  if (!given) return e_ptr;
-  if (reinterpret_cast<uintptr_t>(given) % 8 && acl())
-    acl()->violation("config", "a configuration is not aligned to 8 bytes: its header has 64-bit words");
-  size_t bytes;
-  memcpy(&bytes, given, sizeof bytes);
-  if (bytes < 24) return e_para;
-  memcpy(static_cast<void*>(&config), given, std::min(bytes, config_bytes));
-  if (config.magic != magic) return e_para;
-  if (config.buffer_mb == 0) return e_para;
-  if (config.deterministic != unset && config.deterministic > 2) return e_para;
-  if (config.expansion > 3) return e_para;
-  if (!memchr(config.name, 0, name_bytes)) return e_para;
-  return success;
-}
-
 Result connect(HcclCommunicator& comm) {
   // 120 s unless the variable says more; tests cannot wait for that.
   const int64_t seconds = std::max<int64_t>(120, number("HCCL_CONNECT_TIMEOUT", 120));
@@ -156,12 +117,7 @@ Result connect(HcclCommunicator& comm) {
   return success;
 }
 
-std::string fresh_name() {
-  static std::atomic<int> nth{0};
-  return "hccl_stand_in_" + std::to_string(getpid()) + "_" + std::to_string(++nth);
-}
-
-Result create(Comm* place, const std::string& id, uint32_t size, uint32_t rank, const Config& config) {
+Result create(Comm* place, const std::string& id, uint32_t size, uint32_t rank) {
   if (!place) return e_ptr;
   *place = 0;
   if (!size || rank >= size) return e_para;
@@ -169,8 +125,7 @@ Result create(Comm* place, const std::string& id, uint32_t size, uint32_t rank, 
   Operation nothing;
   nothing.name = "init";
   if (const int code = inject(nothing, static_cast<int>(rank))) return code;
-  auto comm = std::make_shared<HcclCommunicator>(*acl(), id, static_cast<int>(size), static_cast<int>(rank), acl()->current(),
-                                                 config.name[0] ? config.name : fresh_name());
+  auto comm = std::make_shared<HcclCommunicator>(*acl(), id, static_cast<int>(size), static_cast<int>(rank), acl()->current());
   Communicator::Inside inside(acl(), comm.get());
   if (const Result result = connect(*comm)) {
     comm->meeting().leave();
@@ -190,78 +145,62 @@ Result ready(HcclCommunicator& comm) {
   return success;
 }
 
-Result collective(const char* name, const Wish* wishes, int count, Comm handle, StreamHandle stream_handle) {
+Result collective(const char* name, const Wish* given, Comm handle, StreamHandle stream_handle) {
   const auto comm = find(handle);
   if (!comm) return handle ? e_para : e_ptr;
   Communicator::Inside inside(acl(), comm.get());
   if (const Result result = ready(*comm)) return result;
   const auto stream = acl()->stream(stream_handle, comm->device);
   if (!stream || stream->device() != comm->device) return e_para;
-  std::vector<Operation> operations;
-  for (int i = 0; i < count; ++i) {
-    const Wish& wish = wishes[i];
-    Operation operation;
-    operation.name = name;
-    operation.stream = stream;
-    Signature& signature = operation.signature;
-    signature.count = wish.count;
-    if (!type_of(wish.type, signature.type)) return e_not_support;
-    const bool folds = wish.fold != -1;
-    if (folds) {
-      static constexpr Fold all[] = {Fold::sum, Fold::prod, Fold::max, Fold::min};
-      if (wish.fold < 0 || wish.fold > 3) return e_para;
-      signature.fold = all[wish.fold];
-      if (!reduces(signature.type)) return e_not_support;
-      const bool small = signature.type == Type::i16 || signature.type == Type::bf16;
-      if (signature.fold == Fold::prod && small) return e_not_support;
-    }
-    if (wish.root >= comm->size) return e_para;
-    signature.root = wish.root < 0 ? 0 : static_cast<uint32_t>(wish.root);
-    const bool root = wish.root < 0 || wish.root == comm->rank;
-    const size_t part = wish.count * size_of(signature.type), all = part * static_cast<size_t>(comm->size);
-    size_t sent = part, received = part;
-    switch (wish.what) {
-      case What::all_reduce:
-        signature.kind = Kind::all_reduce;
-        break;
-      case What::all_gather:
-        signature.kind = Kind::all_gather, received = all;
-        break;
-      case What::reduce_scatter:
-        signature.kind = Kind::reduce_scatter, sent = all;
-        break;
-      case What::broadcast:
-        signature.kind = Kind::broadcast, sent = root ? part : 0;
-        break;
-      case What::reduce:
-        signature.kind = Kind::reduce, received = root ? part : 0;
-        break;
-      case What::all_to_all:
-        signature.kind = Kind::all_to_all, sent = received = all;
-        break;
-      case What::scatter:
-        signature.kind = Kind::scatter, sent = root ? all : 0;
-        break;
-      case What::barrier:
-        signature.kind = Kind::barrier, sent = received = 0;
-        break;
-    }
-    for (const auto& [data, bytes] : {std::pair{wish.send, sent}, std::pair{static_cast<const void*>(wish.receive), received}}) {
-      if (bytes && !data) return e_ptr;
-      if (bytes && reinterpret_cast<uintptr_t>(data) % size_of(signature.type)) return e_para;
-    }
-    operation.send = acl()->find(reinterpret_cast<Address>(wish.send), sent);
-    operation.receive = acl()->find(reinterpret_cast<Address>(wish.receive), received);
-    if (wish.count || wish.what == What::barrier) operations.push_back(std::move(operation));
+  const Wish& wish = *given;
+  Operation operation;
+  operation.name = name;
+  operation.stream = stream;
+  Signature& signature = operation.signature;
+  signature.count = wish.count;
+  if (!type_of(wish.type, signature.type)) return e_not_support;
+  const bool folds = wish.fold != -1;
+  if (folds) {
+    static constexpr Fold all[] = {Fold::sum, Fold::prod, Fold::max, Fold::min};
+    if (wish.fold < 0 || wish.fold > 3) return e_para;
+    signature.fold = all[wish.fold];
+    if (!reduces(signature.type)) return e_not_support;
+    const bool small = signature.type == Type::i16 || signature.type == Type::bf16;
+    if (signature.fold == Fold::prod && small) return e_not_support;
   }
-  Operation injected;
-  injected.name = name;
-  if (const int code = inject(injected, comm->rank)) return code;
-  if (operations.empty()) return success;
-  operations.front().hangs = injected.hangs;
-  operations.front().dies = injected.dies;
-  operations.front().fails_later = injected.fails_later;
-  comm->launch(std::move(operations));
+  if (wish.root >= comm->size) return e_para;
+  signature.root = wish.root < 0 ? 0 : static_cast<uint32_t>(wish.root);
+  const bool root = wish.root < 0 || wish.root == comm->rank;
+  const size_t part = wish.count * size_of(signature.type), all = part * static_cast<size_t>(comm->size);
+  size_t sent = part, received = part;
+  switch (wish.what) {
+    case What::all_reduce:
+      signature.kind = Kind::all_reduce;
+      break;
+    case What::all_gather:
+      signature.kind = Kind::all_gather, received = all;
+      break;
+    case What::reduce_scatter:
+      signature.kind = Kind::reduce_scatter, sent = all;
+      break;
+    case What::broadcast:
+      signature.kind = Kind::broadcast, sent = root ? part : 0;
+      break;
+    case What::reduce:
+      signature.kind = Kind::reduce, received = root ? part : 0;
+      break;
+  }
+  for (const auto& [data, bytes] : {std::pair{wish.send, sent}, std::pair{static_cast<const void*>(wish.receive), received}}) {
+    if (bytes && !data) return e_ptr;
+    if (bytes && reinterpret_cast<uintptr_t>(data) % size_of(signature.type)) return e_para;
+  }
+  operation.send = acl()->find(reinterpret_cast<Address>(wish.send), sent);
+  operation.receive = acl()->find(reinterpret_cast<Address>(wish.receive), received);
+  if (const int code = inject(operation, comm->rank)) return code;
+  if (!wish.count) return success;
+  std::vector<Operation> one;
+  one.push_back(std::move(operation));
+  comm->launch(std::move(one));
   return success;
 }
 
@@ -300,23 +239,10 @@ Result messages(const char* name, const Item* items, uint32_t count, Comm handle
   return success;
 }
 
-Result size_and_rank(Comm handle, uint32_t* size, uint32_t* rank) {
-  const auto comm = find(handle);
-  if (!comm) return handle ? e_para : e_ptr;
-  *size = static_cast<uint32_t>(comm->size);
-  *rank = static_cast<uint32_t>(comm->rank);
-  return success;
-}
-
-size_t bytes_of(int code) {
-  Type type;
-  return type_of(code, type) ? size_of(type) : 1;
-}
-
 }  // namespace
 
 FAKE_EXPORT const Core* fake_hccl_core() {
-  static const Core core{collective, messages, size_and_rank, bytes_of};
+  static const Core core{collective, messages};
   return &core;
 }
 
@@ -332,71 +258,9 @@ FAKE_EXPORT Result HcclGetRootInfo(char* info) {
   return success;
 }
 
-FAKE_EXPORT Result HcclCommInitRootInfoConfig(uint32_t size, const char* info, uint32_t rank, const Config* given, Comm* comm) {
-  if (!info || !comm) return e_ptr;
-  Config config;
-  if (const Result result = read_config(given, config)) return result;
-  return create(comm, hex_id(info, root_info_bytes), size, rank, config);
-}
-
 FAKE_EXPORT Result HcclCommInitRootInfo(uint32_t size, const char* info, uint32_t rank, Comm* comm) {
   if (!info || !comm) return e_ptr;
-  return create(comm, hex_id(info, root_info_bytes), size, rank, {});
-}
-
-FAKE_EXPORT Result HcclCommInitClusterInfoConfig(const char* table, uint32_t rank, const Config* given, Comm* comm) {
-  if (!table || !comm) return e_ptr;
-  Config config;
-  if (given)
-    if (const Result result = read_config(given, config)) return result;
-  std::ifstream file(table);
-  const std::string all((std::istreambuf_iterator<char>(file)), {});
-  uint32_t size = 0;
-  for (size_t at = all.find("\"rank_id\""); at != std::string::npos; at = all.find("\"rank_id\"", at + 1)) ++size;
-  return create(comm, hex_id(all.data(), all.size()), size, rank, config);
-}
-
-FAKE_EXPORT Result HcclCommInitClusterInfo(const char* table, uint32_t rank, Comm* comm) {
-  return HcclCommInitClusterInfoConfig(table, rank, nullptr, comm);
-}
-
-FAKE_EXPORT Result HcclCommInitAll(uint32_t count, const int32_t* devices, Comm* places) {
-  if (!devices || !places) return e_ptr;
-  if (!acl()) return e_runtime;
-  char info[64];
-  std::random_device random;
-  for (char& byte : info) byte = static_cast<char>(random());
-  std::vector<std::thread> threads;
-  std::vector<Result> results(count);
-  for (uint32_t rank = 0; rank < count; ++rank)
-    threads.emplace_back([&, rank] {
-      acl()->set_current(devices[rank]);
-      results[rank] = create(&places[rank], hex_id(info, sizeof info), count, rank, {});
-    });
-  for (std::thread& thread : threads) thread.join();
-  for (const Result result : results)
-    if (result) return result;
-  return success;
-}
-
-// Of the members alone; the others pass no ranks and get nothing.
-FAKE_EXPORT Result HcclCreateSubCommConfig(const Comm* parent_place, uint32_t count, const uint32_t* ranks, uint64_t id,
-                                           uint32_t rank, const Config* given, Comm* place) {
-  if (!parent_place || !place) return e_ptr;
-  *place = 0;
-  const auto parent = find(*parent_place);
-  if (!parent) return e_para;
-  if (!ranks && id == 0xffffffff) return success;
-  if (!ranks) return e_ptr;
-  Config config;
-  if (const Result result = read_config(given, config)) return result;
-  if (!count || rank >= count || ranks[rank] != static_cast<uint32_t>(parent->rank)) return e_para;
-  std::string name = parent->id + "/sub/" + std::to_string(id);
-  for (uint32_t i = 0; i < count; ++i) {
-    if (ranks[i] >= static_cast<uint32_t>(parent->size)) return e_para;
-    name += "/" + std::to_string(ranks[i]);
-  }
-  return create(place, hex_id(name.data(), name.size()), count, rank, config);
+  return create(comm, hex_id(info, root_info_bytes), size, rank);
 }
 
 // There is no abort: with operations under way it waits for them, unless the communicator was suspended.
@@ -415,16 +279,7 @@ FAKE_EXPORT Result HcclCommSuspend(Comm handle) {
   const auto comm = find(handle);
   if (!comm) return handle ? e_para : e_ptr;
   comm->suspended = true;
-  comm->cut_short = !comm->idle();
-  if (comm->cut_short) comm->stop();
-  return success;
-}
-
-FAKE_EXPORT Result HcclCommResume(Comm handle) {
-  const auto comm = find(handle);
-  if (!comm) return handle ? e_para : e_ptr;
-  if (comm->cut_short) return e_not_support;  // the ranks may stand at different places: only destroy is left
-  comm->suspended = false;
+  if (!comm->idle()) comm->stop();
   return success;
 }
 
@@ -435,40 +290,7 @@ FAKE_EXPORT Result HcclGetCommAsyncError(Comm handle, Result* error) {
   return success;
 }
 
-FAKE_EXPORT Result HcclGetRankSize(Comm handle, uint32_t* size) {
-  uint32_t rank;
-  return size ? size_and_rank(handle, size, &rank) : e_ptr;
-}
-
-FAKE_EXPORT Result HcclGetRankId(Comm handle, uint32_t* rank) {
-  uint32_t size;
-  return rank ? size_and_rank(handle, &size, rank) : e_ptr;
-}
-
-FAKE_EXPORT Result HcclGetCommName(Comm handle, char* name) {
-  const auto comm = find(handle);
-  if (!comm || !name) return e_ptr;
-  snprintf(name, name_bytes, "%s", comm->name.c_str());
-  return success;
-}
-
 FAKE_EXPORT uint32_t HcclGetCommConfigCapability() { return 4; }
-
-namespace {
-std::atomic<int32_t> deterministic{0};
-}
-
-FAKE_EXPORT Result HcclSetConfig(int which, int32_t value) {
-  if (which) return e_para;
-  deterministic = value;
-  return success;
-}
-
-FAKE_EXPORT Result HcclGetConfig(int which, int32_t* value) {
-  if (which || !value) return e_para;
-  *value = deterministic;
-  return success;
-}
 
 FAKE_EXPORT const char* HcclGetErrorString(Result code) {
   static const std::map<Result, const char*> texts = {

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-HANDLES = ("streams", "events", "graphs", "allocations", "comms", "operators", "registrations", "devices_set")
+HANDLES = ("streams", "events", "graphs", "allocations", "comms", "devices_set")
 
 
 def launch(

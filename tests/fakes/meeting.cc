@@ -92,8 +92,6 @@ struct alignas(64) Meeting::Seat {
   std::atomic<uint64_t> called;  // operations; signature is of the last
   Signature signature;
   std::atomic<uint64_t> published, taken;  // rounds of chunks
-  std::atomic<uint64_t> told, heard;       // exchanges on the host
-  Words words;
   std::atomic<uint32_t> finished;
 };
 
@@ -296,11 +294,11 @@ bool Meeting::run(const Call& call, const Watch& watch) {
   const auto me = static_cast<size_t>(rank_);
   const auto root = static_cast<size_t>(sig.root);
   const size_t part = sig.count * size_of(sig.type);
-  const bool of_parts = sig.kind == Kind::reduce_scatter || sig.kind == Kind::all_to_all || sig.kind == Kind::scatter;
-  const bool of_root = sig.kind == Kind::broadcast || sig.kind == Kind::scatter;
-  const bool to_root = sig.kind == Kind::reduce || sig.kind == Kind::gather;
+  const bool of_parts = sig.kind == Kind::reduce_scatter;
+  const bool of_root = sig.kind == Kind::broadcast;
+  const bool to_root = sig.kind == Kind::reduce;
   const bool folds = sig.kind == Kind::all_reduce || sig.kind == Kind::reduce || sig.kind == Kind::reduce_scatter;
-  const size_t whole = sig.kind == Kind::barrier ? 0 : of_parts ? n * part : part;
+  const size_t whole = of_parts ? n * part : part;
   const bool gives = whole && (!of_root || me == root);
   const bool takes = whole && (!to_root || me == root);
   std::vector<char> sum;
@@ -418,26 +416,6 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
     if (!wait([&] { return moved = advance(); }, watch)) return false;
     if (moved) ring();
   }
-  return true;
-}
-
-bool Meeting::exchange(const Words& mine, std::vector<Words>& all, const Watch& watch) {
-  Seat& own = seat(rank_);
-  const uint64_t round = ++exchanges_;
-  const auto every = [&](auto there) {
-    for (int peer = 0; peer < size_; ++peer)
-      if (!there(seat(peer))) return false;
-    return true;
-  };
-  if (!wait([&] { return every([&](Seat& of) { return of.heard.load() >= round - 1; }); }, watch)) return false;
-  own.words = mine;
-  own.told.store(round);
-  ring();
-  if (!wait([&] { return every([&](Seat& of) { return of.told.load() >= round; }); }, watch)) return false;
-  all.clear();
-  for (int peer = 0; peer < size_; ++peer) all.push_back(seat(peer).words);
-  own.heard.store(round);
-  ring();
   return true;
 }
 

@@ -17,11 +17,11 @@
 
 namespace fake {
 
-enum class Kind : uint32_t { all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter, barrier };
+enum class Kind : uint32_t { all_reduce, all_gather, reduce_scatter, broadcast, reduce };
 
 // What all ranks must agree on.
 struct Signature {
-  Kind kind = Kind::barrier;
+  Kind kind = Kind::all_reduce;
   Type type = Type::u8;
   Fold fold = Fold::none;
   uint32_t root = 0;
@@ -34,7 +34,7 @@ struct Call {
   const char* send = nullptr;
   char* receive = nullptr;
   bool scaled = false;
-  uint64_t factor = 0;  // of scaled_sum: a number of the type
+  uint64_t factor = 0;  // a number of the type
 };
 
 struct Message {
@@ -73,9 +73,6 @@ class Meeting {
   // All of them: false when stopped, and then what was to be received is unfinished.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
-  // On the host, beside the operations: each rank's words, by rank.
-  using Words = std::array<int64_t, 4>;
-  bool exchange(const Words& mine, std::vector<Words>& all, const Watch& watch);
   // Waits until every rank that `counts` has said that it is done, or has gone.
   bool finish(const std::function<bool(int)>& counts, const Watch& watch);
 
@@ -102,7 +99,7 @@ class Meeting {
   size_t bytes_ = 0, chunk_bytes_ = 0, lane_bytes_ = 0;
   char* memory_ = nullptr;
   bool seated_ = false;
-  uint64_t calls_ = 0, rounds_ = 0, exchanges_ = 0;
+  uint64_t calls_ = 0, rounds_ = 0;
   std::vector<uint64_t> sent_, received_;  // messages, by peer
   std::atomic<bool> told_{false};
 };

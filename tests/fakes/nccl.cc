@@ -42,7 +42,6 @@ enum : Result {
 constexpr int version = FAKE_NCCL_VERSION;
 constexpr uint32_t magic = 0xcafebeef;
 constexpr int undefined = INT_MIN;
-constexpr int first_own_operator = 5, no_color = -1;
 
 struct UniqueId {
   char bytes[128];
@@ -106,12 +105,6 @@ Engine* cuda() {
   return engine;
 }
 
-struct Premultiplied {
-  Type type;
-  uint64_t factor = 0;
-  Buffer at;
-};
-
 class Comm : public Communicator {
  public:
   Comm(Engine& engine, const std::string& id, int size, int rank, int device, const Config& config)
@@ -152,24 +145,15 @@ class Comm : public Communicator {
 
   const Config config;
   std::atomic<int> background{0}, polls{0};
-  std::atomic<bool> revoked{false}, finalized{false}, aborted{false};
+  std::atomic<bool> finalized{false};
   std::vector<uint64_t> hosts;  // by rank
-  int children = 0;
-  std::map<int, Premultiplied> operators;
-  int next_operator = first_own_operator;
 };
 
 using Handle = fake::Handle;
 
-// A child that is still being made has a handle, but no communicator.
-struct Place {
-  std::shared_ptr<Comm> comm;
-  Result error = in_progress;
-};
-
 std::mutex comms_mutex;
-std::map<Handle, Place>& comms() {
-  static auto& all = *new std::map<Handle, Place>;
+std::map<Handle, std::shared_ptr<Comm>>& comms() {
+  static auto& all = *new std::map<Handle, std::shared_ptr<Comm>>;
   return all;
 }
 
@@ -178,17 +162,14 @@ Handle handle_of(std::shared_ptr<Comm> comm) {
   static Handle last = 0x4e000000;
   std::lock_guard lock(comms_mutex);
   last += 16;
-  comms()[last].comm = std::move(comm);
+  comms()[last] = std::move(comm);
   return last;
 }
 
 std::shared_ptr<Comm> find(Handle handle) {
   std::lock_guard lock(comms_mutex);
   const auto found = comms().find(handle);
-  if (found != comms().end()) {
-    if (!found->second.comm) fail(invalid_argument, "the communicator is still being made");
-    return found->second.comm;
-  }
+  if (found != comms().end()) return found->second;
   if (handle && cuda()) cuda()->violation("dead_comm", "a call on a communicator that is not, or was destroyed");
   fail(invalid_argument, "the communicator is not valid");
   return nullptr;
@@ -200,7 +181,6 @@ void forget(Handle handle) {
 }
 
 Result ready(Comm& comm) {
-  if (comm.revoked) return fail(invalid_usage, "the communicator was revoked");
   const Result state = comm.state();
   if (state == in_progress)
     return fail(invalid_argument, "the communicator was used before its last operation was polled to success");
@@ -436,7 +416,7 @@ Result create(Handle* place, const std::string& id, int size, int rank, int devi
   return begin({comm, [raw = comm.get()] { return connect(*raw); }, place});
 }
 
-Result init(Handle* place, int size, const UniqueId* ids, int count, int rank, const Config* given) {
+Result init(Handle* place, int size, const UniqueId& id, int rank, const Config* given) {
   if (!place) return fail(invalid_argument, "no place for the communicator");
   *place = 0;
   if (size < 1 || rank < 0 || rank >= size) return fail(invalid_argument, "rank %d of %d ranks", rank, size);
@@ -449,40 +429,7 @@ Result init(Handle* place, int size, const UniqueId* ids, int count, int rank, c
   if (const int code = inject(nothing, rank)) return fail(code, "injected: init fails with %d", code);
   // A thread without a current device is on device 0, as for the CUDA runtime that NCCL uses.
   const int device = std::max(0, cuda()->current());
-  return create(place, hex_id(ids, sizeof(UniqueId) * static_cast<size_t>(count)), size, rank, device, config);
-}
-
-// Of all ranks: which of them are together, and in which order.
-[[maybe_unused]] Result split(Comm& parent, int color, int key, Handle handle, const Config& config) {
-  std::vector<Meeting::Words> all;
-  Meeting::Watch watch = parent.watch();
-  watch.stopped = [&] { return parent.aborted.load(); };  // a revoked one can still be split
-  if (!parent.meeting().exchange({color, key, 0, 0}, all, watch)) return fail(internal_error, "stopped in a split");
-  const int nth = ++parent.children;
-  if (color == no_color) return success;
-  std::vector<std::pair<int64_t, int>> members;
-  for (int rank = 0; rank < parent.size; ++rank)
-    if (all[static_cast<size_t>(rank)][0] == color) members.emplace_back(all[static_cast<size_t>(rank)][1], rank);
-  std::sort(members.begin(), members.end());
-  int mine = 0;
-  while (members[static_cast<size_t>(mine)].second != parent.rank) ++mine;
-  const std::string name = parent.id + "/split/" + std::to_string(nth) + "/" + std::to_string(color);
-  auto child = std::make_shared<Comm>(*cuda(), hex_id(name.data(), name.size()), static_cast<int>(members.size()), mine,
-                                      parent.device, config);
-  {
-    std::lock_guard lock(comms_mutex);
-    const auto found = comms().find(handle);
-    if (found == comms().end()) return success;  // aborted meanwhile
-    found->second.comm = child;
-    if (!child->blocking()) {
-      child->polls = static_cast<int>(number("FAKE_IN_PROGRESS_POLLS", 2));
-      ++child->background;
-    }
-  }
-  const Result result = connect(*child);
-  if (result) child->error = result;
-  if (!child->blocking()) --child->background;
-  return result;
+  return create(place, hex_id(&id, sizeof id), size, rank, device, config);
 }
 
 // ---- operations
@@ -515,15 +462,10 @@ void check_overlap(const Comm& comm, const Operation& operation) {
   bool fits = false;
   switch (operation.signature.kind) {
     case Kind::all_gather:
-    case Kind::gather:
       fits = send.address == receive.address + mine;
       break;
     case Kind::reduce_scatter:
-    case Kind::scatter:
       fits = receive.address == send.address + mine;
-      break;
-    case Kind::all_to_all:
-      fits = false;
       break;
     default:
       fits = send.address == receive.address;
@@ -544,31 +486,20 @@ Result enqueue(Kind kind, const Arguments& given) {
   if (!type_of(given.type, signature.type))
     return in_group(fail(invalid_argument, "%s: no type has number %d", given.name, given.type));
   const auto size = static_cast<size_t>(comm->size);
-  if (given.root != -1 || kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter) {
+  if (given.root != -1 || kind == Kind::broadcast || kind == Kind::reduce) {
     if (given.root < 0 || given.root >= comm->size)
       return in_group(fail(invalid_argument, "%s: root %d of %d ranks", given.name, given.root, comm->size));
     signature.root = static_cast<uint32_t>(given.root);
   }
   const bool root = given.root == -1 || given.root == comm->rank;
   if (kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter) {
-    if (given.fold < 0) return in_group(fail(invalid_argument, "%s: no operator has number %d", given.name, given.fold));
-    if (given.fold >= first_own_operator) {
-      const auto found = comm->operators.find(given.fold);
-      if (found == comm->operators.end())
-        return in_group(fail(invalid_argument, "%s: no operator has number %d", given.name, given.fold));
-      if (found->second.type != signature.type)
-        return in_group(fail(invalid_argument, "%s: the operator was made for another type", given.name));
-      signature.fold = Fold::scaled_sum;
+    if (given.fold < 0 || given.fold > 4)
+      return in_group(fail(invalid_argument, "%s: no operator has number %d", given.name, given.fold));
+    static constexpr Fold folds[] = {Fold::sum, Fold::prod, Fold::max, Fold::min, Fold::average};
+    signature.fold = folds[given.fold];
+    if (signature.fold == Fold::average && !is_integer(signature.type)) {
       operation.scaled = true;
-      operation.factor = found->second.factor;
-      operation.factor_at = found->second.at;
-    } else {
-      static constexpr Fold folds[] = {Fold::sum, Fold::prod, Fold::max, Fold::min, Fold::average};
-      signature.fold = folds[given.fold];
-      if (signature.fold == Fold::average && !is_integer(signature.type)) {
-        operation.scaled = true;
-        operation.factor = reciprocal(signature.type, comm->size);
-      }
+      operation.factor = reciprocal(signature.type, comm->size);
     }
   }
   operation.stream = cuda()->stream(given.stream, comm->device);
@@ -579,12 +510,11 @@ Result enqueue(Kind kind, const Arguments& given) {
   if (const int code = inject(operation, comm->rank)) return in_group(fail(code, "injected: %s fails with %d", given.name, code));
 
   const size_t part = given.count * size_of(signature.type);
-  const bool sends_all = kind == Kind::reduce_scatter || kind == Kind::all_to_all || kind == Kind::scatter;
-  const bool receives_all = kind == Kind::all_gather || kind == Kind::all_to_all || kind == Kind::gather;
-  const bool sends = root || (kind != Kind::broadcast && kind != Kind::scatter);
-  const bool receives = root || (kind != Kind::reduce && kind != Kind::gather);
-  if (sends) operation.send = cuda()->find(reinterpret_cast<Address>(given.send), sends_all ? size * part : part);
-  if (receives) operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), receives_all ? size * part : part);
+  const bool sends = root || kind != Kind::broadcast;
+  const bool receives = root || kind != Kind::reduce;
+  if (sends) operation.send = cuda()->find(reinterpret_cast<Address>(given.send), kind == Kind::reduce_scatter ? size * part : part);
+  if (receives)
+    operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), kind == Kind::all_gather ? size * part : part);
   if (!given.count) return success;  // nothing is sent at all
   check_overlap(*comm, operation);
   return add(comm, std::move(operation));
@@ -666,20 +596,12 @@ FAKE_EXPORT const char* ncclGetErrorString(Result code) {
 FAKE_EXPORT const char* ncclGetLastError(Handle) { return last_error; }
 
 FAKE_EXPORT Result ncclCommInitRankConfig(Handle* comm, int size, UniqueId id, int rank, const Config* config) {
-  return in_group(init(comm, size, &id, 1, rank, config));
+  return in_group(init(comm, size, id, rank, config));
 }
 
 FAKE_EXPORT Result ncclCommInitRank(Handle* comm, int size, UniqueId id, int rank) {
-  return in_group(init(comm, size, &id, 1, rank, nullptr));
+  return in_group(init(comm, size, id, rank, nullptr));
 }
-
-#if FAKE_NCCL_VERSION >= 22304
-FAKE_EXPORT Result ncclCommInitRankScalable(Handle* comm, int size, int rank, int count, const UniqueId* ids,
-                                            const Config* config) {
-  if (!ids || count < 1 || count > size) return in_group(fail(invalid_argument, "%d ids of %d ranks", count, size));
-  return in_group(init(comm, size, ids, count, rank, config));
-}
-#endif
 
 namespace {
 // All of the host's ranks together, after all of their operations.
@@ -710,7 +632,7 @@ FAKE_EXPORT Result ncclCommDestroy(Handle handle) {
   if (!comm) return invalid_argument;
   Communicator::Inside inside(cuda(), comm.get());
   comm->settle();
-  if (comm->error || comm->revoked) {
+  if (comm->error) {
     comm->stop();
   } else if (!comm->finalized.exchange(true)) {
     finalize(*comm);
@@ -720,23 +642,11 @@ FAKE_EXPORT Result ncclCommDestroy(Handle handle) {
   return success;
 }
 
-namespace {
-// A child that is still being made: whoever makes it finds nothing where to put it.
-bool forget_unmade(Handle handle) {
-  std::lock_guard lock(comms_mutex);
-  const auto found = comms().find(handle);
-  if (found == comms().end() || found->second.comm) return false;
-  comms().erase(found);
-  return true;
-}
-}  // namespace
-
 FAKE_EXPORT Result ncclCommAbort(Handle handle) {
-  if (!handle || forget_unmade(handle)) return success;
+  if (!handle) return success;
   const auto comm = find(handle);
   if (!comm) return invalid_argument;
   Communicator::Inside inside(cuda(), comm.get());
-  comm->aborted = true;
   comm->stop();
   comm->settle();
   comm->meeting().leave();
@@ -744,171 +654,10 @@ FAKE_EXPORT Result ncclCommAbort(Handle handle) {
   return success;
 }
 
-#if FAKE_NCCL_VERSION >= 22807
-FAKE_EXPORT Result ncclCommRevoke(Handle handle, int flags) {
-  if (!handle) return success;
-  const auto comm = find(handle);
-  if (!comm || flags) return invalid_argument;
-  Communicator::Inside inside(cuda(), comm.get());
-  comm->revoked = true;
-  comm->stop();
-  return success;
-}
-#endif
-
 FAKE_EXPORT Result ncclCommGetAsyncError(Handle handle, Result* error) {
-  if (error) {
-    std::lock_guard lock(comms_mutex);
-    const auto found = comms().find(handle);
-    if (found != comms().end() && !found->second.comm) {
-      *error = found->second.error;
-      return success;
-    }
-  }
   const auto comm = find(handle);
   if (!comm || !error) return invalid_argument;
   *error = comm->poll();
-  return success;
-}
-
-FAKE_EXPORT Result ncclCommCount(Handle handle, int* count) {
-  const auto comm = find(handle);
-  if (!comm || !count) return invalid_argument;
-  if (comm->state() == in_progress) return invalid_argument;
-  *count = comm->size;
-  return success;
-}
-
-FAKE_EXPORT Result ncclCommUserRank(Handle handle, int* rank) {
-  const auto comm = find(handle);
-  if (!comm || !rank) return invalid_argument;
-  if (comm->state() == in_progress) return invalid_argument;
-  *rank = comm->rank;
-  return success;
-}
-
-FAKE_EXPORT Result ncclCommCuDevice(Handle handle, int* device) {
-  const auto comm = find(handle);
-  if (!comm || !device) return invalid_argument;
-  if (comm->state() == in_progress) return invalid_argument;
-  *device = comm->device;
-  return success;
-}
-
-#ifndef FAKE_NCCL_INCOMPLETE
-FAKE_EXPORT Result ncclCommSplit(Handle handle, int color, int key, Handle* place, const Config* given) {
-  const auto parent = find(handle);
-  if (!parent || !place) return in_group(invalid_argument);
-  Communicator::Inside inside(cuda(), parent.get());
-  *place = 0;
-  const bool revoked = parent->revoked;
-  if (!revoked)
-    if (const Result result = ready(*parent)) return in_group(result);
-  if (color < 0 && color != no_color) return in_group(fail(invalid_argument, "split: color %d", color));
-  Config config = parent->config;
-  if (given)
-    if (const Result result = read_config(given, config)) return in_group(result);
-  Operation nothing;
-  nothing.name = "split";
-  if (const int code = inject(nothing, parent->rank)) return in_group(fail(code, "injected: split fails with %d", code));
-  // Who is in it is known when all have called, but the caller has a handle to poll at once.
-  if (color != no_color) *place = handle_of(nullptr);
-  const auto body = [raw = parent.get(), color, key, child = *place, config] {
-    const Result result = split(*raw, color, key, child, config);
-    std::lock_guard lock(comms_mutex);
-    const auto found = comms().find(child);
-    if (result && found != comms().end()) found->second.error = result;
-    return result;
-  };
-  // A failed split is no failure of the parent.
-  if (!parent->blocking()) return in_group(begin({parent, [body] { return body(), success; }, nullptr}));
-  return in_group(begin({nullptr, [parent, body] { return body(); }, color != no_color ? place : nullptr}));
-}
-#endif
-
-#if FAKE_NCCL_VERSION >= 22703
-FAKE_EXPORT Result ncclCommShrink(Handle handle, const int* excluded, int count, Handle* place, const Config* given, int flags) {
-  const auto parent = find(handle);
-  if (!parent || !place || !excluded || count < 1) return in_group(invalid_argument);
-  Communicator::Inside inside(cuda(), parent.get());
-  *place = 0;
-  if (flags & ~1) return in_group(invalid_argument);
-  if (flags & 1) {
-    parent->stop();  // what is in flight
-    parent->revoked = true;
-    parent->error = success;
-  } else if (!parent->revoked) {
-    if (const Result result = ready(*parent)) return in_group(result);
-  }
-  Config config = parent->config;
-  if (given)
-    if (const Result result = read_config(given, config)) return in_group(result);
-  std::vector<int> gone(excluded, excluded + count);
-  std::sort(gone.begin(), gone.end());
-  gone.erase(std::unique(gone.begin(), gone.end()), gone.end());
-  if (gone.front() < 0 || gone.back() >= parent->size) return in_group(fail(invalid_argument, "shrink: a rank that is not"));
-  if (std::binary_search(gone.begin(), gone.end(), parent->rank))
-    return in_group(fail(invalid_usage, "shrink: rank %d is excluded, it must not call", parent->rank));
-  std::string name = parent->id + "/shrink/" + std::to_string(++parent->children);
-  for (const int rank : gone) name += "/" + std::to_string(rank);
-  int rank = parent->rank;
-  for (const int other : gone)
-    if (other < parent->rank) --rank;
-  return in_group(create(place, hex_id(name.data(), name.size()), parent->size - static_cast<int>(gone.size()), rank,
-                         parent->device, config));
-}
-#endif
-
-FAKE_EXPORT Result ncclMemAlloc(void** memory, size_t bytes) {
-  if (!memory || !bytes) return invalid_argument;
-  if (!cuda() || !cuda()->devices()) return unhandled_cuda_error;
-  const Address address = cuda()->allocate(std::max(0, cuda()->current()), bytes);
-  if (!address) return fail(unhandled_cuda_error, "out of memory");
-  *memory = reinterpret_cast<void*>(address);
-  return success;
-}
-
-FAKE_EXPORT Result ncclMemFree(void* memory) {
-  if (!memory) return success;
-  return cuda() && cuda()->release(reinterpret_cast<Address>(memory)) ? success : invalid_argument;
-}
-
-FAKE_EXPORT Result ncclCommRegister(Handle handle, void* memory, size_t bytes, Handle* registered) {
-  const auto comm = find(handle);
-  if (!comm || !registered || !bytes) return invalid_argument;
-  if (cuda()->find(reinterpret_cast<Address>(memory), bytes).where != Where::device) return invalid_argument;
-  cuda()->count("registrations", 1);
-  *registered = reinterpret_cast<Handle>(memory);
-  return success;
-}
-
-FAKE_EXPORT Result ncclCommDeregister(Handle handle, Handle registered) {
-  if (!find(handle) || !registered) return invalid_argument;
-  cuda()->count("registrations", -1);
-  return success;
-}
-
-FAKE_EXPORT Result ncclRedOpCreatePreMulSum(int* made, void* scalar, int type, int residence, Handle handle) {
-  const auto comm = find(handle);
-  if (!comm || !made || !scalar || residence < 0 || residence > 1) return invalid_argument;
-  Communicator::Inside inside(cuda(), comm.get());
-  if (const Result result = ready(*comm)) return result;
-  Premultiplied one;
-  if (!type_of(type, one.type)) return fail(invalid_argument, "no type has number %d", type);
-  if (residence) memcpy(&one.factor, scalar, size_of(one.type));
-  else one.at = cuda()->find(reinterpret_cast<Address>(scalar), size_of(one.type));
-  *made = comm->next_operator++;
-  comm->operators[*made] = one;
-  cuda()->count("operators", 1);
-  return success;
-}
-
-FAKE_EXPORT Result ncclRedOpDestroy(int operation, Handle handle) {
-  const auto comm = find(handle);
-  if (!comm) return invalid_argument;
-  Communicator::Inside inside(cuda(), comm.get());
-  if (!comm->operators.erase(operation)) return fail(invalid_argument, "no operator has number %d", operation);
-  cuda()->count("operators", -1);
   return success;
 }
 
@@ -925,10 +674,6 @@ FAKE_EXPORT Result ncclBroadcast(const void* send, void* receive, size_t count, 
   return enqueue(Kind::broadcast, {"broadcast", send, receive, count, type, -1, root, comm, stream});
 }
 
-FAKE_EXPORT Result ncclBcast(void* data, size_t count, int type, int root, Handle comm, Handle stream) {
-  return ncclBroadcast(data, data, count, type, root, comm, stream);
-}
-
 FAKE_EXPORT Result ncclAllGather(const void* send, void* receive, size_t count, int type, Handle comm, Handle stream) {
   return enqueue(Kind::all_gather, {"all_gather", send, receive, count, type, -1, -1, comm, stream});
 }
@@ -937,20 +682,6 @@ FAKE_EXPORT Result ncclReduceScatter(const void* send, void* receive, size_t cou
                                      Handle stream) {
   return enqueue(Kind::reduce_scatter, {"reduce_scatter", send, receive, count, type, fold, -1, comm, stream});
 }
-
-#if FAKE_NCCL_VERSION >= 22803
-FAKE_EXPORT Result ncclAlltoAll(const void* send, void* receive, size_t count, int type, Handle comm, Handle stream) {
-  return enqueue(Kind::all_to_all, {"all_to_all", send, receive, count, type, -1, -1, comm, stream});
-}
-
-FAKE_EXPORT Result ncclGather(const void* send, void* receive, size_t count, int type, int root, Handle comm, Handle stream) {
-  return enqueue(Kind::gather, {"gather", send, receive, count, type, -1, root, comm, stream});
-}
-
-FAKE_EXPORT Result ncclScatter(const void* send, void* receive, size_t count, int type, int root, Handle comm, Handle stream) {
-  return enqueue(Kind::scatter, {"scatter", send, receive, count, type, -1, root, comm, stream});
-}
-#endif
 
 FAKE_EXPORT Result ncclSend(const void* data, size_t count, int type, int peer, Handle comm, Handle stream) {
   return message("send", true, data, count, type, peer, comm, stream);
@@ -976,15 +707,3 @@ FAKE_EXPORT Result ncclGroupEnd() {
   return end_group();
 }
 
-#if FAKE_NCCL_VERSION >= 22203
-// How long it would take, says nothing; nothing of the group is run.
-FAKE_EXPORT Result ncclGroupSimulateEnd(void* info) {
-  if (!group.depth) return invalid_usage;
-  group = {};
-  if (info) {
-    const float unknown = -1;
-    memcpy(static_cast<char*>(info) + 16, &unknown, sizeof unknown);
-  }
-  return success;
-}
-#endif

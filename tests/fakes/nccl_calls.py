@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64
 from pathlib import Path
 
-import numpy as np
-
-IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE = 7, 4, 5
+IN_PROGRESS, INVALID_USAGE = 7, 5
 UNDEFINED = -(1 << 31)
 
 TYPES = {
@@ -71,23 +69,12 @@ SIGNATURES = {
     "ncclCommFinalize": [COMM],
     "ncclCommDestroy": [COMM],
     "ncclCommAbort": [COMM],
-    "ncclCommRevoke": [COMM, c_int],
     "ncclCommGetAsyncError": [COMM, POINTER(c_int)],
-    "ncclCommCount": [COMM, POINTER(c_int)],
-    "ncclCommUserRank": [COMM, POINTER(c_int)],
-    "ncclCommCuDevice": [COMM, POINTER(c_int)],
-    "ncclCommSplit": [COMM, c_int, c_int, POINTER(COMM), POINTER(Config)],
-    "ncclCommShrink": [COMM, POINTER(c_int), c_int, POINTER(COMM), POINTER(Config), c_int],
-    "ncclRedOpCreatePreMulSum": [POINTER(c_int), c_void_p, c_int, c_int, COMM],
-    "ncclRedOpDestroy": [c_int, COMM],
     "ncclAllReduce": [BUFFER, BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
     "ncclReduce": [BUFFER, BUFFER, c_size_t, c_int, c_int, c_int, COMM, STREAM],
     "ncclBroadcast": [BUFFER, BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
     "ncclAllGather": [BUFFER, BUFFER, c_size_t, c_int, COMM, STREAM],
     "ncclReduceScatter": [BUFFER, BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
-    "ncclAlltoAll": [BUFFER, BUFFER, c_size_t, c_int, COMM, STREAM],
-    "ncclGather": [BUFFER, BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
-    "ncclScatter": [BUFFER, BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
     "ncclSend": [BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
     "ncclRecv": [BUFFER, c_size_t, c_int, c_int, COMM, STREAM],
     "ncclGroupStart": [],
@@ -161,23 +148,3 @@ class Nccl:
         while (state := self.state(comm)) == IN_PROGRESS and time.monotonic() < end:
             time.sleep(0.002)
         return state
-
-    def number(self, function: str, comm: int) -> int:
-        value = c_int(-1)
-        getattr(self, function)(comm, byref(value))
-        return value.value
-
-    def split(self, comm: int, color: int, key: int) -> int:
-        child = COMM()
-        self.CommSplit(comm, color, key, byref(child), None)
-        return child.value
-
-    def shrink(self, comm: int, excluded: list[int], flags: int) -> int:
-        child = COMM()
-        self.CommShrink(comm, (c_int * len(excluded))(*excluded), len(excluded), byref(child), None, flags)
-        return child.value
-
-    def premultiplied_sum(self, comm: int, factor: np.ndarray) -> int:
-        made = c_int()
-        self.RedOpCreatePreMulSum(byref(made), c_void_p(factor.ctypes.data), TYPES[factor.dtype.name], 1, comm)
-        return made.value

@@ -11,7 +11,7 @@
 namespace fake {
 
 enum class Type : uint32_t { i8, u8, i16, u16, i32, u32, i64, u64, f16, bf16, f32, f64, e4m3, e5m2 };
-enum class Fold : uint32_t { none, sum, prod, max, min, average, scaled_sum };
+enum class Fold : uint32_t { none, sum, prod, max, min, average };
 
 inline size_t size_of(Type type) {
   switch (type) {
