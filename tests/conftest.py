@@ -6,7 +6,11 @@ import random
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import mscomm
+from mscomm.job import resolve
 
 
 @pytest.fixture
@@ -34,3 +38,21 @@ def port() -> int:
                 continue
             return number
     raise RuntimeError(f"none of {len(numbers)} ports is free; net.ipv4.ip_local_port_range is {low} to {high}")
+
+
+@pytest.fixture
+def alone():
+    """A job of one."""
+    mscomm.init()
+    yield resolve(None)
+    mscomm.release()
+
+
+@pytest.fixture
+def unharmed(alone):
+    """A job of one in which the test's calls must send nothing: they use no call number, and the next call works."""
+    before = alone.core.where()
+    yield alone
+    assert alone.core.where() == before
+    assert mscomm.all_reduce(np.float32([3])) == 3
+    assert alone.core.where()[0] == before[0] + 1

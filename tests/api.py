@@ -1,0 +1,43 @@
+"""Functions of mscomm by name, for the tests of what they accept and refuse (test_api_*.py); and a forked child."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import mscomm
+
+
+def many(x: Any, *, out: Any = None, **options: Any) -> Any:
+    """all_reduce_many with one array."""
+    return mscomm.all_reduce_many([x], out=None if out is None else [out], **options)[0]
+
+
+REDUCTIONS = {"all_reduce": mscomm.all_reduce, "all_reduce_many": many, "scan": mscomm.scan}
+WITH_ARRAY = {**REDUCTIONS, "all_gather": mscomm.all_gather, "broadcast": mscomm.broadcast}
+COLLECTIVES = {**WITH_ARRAY, "barrier": lambda _, **options: mscomm.barrier(**options)}
+
+
+def each(table: dict[str, Any]) -> Any:
+    return pytest.mark.parametrize("function", table.values(), ids=table)
+
+
+def in_a_forked_child(body: Any) -> str:
+    """The text of the error that body raises in a forked child."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            text = "nothing was raised"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writable, text.encode())
+        os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text

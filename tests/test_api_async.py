@@ -1,0 +1,132 @@
+"""async_op=True: Work, and the calls that run beside their caller."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from api import in_a_forked_child
+from ranks import ranks
+
+import mscomm
+from mscomm import collectives
+
+
+@ranks(3)
+def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
+    work = mscomm.all_reduce(np.full(1000, rank), async_op=True)
+    assert isinstance(work, mscomm.Work)
+    assert (work.wait() == 3).all() and work.wait() is work.wait(timeout=1)
+    assert work.done() and work.is_completed() and work.exception() is None
+
+
+@ranks(3)
+def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
+    x, works = np.full(50_000, rank + 1.0), []
+    for _ in range(20):
+        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place, each on the result before
+        works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
+    assert mscomm.all_reduce(np.ones(1))[0] == 3  # it comes after all of them
+    assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
+    rows, counts = works[-1].wait()
+    assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
+
+
+@ranks(2)
+def test_a_work_that_is_waited_for_too_briefly_goes_on(rank, group):
+    work = mscomm.barrier(async_op=True) if rank == 0 else None
+    if work:
+        with pytest.raises(TimeoutError, match="it goes on"):
+            work.wait(timeout=0.05)
+        assert not work.done() and work.exception() is None
+    mscomm.all_gather(np.ones(1), group=mscomm.create_group("other", [0, 1]))
+    if work:
+        mscomm.barrier(group="other")
+        work.wait()
+    else:
+        mscomm.barrier(group="other")
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
+    for size in (10, 100_000) * 20:
+        mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
+        mscomm.all_gather_v(np.ones(rank + size), async_op=True)
+        gc.collect()
+        np.zeros(size)  # would get the memory if it were free
+    mscomm.barrier()
+
+
+@ranks(2, timeout_s=30)
+def test_the_error_of_a_dropped_work_is_raised_by_the_next_call(rank, group):
+    if rank == 0:
+        mscomm.all_reduce(np.ones(3), async_op=True)
+        with pytest.raises(mscomm.Mismatch, match=r"all_reduce #1.*barrier #1"):
+            while True:
+                mscomm.barrier()
+    else:
+        with pytest.raises(mscomm.Mismatch, match=r"all_reduce #1.*barrier #1"):
+            mscomm.barrier()
+
+
+@ranks(2, timeout_s=30)
+def test_a_work_raises_what_ended_its_call_and_shows_it(rank, group):
+    other = mscomm.create_group("other", [0, 1])
+    with pytest.raises(mscomm.Aborted, match="rank 1 called abort: enough"):
+        if rank == 0:
+            work = mscomm.all_gather_v(np.ones(3), async_op=True)
+            mscomm.barrier(group=other)
+            try:
+                work.wait()
+            finally:
+                assert isinstance(work.exception(), mscomm.Aborted)
+        mscomm.barrier(group=other)
+        mscomm.abort("enough")
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, group):
+    calls = []
+    filled = collectives._FusedCall.filled
+
+    def full(self: Any, group: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 3:
+            raise MemoryError("no more")
+        return filled(self, group)
+
+    collectives._FusedCall.filled = full
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is sent alone
+    with pytest.raises((MemoryError, mscomm.Aborted)):
+        mscomm.all_reduce_many(big, async_op=True)
+    del big
+    gc.collect()
+    [np.zeros(300_000) for _ in range(6)]  # would get the memory if it were free
+    with pytest.raises(mscomm.Aborted, match="MemoryError: no more"):
+        mscomm.barrier()
+
+
+@ranks(2)
+def test_a_work_that_was_waited_for_keeps_nothing(rank, group):
+    x = np.ones(1000)
+    held = sys.getrefcount(x)
+    work = mscomm.all_reduce(x, async_op=True)
+    result = weakref.ref(work.wait())
+    assert sys.getrefcount(x) == held
+    del work
+    mscomm.barrier()
+    assert result() is None
+
+
+@ranks(2)
+def test_a_work_is_of_the_process_that_made_the_call(rank, group):
+    work = mscomm.all_reduce(np.ones(3), async_op=True)
+    work.wait()
+    for call in (work.wait, work.done, work.exception):
+        assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this call was made by the process that forked")

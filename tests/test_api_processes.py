@@ -1,0 +1,117 @@
+"""Forked children, several threads, and the end of a process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from api import in_a_forked_child
+from ranks import ranks
+
+import mscomm
+from mscomm import _core
+from mscomm.group import Call
+from mscomm.job import resolve
+
+
+@ranks(2)
+def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
+    x = mscomm.zeros(3)
+    for call in (mscomm.barrier, mscomm.get_rank, lambda: mscomm.all_reduce(x)):
+        assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this process was forked from")
+    core = resolve(None).core
+    barrier = _core.collectives.index("barrier")
+    call = Call(barrier).arguments(1.0, 0)
+    assert in_a_forked_child(lambda: core.run(*call)).startswith("RuntimeError: mscomm:")
+    assert mscomm.all_reduce(np.float32([rank]))[0] == 1
+
+
+@ranks(2)
+def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # runs exit handlers, also mscomm's
+    os.waitpid(child, 0)
+    assert mscomm.all_reduce(np.float32([rank]))[0] == 1
+
+
+@ranks(2)
+def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
+    """The child must not wait for its copies of the parent's threads: the group's worker, and one in Work.wait."""
+    x = np.float32([rank])
+    assert mscomm.all_reduce(x, async_op=True).wait()[0] == 1
+    if rank == 1:
+        time.sleep(1)
+    work = mscomm.all_reduce(x, async_op=True)
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    for _ in range(5):
+        time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            del work, waiter
+            gc.collect()
+            sys.exit(0)
+        assert ends_within(10, child)
+    waiter.join()
+    assert work.wait()[0] == 1
+
+
+def ends_within(seconds: float, child: int) -> bool:
+    """Whether the process ends by itself with 0 within this time."""
+    life = os.pidfd_open(child)
+    ended = select.select([life], [], [], seconds)[0]
+    os.close(life)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == 0 and bool(ended)
+
+
+@ranks(2)
+def test_two_threads_of_each_rank_may_call_at_once(rank, group):
+    calls, wrong = 200, []
+
+    def call() -> None:
+        try:
+            for _ in range(calls):
+                assert (mscomm.all_reduce(np.full(1000, rank + 1.0)) == 1 + 2).all()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert resolve(None).core.where()[0] == 2 * calls
+
+
+EXITS = """
+import sys, threading, time
+import numpy as np
+import mscomm
+mscomm.init()
+beside = {
+    "recv": lambda: mscomm.recv(np.ones(3), 0),
+    "wait": lambda: mscomm.recv(np.ones(3), 0, timeout=0.5, async_op=True).wait(),
+    "many": lambda: [mscomm.barrier() for _ in iter(int, 1)],
+}[sys.argv[1]]
+threading.Thread(target=beside, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("what", ["recv", "wait", "many"])
+@pytest.mark.parametrize("run", range(3))
+def test_the_process_ends_well_while_a_daemon_thread_is_in_a_call(what, run):
+    done = subprocess.run([sys.executable, "-c", EXITS, what], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
