@@ -66,8 +66,9 @@ def memory(x: IdleArray) -> OnDevice:
     return on_device(x, x.ptr, x.shape, x.dtype, None, 0, lambda: 0)
 
 
-def plain(x: IdleArray) -> tuple[int, tuple[int, ...], int, int, int]:
-    return x.ptr, x.shape, CODES[x.dtype], 0, 0
+def plain(x: IdleArray) -> tuple[int, tuple[int, ...], int, int, int] | None:
+    code = CODES.get(x.dtype)
+    return None if code is None else (x.ptr, x.shape, code, 0, 0)
 
 
 def empty(x: IdleArray, shape: tuple[int, ...]) -> IdleArray:

@@ -36,15 +36,27 @@ struct Versioned {
 };
 static_assert(offsetof(Versioned, tensor) == 32);
 
-std::optional<std::string> dtype_of(const Tensor& tensor) {
-  if (tensor.lanes != 1) return std::nullopt;
+// DLPack's number of a kind of types -> the core's types of that kind.
+std::optional<Dtype> dtype_of(const Tensor& tensor) {
+  static constexpr std::array<Dtype, 15> all = [] {
+    std::array<Dtype, 15> list{};
+    for (size_t i = 0; i < list.size(); i++) list[i] = static_cast<Dtype>(i);
+    return list;
+  }();
   static constexpr std::string_view kinds[] = {"int", "uint", "float", "", "bfloat", "complex", "bool"};
-  if (tensor.code >= std::size(kinds)) return std::nullopt;
-  const std::string name = std::string(kinds[tensor.code]) + (tensor.code == 6 ? "" : std::to_string(tensor.bits));
-  for (const DtypeRow& row : dtypes)
-    if (row.name == name && row.bytes * 8 == tensor.bits) return name;
+  if (tensor.lanes != 1 || tensor.code >= std::size(kinds) || kinds[tensor.code].empty()) return std::nullopt;
+  for (const Dtype dtype : all)
+    if (name(dtype).starts_with(kinds[tensor.code]) && size_of(dtype) * 8 == tensor.bits) return dtype;
   return std::nullopt;
 }
+
+struct Exchange {
+  uint32_t major, minor;
+  const Exchange* previous;
+  void *allocate, *from_object, *to_object;
+  int (*describe)(void* object, Tensor* out);
+  int (*current_stream)(int32_t device_type, int32_t device, void** out);
+};
 
 }  // namespace
 
@@ -70,7 +82,42 @@ py::tuple describe_dlpack(const py::capsule& capsule) {
     strides = steps;
   }
   const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
-  return py::make_tuple(address, shape, strides, *dtype, tensor.device_type, tensor.device, whole && (whole->flags & 1));
+  return py::make_tuple(address, shape, strides, std::string(mscomm::name(*dtype)), tensor.device_type, tensor.device,
+                        whole && (whole->flags & 1));
+}
+
+bool read_by_exchange(Array& array, PyObject* capsule) {
+  const auto* api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  while (api && api->major != 1) api = api->previous;
+  Tensor tensor;
+  // What cannot be described so is described, or refused, by its library's module.
+  if (!api || api->describe(array.given.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  constexpr int cpu = 1, cuda = 2, managed = 13;
+  const bool on_device = tensor.device_type == cuda || tensor.device_type == managed;
+  const auto dtype = dtype_of(tensor);
+  if (!dtype || tensor.dims > max_dims || (!on_device && tensor.device_type != cpu)) return false;
+  array.dtype = *dtype;
+  array.shape.dims = tensor.dims;
+  int64_t step = 1;
+  for (int i = tensor.dims - 1; i >= 0; i--) {
+    const int64_t extent = tensor.shape[i];
+    if (tensor.strides && extent > 1 && tensor.strides[i] != step) return false;
+    array.shape.extents[static_cast<size_t>(i)] = extent;
+    step *= extent;
+  }
+  array.begin = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  if (!on_device) return true;
+  void* stream = nullptr;
+  if (!api->current_stream || api->current_stream(tensor.device_type, tensor.device, &stream) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  array.device = tensor.device;
+  array.stream = stream;
+  return true;
 }
 
 }  // namespace mscomm

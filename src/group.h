@@ -23,6 +23,7 @@
 #include "backend/host.h"
 #include "backend/vendor.h"
 #include "comm/communicator.h"
+#include "src/calls.h"
 #include "transport/arena.h"
 
 namespace mscomm {
@@ -95,29 +96,30 @@ struct Descriptors {
 
 // A group, as Python builds it from the facts that its ranks exchanged.
 struct Group {
+  const std::string name;
   Recorder recorder;
   const HostBackend* host;
   std::shared_ptr<Peers> peers;
   std::vector<int> ranks;
   std::mutex notices_mutex;  // protects notices
   std::vector<std::string> notices;
-  std::atomic<int> away{0};                    // threads in called(), until they have the GIL again
+  std::atomic<int> away{0};  // threads in called(), until they have the GIL again
+  std::unique_ptr<Calls> calls;
   std::unique_ptr<Communicator> communicator;  // last: its threads use what is above
 
   // control: the offset of the arena's memory in the heap of this host's lowest rank; -1: no arena. links: sockets by rank, taken
   // over; empty: no mesh. news_fd: an eventfd, which stays the caller's, or -1. It is written when a started call, a message that
   // was started or a call on the device has failed, when stuck() has a number, and when there are notices for the user. So no
   // thread of the core has to call Python, which might not return while the process ends.
-  Group(const std::string& name, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
+  Group(std::string called, std::shared_ptr<Peers> job, std::vector<int> members, int rank, unsigned epoch,
         const std::vector<std::string>& forced, int64_t control, bool spin, const std::vector<int>& links, int news_fd)
-      : peers(std::move(job)), ranks(std::move(members)) {
+      : name(std::move(called)), peers(std::move(job)), ranks(std::move(members)) {
     // First, so that the descriptors are closed whatever fails.
     Descriptors owned{links};
     std::vector<std::optional<Stream>> streams(ranks.size());
     for (size_t peer = 0; peer < links.size(); peer++) {
       if (links[peer] < 0) continue;
-      const std::string& name = peers->names.at(static_cast<size_t>(ranks.at(peer)));
-      streams[peer].emplace(std::exchange(owned.fds[peer], -1), name);
+      streams[peer].emplace(std::exchange(owned.fds[peer], -1), peers->names.at(static_cast<size_t>(ranks.at(peer))));
     }
 
     Layout layout{rank, static_cast<int>(ranks.size()), {}};
@@ -197,34 +199,6 @@ struct Group {
     communicator->close();
     const Deadline deadline(5);
     while (away > 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-
-  Call call(int what, int function, int dtype, int op, int root, const std::optional<py::array>& x, std::optional<py::array>& out,
-            const std::optional<std::vector<uint64_t>>& shape, std::vector<uint64_t> counts, uint64_t digest, bool head,
-            std::optional<uintptr_t> stream) const {
-    Call call;
-    Signature& signature = call.signature;
-    signature.what = static_cast<Collective>(what);
-    signature.function = static_cast<Function>(function);
-    signature.dtype = static_cast<Dtype>(dtype);
-    signature.op = static_cast<Op>(op);
-    signature.root = root;
-    signature.digest = digest;
-    signature.head = head;
-    if (stream) call.stream = reinterpret_cast<StreamHandle>(*stream);
-    signature.device = stream.has_value();
-    const size_t dims = shape ? shape->size() : x ? static_cast<size_t>(x->ndim()) : 0;
-    if (dims > max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions; reshape this one");
-    signature.dims = static_cast<uint8_t>(dims);
-    signature.count = signature.what != Collective::barrier;
-    for (size_t i = 0; i < dims; i++) {
-      signature.shape[i] = shape ? (*shape)[i] : static_cast<uint64_t>(x->shape(static_cast<py::ssize_t>(i)));
-      signature.count *= signature.shape[i];
-    }
-    if (x) call.x = x->data(), call.x_bytes = static_cast<size_t>(x->nbytes());
-    if (out) call.out = out->mutable_data(), call.out_bytes = static_cast<size_t>(out->nbytes());
-    call.counts = std::move(counts);
-    return call;
   }
 };
 

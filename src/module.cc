@@ -15,9 +15,9 @@
 #include "backend/nccl.h"
 #include "device/acl.h"
 #include "device/cuda.h"
+#include "src/calls.h"
 #include "src/dlpack.h"
 #include "src/group.h"
-#include "src/plain_calls.h"
 #include "transport/arena.h"
 
 using namespace mscomm;
@@ -171,6 +171,33 @@ std::vector<py::dict> calls(const Group& group, uint64_t after) {
   return list;
 }
 
+py::handle given_or_null(const py::object& object) { return object.is_none() ? py::handle() : py::handle(object); }
+
+Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
+  return described(*group.calls, static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
+}
+
+PreparedCall prepare(const Group& group, int function, const py::object& x, py::object out, std::optional<int> what,
+                     const py::object& op, const py::object& root, const py::object& stream,
+                     std::optional<std::vector<uint64_t>> rows, uint64_t digest, bool head,
+                     const std::optional<std::pair<py::tuple, int>>& told, const std::string& out_argument) {
+  const Wanted wanted{.function = static_cast<Function>(function),
+                      .what = static_cast<Collective>(what.value_or(function)),
+                      .op = given_or_null(op),
+                      .root = given_or_null(root),
+                      .stream = given_or_null(stream),
+                      .out_argument = out_argument,
+                      .rows = std::move(rows),
+                      .digest = digest,
+                      .head = head};
+  std::optional<Array> array;
+  if (py::isinstance<Array>(x)) array = x.cast<const Array&>();
+  else if (!x.is_none()) array = described(*group.calls, wanted.function, wanted.argument, x, wanted.stream);
+  std::optional<std::pair<Shape, Dtype>> model;
+  if (told) model.emplace(shape_of(told->first), static_cast<Dtype>(told->second));
+  return prepared(*group.calls, wanted, std::move(array), std::move(out), model);
+}
+
 // The places where a library may be: the place's name, the path, and "usual", "loaded" or "must" (csrc/base/dynlib.h).
 using Places = std::vector<std::tuple<std::string, std::string, std::string>>;
 
@@ -309,7 +336,17 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def_property_readonly("number", &Work::number)
       .def("done", &Work::done)
-      .def("wait", [](Work& work, double timeout_s) { return unlocked([&] { return work.wait(timeout_s); }); })
+      .def("wait",
+           [](Work& work, double timeout_s) {
+             for (const auto start = Clock::now(); !work.done();) {
+               const double left_s = timeout_s - seconds_since(start);
+               if (left_s <= 0) return false;
+               unlocked([&] { return work.wait(std::min(left_s, 0.05)); });
+               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+             }
+             if (const auto error = work.error()) throw *error;
+             return true;
+           })
       .def("check",
            [](const Work& work) {
              if (const auto error = work.error()) throw *error;
@@ -319,24 +356,37 @@ PYBIND11_MODULE(_core, module) {
         return matched ? std::optional(received(*matched)) : std::nullopt;
       });
 
+  py::class_<Array>(module, "Array")
+      .def_property_readonly("shape", [](const Array& array) { return as_tuple(array.shape); })
+      .def_property_readonly("dtype", [](const Array& array) { return static_cast<int>(*array.dtype); })
+      .def_property_readonly("on_device", [](const Array& array) { return array.backend != nullptr; })
+      .def_readonly("given", &Array::given);
+  py::class_<PreparedCall>(module, "Call")
+      .def_property_readonly("function", [](const PreparedCall& call) { return static_cast<int>(call.call.signature.function); })
+      .def("result", &PreparedCall::result)
+      .def_property_readonly("there",
+                             [](const PreparedCall& call) -> py::object {
+                               if (!call.call.stream) return py::none();
+                               return memory_of(call.x ? *call.x : *call.target);
+                             })
+      .def_property_readonly("source",
+                             [](const PreparedCall& call) { return call.x->packed ? call.x->packed : memory_of(*call.x); })
+      .def_property_readonly("target", [](const PreparedCall& call) { return memory_of(*call.target); });
+
   py::class_<Group>(module, "Group")
       .def(py::init<const std::string&, std::shared_ptr<Peers>, std::vector<int>, int, unsigned, const std::vector<std::string>&,
                     int64_t, bool, const std::vector<int>&, int>(),
            py::kw_only(), py::arg("name"), py::arg("peers"), py::arg("ranks"), py::arg("rank"), py::arg("epoch"),
            py::arg("forced"), py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"))
       .def("run",
-           [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
-              std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
-              std::vector<uint64_t> counts, uint64_t digest, bool head, std::optional<uintptr_t> stream, uint64_t number) {
-             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head, stream);
+           [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
+             Call call = prepared.call;
              call.signature.number = number;
              group.called([&] { group.communicator->run(std::move(call), timeout_s); });
            })
       .def("start",
-           [](Group& group, int what, int function, int dtype, int op, int root, const std::optional<py::array>& x,
-              std::optional<py::array> out, double timeout_s, const std::optional<std::vector<uint64_t>>& shape,
-              std::vector<uint64_t> counts, uint64_t digest, bool head, std::optional<uintptr_t> stream, uint64_t number) {
-             Call call = group.call(what, function, dtype, op, root, x, out, shape, std::move(counts), digest, head, stream);
+           [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
+             Call call = prepared.call;
              call.signature.number = number;
              return group.called([&] { return group.communicator->start(std::move(call), timeout_s); });
            })
@@ -353,7 +403,28 @@ PYBIND11_MODULE(_core, module) {
            [](const Group& group, int dtype, int bucket) {
              return group.communicator->converts(static_cast<Dtype>(dtype), static_cast<Dtype>(bucket));
            })
-      .def("plain_calls", &plain_calls)
+      .def("make_call",
+           [](py::object self, py::object python, double timeout_s, py::set running, py::dict libraries, py::str backend,
+              int device, bool noted) {
+             auto& group = self.cast<Group&>();
+             group.calls = std::make_unique<Calls>(Calls{&group, timeout_s, std::move(python), std::move(running),
+                                                         std::move(libraries), std::move(backend), device, noted});
+             return call_function(std::move(self), *group.calls);
+           })
+      .def("array", &array_of, py::arg("function"), py::arg("x"), py::kw_only(), py::arg("argument") = "x",
+           py::arg("stream") = py::none())
+      .def("prepare", &prepare, py::arg("function"), py::arg("x"), py::arg("out") = py::none(), py::kw_only(),
+           py::arg("what") = py::none(), py::arg("op") = py::none(), py::arg("root") = py::none(), py::arg("stream") = py::none(),
+           py::arg("rows") = py::none(), py::arg("digest") = 0, py::arg("head") = false, py::arg("told") = py::none(),
+           py::arg("out_argument") = "out")
+      .def("part",
+           [](const Group& group, int function, const py::tuple& shape) {
+             return as_tuple(part_of(*group.calls, static_cast<Function>(function), shape_of(shape)));
+           })
+      .def("op", [](const Group&, int function,
+                    py::handle op) { return static_cast<int>(checked_op(static_cast<Function>(function), op)); })
+      .def("root", [](const Group& group, int function,
+                      py::handle root) { return checked_root(*group.calls, static_cast<Function>(function), root); })
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_send)
       .def("recv", &run_recv)

@@ -17,8 +17,7 @@ from api import in_a_forked_child
 from ranks import ranks
 
 import mscomm
-from mscomm import _core
-from mscomm.group import Call
+from mscomm.collectives import FUNCTION
 from mscomm.job import resolve
 
 
@@ -28,9 +27,8 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
     for call in (mscomm.barrier, mscomm.get_rank, lambda: mscomm.all_reduce(x)):
         assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this process was forked from")
     core = resolve(None).core
-    barrier = _core.collectives.index("barrier")
-    call = Call(barrier).arguments(1.0, 0)
-    assert in_a_forked_child(lambda: core.run(*call)).startswith("RuntimeError: mscomm:")
+    call = core.prepare(FUNCTION["barrier"], None)
+    assert in_a_forked_child(lambda: core.run(call, 1.0, 0)).startswith("RuntimeError: mscomm:")
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 

@@ -20,10 +20,10 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# Things that pybind11 adds to every class, and missing constructors: make_heap makes a Heap, start makes a Work.
+# Things that pybind11 adds to every class, and missing constructors: make_heap makes a Heap, start makes a Work and so on
 PYBIND11 = """
-mscomm\\._core\\.(Group|Heap|Peers|Runtime|Vendor|Work)
-mscomm\\._core\\.(Heap|Runtime|Vendor|Work)\\.__init__
+mscomm\\._core\\.(Array|Call|Group|Heap|Peers|Runtime|Vendor|Work)
+mscomm\\._core\\.(Array|Call|Heap|Runtime|Vendor|Work)\\.__init__
 """
 
 needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")

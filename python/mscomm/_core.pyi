@@ -3,8 +3,9 @@
 The place of a name in collectives, functions, ops and dtypes() is its number in the other functions.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 import numpy as np
 
@@ -160,13 +161,47 @@ class Work:
     def number(self) -> int: ...
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> bool:
-        """Wait at most that long. Returns whether it has ended."""
+        """Wait at most that long. Returns whether it has ended, and raises its error if it has ended with one.
+
+        Signal handlers run meanwhile, and what one raises ends the wait.
+        """
 
     def check(self) -> None:
         """Raise the error that it ended with, if it did."""
 
     def matched(self) -> tuple[int, int] | None:
         """The source and tag of the message, if this is a recv that has ended without an error."""
+
+@final
+class Array:
+    """An array that the user gave, as its library describes it."""
+
+    @property
+    def given(self) -> Any: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def on_device(self) -> bool: ...
+
+@final
+class Call:
+    """A checked call, with the arrays that it reads and writes, which it keeps alive."""
+
+    @property
+    def function(self) -> int: ...
+    @property
+    def source(self) -> np.ndarray[Any, Any]:
+        """What is read: the memory of x, or of a copy in C order."""
+    @property
+    def target(self) -> np.ndarray[Any, Any]:
+        """What is written: the memory of out, or of what result() copies there."""
+    @property
+    def there(self) -> Any:
+        """The memory of an array of the call, an OnDevice; None: the arrays are the CPU's."""
+    def result(self) -> Any:
+        """What the user gets. To be called once, when the call has ended without an error."""
 
 @final
 class Group:
@@ -193,52 +228,70 @@ class Group:
         call on the device has failed, when stuck() has a number, and when there are notices.
         """
 
-    def run(
-        self,
-        what: int,
-        function: int,
-        dtype: int,
-        op: int,
-        root: int,
-        x: np.ndarray[Any, Any] | None,
-        out: np.ndarray[Any, Any] | None,
-        timeout_s: float,
-        shape: Sequence[int] | None,
-        counts: Sequence[int],
-        digest: int,
-        head: bool,
-        stream: int | None,
-        number: int,
-        /,
-    ) -> None:
-        """Run one collective call on C-contiguous arrays, which the caller has checked.
+    def run(self, call: Call, timeout_s: float, number: int, /) -> None:
+        """Run a call, which on the device is only enqueued when this returns. number: a reserved one; 0: the next."""
 
-        stream: for arrays on the device, whose call has only been enqueued when this returns; None: the arrays are in
-        the CPU's memory. number: a reserved one; 0: the next.
+    def start(self, call: Call, timeout_s: float, number: int, /) -> Work:
+        """Start it on the worker's thread, or on a stream of the group's own, after what the call's stream has so far.
+
+        The call must live until it has ended. number: as for run; only a call on the device has a reserved one.
         """
 
-    def start(
+    def make_call(
         self,
-        what: int,
-        function: int,
-        dtype: int,
-        op: int,
-        root: int,
-        x: np.ndarray[Any, Any] | None,
-        out: np.ndarray[Any, Any] | None,
+        python: weakref.ref[Any],
         timeout_s: float,
-        shape: Sequence[int] | None,
-        counts: Sequence[int],
-        digest: int,
-        head: bool,
-        stream: int | None,
-        number: int,
+        running: set[Any],
+        libraries: Mapping[type, tuple[Any, ...]],
+        backend: str,
+        device: int,
+        noted: bool,
         /,
-    ) -> Work:
-        """Start the same on the worker's thread, or on a stream of the group's own, after what `stream` has so far.
+    ) -> Callable[[int, Any, Any, str | None, int | None, Any, bool, int | None], Any]:
+        """call(what, x, out, op, root, timeout, async_op, stream) on arguments as the user gave them: see src/calls.h.
 
-        x and out must live until the call has ended. number: as for run; only a call on the device has a reserved one.
+        python: the mscomm.Group. running: its started calls. libraries: type of array -> arrays.Plain. backend, device:
+        what this rank has joined with; "" and -1: nothing. noted: Python numbers each call, and is told of its end.
         """
+
+    def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
+        """Describe an array that the user gave, and check it as the x of a call.
+
+        TypeError, ValueError: it is none, or cannot be taken.
+        """
+
+    def prepare(
+        self,
+        function: int,
+        x: Any,
+        out: Any = None,
+        *,
+        what: int | None = None,
+        op: str | None = None,
+        root: int | None = None,
+        stream: int | None = None,
+        rows: Sequence[int] | None = None,
+        digest: int = 0,
+        head: bool = False,
+        told: tuple[tuple[int, ...], int] | None = None,
+        out_argument: str = "out",
+    ) -> Call:
+        """A checked call of the function. TypeError, ValueError: an argument is wrong.
+
+        x: an array as the user gave it, or an Array; None in a barrier, and in a scatter on a rank that is not the
+        root. out: None makes a new array like x. what: the collective; None: the one of the function's name. rows: of
+        each rank; for all_to_all of each pair, a line for each sender. digest, head: csrc/base/call.h. told: shape and
+        dtype of the root's x, where x is None.
+        """
+
+    def part(self, function: int, shape: tuple[int, ...], /) -> tuple[int, ...]:
+        """The shape of the part that a rank gets of an array that is divided equally; ValueError if it cannot be."""
+
+    def op(self, function: int, op: Any, /) -> int:
+        """The number of the operation; ValueError if there is none of that name."""
+
+    def root(self, function: int, root: Any, /) -> int:
+        """The root as an int; TypeError, ValueError if it is no rank of the group."""
 
     def join_device(
         self, vendor: Vendor, runtime: Runtime, device: int, id: bytes, timeout_s: float, check: Callable[[], object], /
@@ -288,22 +341,6 @@ class Group:
     def packs(self, dtype: int, bucket: int, /) -> bool:
         """Whether the device has kernels that pack and unpack parts of that dtype with a scale and, if the bucket has
         another dtype, with a cast and a residual."""
-
-    def plain_calls(
-        self,
-        timeout_s: float,
-        beside: list[Any],
-        failed: Callable[[BaseException], NoReturn],
-        libraries: Mapping[type, tuple[Any, ...]],
-        device: int,
-        /,
-    ) -> Callable[[Any, Any, Any, Any, Any], Any]:
-        """The function call(what, x, op, root, out) for plain arrays: NumPy's, and those on the device whose type has a
-        row (plain, empty, written) in libraries.
-
-        It returns NotImplemented for anything else, and while beside, the list of started calls, is not empty. It hands
-        an exception of the call to failed, which raises it or another.
-        """
 
     def reserve(self, count: int, /) -> int:
         """Take that many call numbers in a row, and return the first."""

@@ -33,23 +33,31 @@ from typing import Any
 import numpy as np
 
 from mscomm import _core, arguments
-from mscomm.arrays import library, memory_anywhere
+from mscomm.arrays import memory_anywhere, new
 from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
-from mscomm.group import Call, Group, Pending
+from mscomm.group import Group, Pending
 from mscomm.job import resolve, shared_empty
 
 Timeout = float | timedelta | None
 Array = np.ndarray[Any, Any]
 
-WHAT = {name: code for code, name in enumerate(_core.collectives)}
-_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST, _ALL_TO_ALL, _BARRIER = (
-    WHAT[name] for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
-)
-FUNCTION = {name: code for code, name in enumerate(_core.functions)}
-_INT64 = dtype_code(np.dtype(np.int64))
+FUNCTION = {name: number for number, name in enumerate(_core.functions)}
+(
+    _ALL_REDUCE,
+    _ALL_GATHER,
+    _REDUCE_SCATTER,
+    _BROADCAST,
+    _REDUCE,
+    _GATHER,
+    _SCATTER,
+    _ALL_TO_ALL,
+    _BARRIER,
+    _SCAN,
+    _EXSCAN,
+) = (FUNCTION[name] for name in _core.collectives)
 
 # all_reduce_many: an array of at least ALONE_BYTES goes as it is; smaller ones share buckets of BUCKET_BYTES.
 ALONE_BYTES = 1 << 20
@@ -80,16 +88,7 @@ def all_reduce(
     >>> mscomm.all_reduce(np.full(3, mscomm.get_rank(), np.float32))       # on 4 ranks
     array([6., 6., 6.], dtype=float32)
     """
-    group = resolve(group)
-    if timeout is None and not async_op and stream is None:
-        done = group.call_plain(_ALL_REDUCE, x, op, -1, out)
-        if done is not NotImplemented:
-            return done
-    given = arguments.given("all_reduce", x, group, stream=stream)
-    op_code = arguments.op_code("all_reduce", op, given, group)
-    target, result = arguments.result("all_reduce", given, out, given.shape, 0)
-    call = Call(WHAT["all_reduce"], given.source, target, dtype=given.code, op=op_code)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_ALL_REDUCE, x, out, op, None, timeout, async_op, stream)
 
 
 def all_reduce_(
@@ -123,17 +122,7 @@ def all_gather(
     array([[0.],
            [1.]], dtype=float32)
     """
-    group = resolve(group)
-    if timeout is None and not async_op and stream is None:
-        done = group.call_plain(_ALL_GATHER, x, None, -1, out)
-        if done is not NotImplemented:
-            return done
-    given = arguments.given("all_gather", x, group, stream=stream)
-    target, result = arguments.result(
-        "all_gather", given, out, arguments.times(given.shape, group.size), group.rank * given.source.size
-    )
-    call = Call(WHAT["all_gather"], given.source, target, dtype=given.code)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_ALL_GATHER, x, out, None, None, timeout, async_op, stream)
 
 
 def reduce_scatter(
@@ -156,17 +145,7 @@ def reduce_scatter(
     array([0., 2.])
     array([4., 6.])
     """
-    group = resolve(group)
-    if timeout is None and not async_op and stream is None:
-        done = group.call_plain(_REDUCE_SCATTER, x, op, -1, out)
-        if done is not NotImplemented:
-            return done
-    given = arguments.given("reduce_scatter", x, group, stream=stream)
-    op_code = arguments.op_code("reduce_scatter", op, given, group)
-    shape = arguments.share("reduce_scatter", given.shape, group.size)
-    target, result = arguments.result("reduce_scatter", given, out, shape, group.rank * math.prod(shape))
-    call = Call(WHAT["reduce_scatter"], given.source, target, dtype=given.code, op=op_code)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_REDUCE_SCATTER, x, out, op, None, timeout, async_op, stream)
 
 
 def broadcast(
@@ -187,16 +166,7 @@ def broadcast(
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
     """
-    group = resolve(group)
-    if timeout is None and not async_op and stream is None:
-        done = group.call_plain(_BROADCAST, x, None, root, out)
-        if done is not NotImplemented:
-            return done
-    given = arguments.given("broadcast", x, group, stream=stream)
-    root = arguments.checked_root("broadcast", root, group)
-    target, result = arguments.result("broadcast", given, out, given.shape, 0)
-    call = Call(WHAT["broadcast"], given.source, target, dtype=given.code, root=root)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_BROADCAST, x, out, None, root, timeout, async_op, stream)
 
 
 def broadcast_(
@@ -230,13 +200,7 @@ def reduce(
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
     """
-    group = resolve(group)
-    given = arguments.given("reduce", x, group, stream=stream)
-    op_code = arguments.op_code("reduce", op, given, group)
-    root = arguments.checked_root("reduce", root, group)
-    target, result = arguments.result("reduce", given, out, given.shape, 0) if group.rank == root else (None, _nothing)
-    call = Call(WHAT["reduce"], given.source, target, dtype=given.code, op=op_code, root=root)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_REDUCE, x, out, op, root, timeout, async_op, stream)
 
 
 def scan(
@@ -262,7 +226,7 @@ def scan(
     array([3, 3])
     array([6, 6])
     """
-    return _scan("scan", x, op, out, group, timeout, async_op)
+    return resolve(group).call(_SCAN, x, out, op, None, timeout, async_op, None)
 
 
 def exscan(
@@ -284,20 +248,7 @@ def exscan(
     >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
     >>> begin = mscomm.exscan(rows)
     """
-    return _scan("exscan", x, op, out, group, timeout, async_op)
-
-
-def _scan(function: str, x: Any, op: str, out: Any, group: Group | str | None, timeout: Timeout, async_op: bool) -> Any:
-    group = resolve(group)
-    if isinstance(memory_anywhere(x, "x", function), OnDevice):
-        raise TypeError(f"{function}: x is on a device, and neither NCCL nor HCCL has a {function}; copy it to the CPU")
-    given = arguments.given(function, x, group)
-    op_code = arguments.op_code(function, op, given, group)
-    if op == "avg":
-        raise ValueError(f"{function}: op avg would divide by another number on each rank; divide the sum yourself")
-    target, result = arguments.result(function, given, out, given.shape, 0)
-    call = Call(WHAT[function], given.source, target, dtype=given.code, op=op_code)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_EXSCAN, x, out, op, None, timeout, async_op, None)
 
 
 def gather(
@@ -318,15 +269,7 @@ def gather(
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
     """
-    group = resolve(group)
-    given = arguments.given("gather", x, group, stream=stream)
-    root = arguments.checked_root("gather", root, group)
-    target, result = None, _nothing
-    if group.rank == root:
-        shape, place = arguments.times(given.shape, group.size), group.rank * given.source.size
-        target, result = arguments.result("gather", given, out, shape, place)
-    call = Call(WHAT["gather"], given.source, target, dtype=given.code, root=root)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_GATHER, x, out, None, root, timeout, async_op, stream)
 
 
 def scatter(
@@ -350,14 +293,7 @@ def scatter(
     array([0, 1])
     array([2, 3])
     """
-    group = resolve(group)
-    given = None if x is None else arguments.given("scatter", x, group, stream=stream)
-    root = arguments.checked_root("scatter", root, group)
-    if group.rank == root and given is None:
-        raise TypeError("scatter: x is None at the root, whose array is divided; other ranks may pass None")
-    if given is not None:
-        arguments.share("scatter", given.shape, group.size)
-    return _scatter("scatter", given, None, root, out, group, timeout, async_op, stream)
+    return _scatter("scatter", x, None, root, out, resolve(group), timeout, async_op, stream)
 
 
 def all_to_all(
@@ -378,26 +314,12 @@ def all_to_all(
     array([ 0, 10])
     array([ 1, 11])
     """
-    group = resolve(group)
-    if timeout is None and not async_op and stream is None:
-        done = group.call_plain(_ALL_TO_ALL, x, None, -1, out)
-        if done is not NotImplemented:
-            return done
-    given = arguments.given("all_to_all", x, group, stream=stream)
-    arguments.share("all_to_all", given.shape, group.size)
-    target, result = arguments.result("all_to_all", given, out, given.shape, 0)
-    call = Call(WHAT["all_to_all"], _apart("all_to_all", given, target, group), target, dtype=given.code)
-    return group.call(call, timeout, async_op, result)
+    return resolve(group).call(_ALL_TO_ALL, x, out, None, None, timeout, async_op, stream)
 
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
     """Return when every rank of the group has called it. None; with async_op a Work of None."""
-    group = resolve(group)
-    if timeout is None and not async_op:
-        done = group.call_plain(_BARRIER, None, None, -1, None)
-        if done is not NotImplemented:
-            return done
-    return group.call(Call(_BARRIER), timeout, async_op, _nothing)
+    return resolve(group).call(_BARRIER, None, None, None, None, timeout, async_op, None)
 
 
 # -- parts that differ by rank
@@ -435,10 +357,7 @@ def gather_v(
     stream: int | None = None,
 ) -> Any:
     """gather of arrays whose axis 0 differs by rank. At the root (rows, counts) as all_gather_v; None elsewhere."""
-    group = resolve(group)
-    return gather_rows(
-        "gather_v", x, arguments.checked_root("gather_v", root, group), out, group, timeout, async_op, stream
-    )
+    return gather_rows("gather_v", x, root, out, resolve(group), timeout, async_op, stream)
 
 
 def scatter_v(
@@ -461,13 +380,7 @@ def scatter_v(
     array([0])
     array([1, 2])
     """
-    group = resolve(group)
-    given = None if x is None else arguments.given("scatter_v", x, group, stream=stream)
-    root = arguments.checked_root("scatter_v", root, group)
-    counts = arguments.checked_counts("scatter_v", "counts", counts, group, given)
-    if group.rank == root and given is None:
-        raise TypeError("scatter_v: x is None at the root, whose array is divided; other ranks may pass None")
-    return _scatter("scatter_v", given, counts, root, out, group, timeout, async_op, stream)
+    return _scatter("scatter_v", x, counts, root, out, resolve(group), timeout, async_op, stream)
 
 
 def reduce_scatter_v(
@@ -491,23 +404,16 @@ def reduce_scatter_v(
     array([2., 4.])
     """
     group = resolve(group)
-    given = arguments.given("reduce_scatter_v", x, group, stream=stream)
-    op_code = arguments.op_code("reduce_scatter_v", op, given, group)
-    counts = arguments.checked_counts("reduce_scatter_v", "counts", counts, group, given)
-    row = math.prod(given.shape[1:])
-    shape = (counts[group.rank], *given.shape[1:])
-    target, result = arguments.result("reduce_scatter_v", given, out, shape, row * sum(counts[: group.rank]))
-    call = Call(
-        WHAT["reduce_scatter"],
-        given.source,
-        target,
-        function=FUNCTION["reduce_scatter_v"],
-        dtype=given.code,
-        op=op_code,
-        counts=[row * count for count in counts],
-        digest=_digest(counts),
+    given = group.core.array(FUNCTION["reduce_scatter_v"], x, stream=stream)
+    rows = arguments.checked_counts("reduce_scatter_v", "counts", counts, group, given.shape)
+    call = group.core.prepare(
+        FUNCTION["reduce_scatter_v"], given, out, what=_REDUCE_SCATTER, op=op, rows=rows, digest=_digest(rows)
     )
-    return group.call(call, timeout, async_op, result)
+    seconds = group.seconds(timeout)
+    if async_op:
+        return group.begin(call, seconds)
+    group.run(call, seconds)
+    return call.result()
 
 
 def all_to_all_v(
@@ -531,33 +437,18 @@ def all_to_all_v(
     (array([1, 2, 1, 2]), [2, 2])
     """
     group = resolve(group)
-    given = arguments.given("all_to_all_v", x, group, stream=stream)
-    sent = arguments.checked_counts("all_to_all_v", "send_counts", send_counts, group, given)
+    function = FUNCTION["all_to_all_v"]
+    given = group.core.array(function, x, stream=stream)
+    sent = arguments.checked_counts("all_to_all_v", "send_counts", send_counts, group, given.shape)
     n = group.size
     table = np.empty((n, n), np.int64)  # a row for each sender
-    head = Call(
-        WHAT["all_gather"],
-        np.array(sent, np.int64),
-        table,
-        function=FUNCTION["all_to_all_v"],
-        dtype=_INT64,
-        head=True,
-    )
+    head = group.core.prepare(function, np.array(sent, np.int64), table.reshape(-1), what=_ALL_GATHER, head=True)
 
-    def data() -> tuple[Call, Callable[[], Any]]:
-        got = table[:, group.rank].tolist()
-        shape = (sum(got), *given.shape[1:])
-        target, result = arguments.late_result("all_to_all_v", given, out, shape, 0, group)
-        call = Call(
-            WHAT["all_to_all"],
-            _apart("all_to_all_v", given, target, group),
-            target,
-            function=FUNCTION["all_to_all_v"],
-            dtype=given.code,
-            shape=(0, *given.shape[1:]),
-            counts=(table.reshape(-1) * math.prod(given.shape[1:])).tolist(),
+    def data() -> tuple[_core.Call, Callable[[], Any]]:
+        call = _late(
+            group, lambda: group.core.prepare(function, given, out, what=_ALL_TO_ALL, rows=table.reshape(-1).tolist())
         )
-        return call, functools.partial(_with_counts, result, got)
+        return call, lambda: (call.result(), table[:, group.rank].tolist())
 
     return group.call_after(head, data, timeout, async_op, given.on_device)
 
@@ -573,40 +464,22 @@ def gather_rows(
     stream: int | None = None,
 ) -> Any:
     """all_gather_v, and with a root gather_v."""
-    given = arguments.given(function, x, group, stream=stream)
+    number = FUNCTION[function]
+    given = group.core.array(number, x, stream=stream)
     if not given.shape:
         raise ValueError(f"{function}: x is a scalar; it needs an axis 0, which may differ by rank")
     lengths = np.empty(group.size, np.int64)
-    head = Call(
-        WHAT["all_gather"],
-        np.array([given.shape[0]], np.int64),
-        lengths,
-        function=FUNCTION[function],
-        dtype=_INT64,
-        root=-1 if root is None else root,
-        head=True,
-    )
+    length = np.array([given.shape[0]], np.int64)
+    head = group.core.prepare(number, length, lengths, what=_ALL_GATHER, root=root, head=True)
+    what = _ALL_GATHER if root is None else _GATHER
 
-    def data() -> tuple[Call, Callable[[], Any]]:
-        counts = lengths.tolist()
-        row = math.prod(given.shape[1:])
-        shape = (sum(counts), *given.shape[1:])
-        target: Array | None = None
-        result: Callable[[], Any] = _nothing
-        if root is None or root == group.rank:
-            place = row * sum(counts[: group.rank])
-            target, rows = arguments.late_result(function, given, out, shape, place, group)
-            result = functools.partial(_with_counts, rows, counts)
-        call = Call(
-            WHAT["all_gather" if root is None else "gather"],
-            given.source,
-            target,
-            function=FUNCTION[function],
-            dtype=given.code,
-            root=-1 if root is None else root,
-            shape=shape,
-            counts=[row * count for count in counts],
-        )
+    def data() -> tuple[_core.Call, Callable[[], Any]]:
+        call = _late(group, lambda: group.core.prepare(number, given, out, what=what, root=root, rows=lengths.tolist()))
+
+        def result() -> Any:
+            rows = call.result()
+            return None if rows is None else (rows, lengths.tolist())
+
         return call, result
 
     return group.call_after(head, data, timeout, async_op, given.on_device)
@@ -614,8 +487,8 @@ def gather_rows(
 
 def _scatter(
     function: str,
-    given: arguments.Given | None,
-    counts: list[int] | None,
+    x: Any,
+    counts: Sequence[int] | None,
     root: int,
     out: Any,
     group: Group,
@@ -624,83 +497,63 @@ def _scatter(
     stream: int | None,
 ) -> Any:
     """scatter, and with counts scatter_v: the root tells dtype and shape, then it sends the parts."""
+    number, core = FUNCTION[function], group.core
+    given = None if x is None else core.array(number, x, stream=stream)
+    root = core.root(number, root)
     at_root = group.rank == root
-    if given is not None and at_root and out is not None:  # known here before anything is sent
-        arguments.check_out(function, given, out, *_part_of(given.shape, counts, group))
-    digest = 0 if counts is None else _digest(counts)
-    there = None if given is None else given.memory
-    if there is None and out is not None:
-        there = memory_anywhere(out, "out", function)
+    rows = None
+    if counts is not None:
+        rows = arguments.checked_counts(function, "counts", counts, group, None if given is None else given.shape)
+    if at_root and given is None:
+        raise TypeError(f"{function}: x is None at the root, whose array is divided; other ranks may pass None")
+    digest = 0 if rows is None else _digest(rows)
+
+    def parts(x: _core.Array | None, told: tuple[tuple[int, ...], int] | None = None) -> _core.Call:
+        return core.prepare(
+            number, x, out, what=_SCATTER, root=root, rows=rows, digest=digest, told=told, stream=stream
+        )
+
+    # The root knows all before anything is sent.
+    mine = parts(given) if at_root else None
+    if given is not None and rows is None:
+        core.part(number, given.shape)
+    if given is None:
+        on_device = out is not None and isinstance(memory_anywhere(out, "out", function), OnDevice)
+    else:
+        on_device = given.on_device
     told = np.zeros(3 + _core.max_dims, np.int64)  # whether it is on a device, dtype, how many dimensions, and these
     if given is not None and at_root:
-        told[: 3 + len(given.shape)] = (given.on_device, given.code, len(given.shape), *given.shape)
-    head = Call(
-        WHAT["broadcast"],
-        told,
-        told,
-        function=FUNCTION[function],
-        dtype=_INT64,
-        root=root,
-        digest=digest,
-        head=True,
-    )
+        told[: 3 + len(given.shape)] = (given.on_device, given.dtype, len(given.shape), *given.shape)
+    head = core.prepare(number, told, told, what=_BROADCAST, root=root, digest=digest, head=True)
 
-    def data() -> tuple[Call, Callable[[], Any]]:
-        on_device, code, dims, *extents = told.tolist()
+    def data() -> tuple[_core.Call, Callable[[], Any]]:
+        at_the_device, dtype, dims, *extents = told.tolist()
         shape = tuple(extents[:dims])
-        if bool(on_device) != isinstance(there, OnDevice):
-            rank = group.ranks[group.rank]
-            here = "no array was given" if there is None else f"x or out is {arguments.where(there)}"
+        rank = group.ranks[group.rank]
+        if bool(at_the_device) != on_device:
+            here = "x or out is on a device" if on_device else "x or out is the CPU's"
+            if x is None and out is None:
+                here = "no array was given"
             root_has = (
-                "on its device; give x or out on the device" if on_device else "the CPU's; give None, or the CPU's"
+                "on its device; give x or out on the device" if at_the_device else "the CPU's; give None, or the CPU's"
             )
             raise Mismatch(f"{function}: {here} on rank {rank}, and at the root x is {root_has}", [rank])
-        model = given or _model(function, out, shape, code, stream)
-        if (model.code, model.shape) != (code, shape):
-            mine, theirs = (f"{_core.dtypes()[c]}{list(s)}" for c, s in ((model.code, model.shape), (code, shape)))
-            raise Mismatch(f"{function}: x is {mine} on rank {group.ranks[group.rank]}, and {theirs} at the root")
-        part, place = _part_of(shape, counts, group)
-        target, result = arguments.late_result(function, model, out, part, place if at_root else None, group)
-        call = Call(
-            WHAT["scatter"],
-            model.source if at_root else None,
-            target,
-            function=FUNCTION[function],
-            dtype=code,
-            root=root,
-            shape=shape,
-            counts=() if counts is None else [math.prod(shape[1:]) * count for count in counts],
-            digest=digest,
-        )
-        return call, result
+        if given is not None and (given.dtype, given.shape) != (dtype, shape):
+            here, there = (f"{_core.dtypes()[d]}{list(s)}" for d, s in ((given.dtype, given.shape), (dtype, shape)))
+            raise Mismatch(f"{function}: x is {here} on rank {rank}, and {there} at the root")
+        call = mine or _late(group, lambda: parts(given, (shape, dtype)))
+        return call, call.result
 
-    return group.call_after(head, data, timeout, async_op, isinstance(there, OnDevice))
+    return group.call_after(head, data, timeout, async_op, on_device)
 
 
-def _model(function: str, out: Any, shape: tuple[int, ...], code: int, stream: int | None) -> arguments.Given:
-    """What stands for x, where the root alone has one: an array of that dtype without elements."""
-    if out is not None and isinstance(there := memory_anywhere(out, "out", function), OnDevice):
-        nothing = there[:0]
-        if stream is not None:
-            nothing.stream, nothing.chosen = operator.index(stream), True
-        return arguments.Given(library(out, "out", function), out, nothing, nothing, shape, code)
-    nothing = np.empty(0, host.dtype_of(code))
-    return arguments.Given(host, nothing, nothing, nothing, shape, code)
-
-
-def _part_of(shape: tuple[int, ...], counts: list[int] | None, group: Group) -> tuple[tuple[int, ...], int]:
-    """The shape of this rank's part of an array that is divided, and the element at which it begins."""
-    counts = counts or [shape[0] // group.size] * group.size
-    return (counts[group.rank], *shape[1:]), math.prod(shape[1:]) * sum(counts[: group.rank])
-
-
-def _apart(function: str, given: arguments.Given, target: Array, group: Group) -> Any:
-    """What is read of x: on a device, where parts come while others go, a copy of it if they come to the same place."""
-    if isinstance(given.source, OnDevice) and np.may_share_memory(given.source, target):
-        made, _ = arguments.new(function, given, given.shape)
-        group.core.pack(made, [given.source], given.source.stream)
-        return made
-    return given.source
+def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
+    """The call, when the others are on their way already: what is wrong with out is a failure of the group then."""
+    try:
+        return prepare()
+    except (TypeError, ValueError) as error:
+        rank = group.ranks[group.rank]
+        raise Mismatch(f"{error}, on rank {rank}", [rank]) from error
 
 
 # -- many arrays
@@ -724,88 +577,72 @@ def all_reduce_many(
     [array([2., 2.]), array([2], dtype=int32)]
     """
     group = resolve(group)
-    arguments.known_op("all_reduce_many", op)
-    given = [arguments.given("all_reduce_many", x, group, f"arrays[{i}]") for i, x in enumerate(arrays)]
-    op_codes = [arguments.op_code("all_reduce_many", op, one, group) for one in given]
+    core, number = group.core, FUNCTION["all_reduce_many"]
+    core.op(number, op)
+    given = [core.array(number, x, argument=f"arrays[{i}]") for i, x in enumerate(arrays)]
     if out is None:
         out = [None] * len(given)
     elif len(out) != len(given):
         raise ValueError(f"all_reduce_many: out has {len(out)} arrays, arrays has {len(given)}")
-    targets = [
-        arguments.result("all_reduce_many", one, y, one.shape, 0, f"out[{i}]")
-        for i, (one, y) in enumerate(zip(given, out, strict=True))
-    ]
+    digest, parts = _fused(tuple((one.dtype, one.shape, one.on_device) for one in given))
+
+    def prepared(x: Any, out: Any, i: int = 0) -> _core.Call:
+        return core.prepare(number, x, out, what=_ALL_REDUCE, op=op, digest=digest, out_argument=f"out[{i}]")
+
+    alone = [prepared(x, y, i) for i, (x, y) in enumerate(zip(given, out, strict=True))]
     arguments.check_apart(
-        [one.memory for one in given],
+        [memory_anywhere(x, f"arrays[{i}]", "all_reduce_many") for i, x in enumerate(arrays)],
         [None if y is None else memory_anywhere(y, f"out[{i}]", "all_reduce_many") for i, y in enumerate(out)],
     )
-    digest, parts = _fused(tuple((one.code, one.shape, one.on_device) for one in given))
-    calls = [
-        _fused_call(given[part[0]], [given[i].source for i in part], [targets[i][0] for i in part]) for part in parts
-    ]
+    fused = [_fused_call([alone[i] for i in part], given[part[0]]) for part in parts]
     seconds = group.seconds(timeout)
 
-    def call(fused: _FusedCall, i: int) -> Call:
-        return Call(
-            WHAT["all_reduce"],
-            *fused.filled(group),
-            function=FUNCTION["all_reduce_many"],
-            dtype=given[i].code,
-            op=op_codes[i],
-            digest=digest,
-        )
-
-    def start(fused: _FusedCall, i: int) -> Pending:
-        return group.start(call(fused, i), seconds)
+    def start(one: _FusedCall) -> Pending:
+        return group.start(one.filled(group, prepared), seconds)
 
     def result() -> list[Any]:
-        for fused in calls:
-            fused.spread(group)
-        return [finished() for _, finished in targets]
+        for one in fused:
+            one.spread(group)
+        return [one.result() for one in alone]
 
     if not given:  # a call too: the others may have another list
         nothing = np.empty(0, np.uint8)
-        empty_list = Call(WHAT["all_reduce"], nothing, nothing, function=FUNCTION["all_reduce_many"], digest=digest)
-        return group.call(empty_list, timeout, async_op, list)
+        fused = [_FusedCall([prepared(nothing, nothing)])]
     with group.committed("all_reduce_many"):
         if async_op:
-            starts = [functools.partial(start, fused, part[0]) for fused, part in zip(calls, parts, strict=True)]
-            return group.watch((given, targets, calls), result, starts)
-        number = group.reserve(len(parts))
-        for fused, part in zip(calls, parts, strict=True):
-            group.run(call(fused, part[0]), seconds, number)
-            fused.spread(group)
-            number += 1
+            return group.watch((arrays, fused), result, [functools.partial(start, one) for one in fused])
+        first = group.reserve(len(fused))
+        for i, one in enumerate(fused):
+            group.run(one.filled(group, prepared), seconds, first + i)
+            one.spread(group)
     return result()
 
 
 class _FusedCall:
     """Arrays that go in one call: side by side in a bucket in shared memory; one alone as it is."""
 
-    def __init__(self, sources: list[Array], targets: list[Array]) -> None:
-        self._sources = sources
-        self._targets = targets
+    def __init__(self, alone: list[_core.Call]) -> None:
+        self._alone = alone
         self._bucket: tuple[Array, Array] | None = None  # the memory, what is filled
 
-    def filled(self, group: Group) -> tuple[Array, Array]:
-        """x and out of the call."""
-        if len(self._sources) == 1:
-            return self._sources[0], self._targets[0]
+    def filled(self, group: Group, prepared: Callable[[Any, Any], _core.Call]) -> _core.Call:
+        if len(self._alone) == 1:
+            return self._alone[0]
         try:
             room = group.buckets.pop()
         except IndexError:
             room = shared_empty((BUCKET_BYTES,), np.dtype(np.uint8))
-        dtype = self._sources[0].dtype
-        filled = sum(source.nbytes for source in self._sources)
+        sources = [one.source for one in self._alone]
+        filled = sum(source.nbytes for source in sources)
         if filled > PAGE_BYTES:
             filled = -(-filled // PAGE_BYTES) * PAGE_BYTES
-        bucket = room[:filled].view(dtype)
+        bucket = room[:filled].view(sources[0].dtype)
         at = 0
-        for source in self._sources:
+        for source in sources:
             bucket[at : at + source.size] = source.reshape(-1)
             at += source.size
         self._bucket = room, bucket
-        return bucket, bucket
+        return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
         """The results to where they belong, once; the bucket can be filled again then."""
@@ -814,37 +651,39 @@ class _FusedCall:
         room, bucket = self._bucket
         self._bucket = None
         at = 0
-        for target in self._targets:
+        for one in self._alone:
+            target = one.target
             target.reshape(-1)[...] = bucket[at : at + target.size]
             at += target.size
         group.buckets.append(room)
 
 
-def _fused_call(model: arguments.Given, sources: list[Array], targets: list[Array]) -> _FusedCall:
-    return _FusedOnDevice(sources, targets, model) if model.on_device else _FusedCall(sources, targets)
+def _fused_call(alone: list[_core.Call], model: _core.Array) -> _FusedCall:
+    return _FusedOnDevice(alone, model) if model.on_device else _FusedCall(alone)
 
 
 class _FusedOnDevice(_FusedCall):
     """The same of arrays on a device: side by side in a bucket of their library's memory."""
 
-    def __init__(self, sources: list[Array], targets: list[Array], model: arguments.Given) -> None:
-        super().__init__(sources, targets)
-        self._made: OnDevice | None = None
-        if len(sources) > 1:
-            # Here, where what is wrong uses no number yet. It lives as long as this call.
-            self._made, self._owner = arguments.new("all_reduce_many", model, (sum(source.size for source in sources),))
+    def __init__(self, alone: list[_core.Call], model: _core.Array) -> None:
+        super().__init__(alone)
+        self._made: Any = None
+        if len(alone) > 1:
+            # Make the bucket here: an error that is raised now uses up no call number. It lives as long as this call.
+            size = sum(math.prod(one.source.shape) for one in alone)
+            self._made, self._owner = new("all_reduce_many", model.given, (size,))
 
-    def filled(self, group: Group) -> tuple[Array, Array]:
+    def filled(self, group: Group, prepared: Callable[[Any, Any], _core.Call]) -> _core.Call:
         if self._made is None:
-            return self._sources[0], self._targets[0]
-        group.core.pack(self._made, self._sources, self._made.stream)
-        return self._made, self._made
+            return self._alone[0]
+        group.core.pack(self._made, [one.source for one in self._alone], self._made.stream)
+        return prepared(self._made, self._made)
 
     def spread(self, group: Group) -> None:
         """In the order of the stream that is the current one now."""
         if self._made is not None:
             bucket, self._made = self._made, None
-            group.core.unpack(bucket, self._targets, bucket.current())
+            group.core.unpack(bucket, [one.target for one in self._alone], bucket.current())
 
 
 @functools.lru_cache(64)
@@ -900,14 +739,6 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 
 
 # -- results
-
-
-def _with_counts(rows: Callable[[], Any], counts: list[int]) -> tuple[Any, list[int]]:
-    return rows(), counts
-
-
-def _nothing() -> None:
-    """The result where there is none."""
 
 
 def _digest(agreed: object) -> int:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
 from mscomm import _core, environment, log
-from mscomm.arrays import plain_types
+from mscomm.arrays import new, plain_types
 from mscomm.arrays.device import OnDevice
 from mscomm.cluster.assemble import Epoch, Founded
 from mscomm.cluster.deadline import Deadline, seconds_of
@@ -31,39 +32,15 @@ _LINES_KEPT = 1024
 Array = np.ndarray[Any, Any]
 
 
-class Call(NamedTuple):
-    """One collective as the core takes it: checked arguments; x and out are C-contiguous, None where a rank has none.
+_forks = 0  # how many forks lie between the first process and this one
 
-    Both are the CPU's, or both of the group's device.
 
-    what, function: indices of _core.collectives and _core.functions; function is what the user called. shape: of the
-    signature, x's if None. counts, digest, head: csrc/base/call.h.
-    """
+def _in_child() -> None:
+    global _forks
+    _forks += 1
 
-    what: int
-    x: Array | None = None
-    out: Array | None = None
-    function: int | None = None
-    dtype: int = 0
-    op: int = 0
-    root: int = -1
-    shape: Sequence[int] | None = None
-    counts: Sequence[int] = ()
-    digest: int = 0
-    head: bool = False
 
-    @property
-    def there(self) -> OnDevice | None:
-        """Its array of a device; None: its arrays are the CPU's."""
-        array = self.x if self.x is not None else self.out
-        return array if isinstance(array, OnDevice) else None
-
-    def arguments(self, timeout_s: float, *number: int) -> tuple[Any, ...]:
-        """The arguments of _core.Group.run, which also takes a number, and of start."""
-        what, x, out, function, dtype, op, root, *rest = self
-        function = what if function is None else function
-        stream = None if self.there is None else self.there.stream
-        return (what, function, dtype, op, root, x, out, timeout_s, *rest, stream, *number)
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Pending(Protocol):
@@ -71,9 +48,13 @@ class Pending(Protocol):
 
     def done(self) -> bool: ...
 
-    def wait(self, timeout_s: float, /) -> bool: ...
+    def wait(self, timeout_s: float, /) -> bool:
+        """Whether it has ended in that time. Raises its error if it has."""
+        ...
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raise its error, if it has ended with one."""
+        ...
 
 
 class _Beside:
@@ -97,7 +78,9 @@ class _Beside:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float, /) -> bool:
-        return self._ended.wait(timeout_s)
+        ended = self._ended.wait(None if timeout_s > threading.TIMEOUT_MAX else timeout_s)
+        self.check()
+        return ended
 
     def check(self) -> None:
         if self._error is not None:
@@ -129,47 +112,55 @@ class Work:
     >>> y = work.wait()
     """
 
-    def __init__(self, group: Group, keeps: Any, result: Callable[[], Any]) -> None:
+    __slots__ = ("__weakref__", "_forks", "_group", "_keeps", "_parts", "_result", "_starting", "_value")
+
+    def __init__(
+        self, group: Group, keeps: Any, result: Callable[[], Any], parts: tuple[Pending, ...], starting: bool = False
+    ) -> None:
         self._group = group
-        self._pid = os.getpid()
-        self._parts: list[Pending] = []
-        self._starting = True  # more parts may come
+        self._forks = _forks
+        self._parts = parts
+        self._starting = starting  # more parts may come
         self._keeps = keeps
         self._result: Callable[[], Any] | None = result
-        self._collecting = threading.Lock()  # the result is copied out once
-        self._collected: list[Any] = []
+        self._value: Any = None  # what result returned
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
         """The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
 
         timeout: seconds or a timedelta; None waits as long as the call takes.
         """
-        deadline = Deadline(float("inf") if timeout is None else seconds_of(timeout))
+        deadline = None if timeout is None else Deadline(seconds_of(timeout))
         self._check_process()
-        for part in self._parts:
-            if timeout is None and isinstance(part, _Enqueued):
-                with self._group.failing():
+        group = self._group
+        try:
+            for part in self._parts:
+                if deadline is not None:
+                    if not part.wait(deadline.rest()):
+                        raise TimeoutError(
+                            f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on"
+                        )
+                elif isinstance(part, _Enqueued):
                     part.join()
-                continue
-            while not part.wait(min(deadline.left(), 0.05)):  # between two, Python looks at its signals
-                if deadline.passed:
-                    raise TimeoutError(f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on")
-            try:
-                part.check()
-            except Error as symptom:
-                self._group.fail(symptom)
-        self._group.ended()
-        with self._collecting:
-            if self._result is not None:
-                self._collected.append(self._result())
-                self._result = None
-            if self.done():  # a device may still be reading x, whose library would use its memory again
-                self._keeps = None
-        return self._collected[0]
+                else:
+                    part.wait(math.inf)
+        except Error as symptom:
+            group.fail(symptom)
+        if group._traced is not None:
+            group.ended()
+        if self._result is not None:
+            with group.collecting:  # of two threads that wait, one copies the result out
+                if self._result is not None:
+                    self._value = self._result()
+                    self._result = None
+        if self.done():  # a device may still be reading x, whose library would use its memory again
+            self._keeps = None
+            group._running.discard(self)
+        return self._value
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"mscomm: this call was made by the process that forked this one (pid {self._pid})")
+        if self._forks != _forks:
+            raise RuntimeError("mscomm: this call was made by the process that forked this one")
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
@@ -193,17 +184,6 @@ class Work:
         return None
 
 
-def _failed(group: Group | None, error: BaseException) -> NoReturn:
-    if group is not None:
-        with group.failing():
-            raise error
-    raise error
-
-
-def _not_plain(_what: Any, _x: Any, _op: Any, _root: Any, _out: Any, /) -> Any:
-    return NotImplemented
-
-
 class Group:
     """Ranks that make collective calls together. Attributes: name, rank, size, ranks (their ranks in the world).
 
@@ -217,7 +197,7 @@ class Group:
         self.timeout_s = timeout_s
         self.record_dir = environment.read("MSCOMM_RECORD", os.environ)
         self._tracing = threading.Lock()  # protects _traced
-        self._watching = threading.Lock()  # protects _running
+        self.collecting = threading.RLock()  # protects the results of Works
 
     def enter(self, epoch: Epoch, id: str, founded: Founded) -> None:
         """Begin to work, in a new epoch perhaps again."""
@@ -231,24 +211,21 @@ class Group:
         self.raised = False  # the user has seen the failure
         self._cause: Error | None = None  # what every call raises from now on
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
-        self._running: list[Work] = []
+        self._running: set[Work] = set()  # started calls that nobody has seen the end of
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
-        noted = self._lines is not None or self._traced is not None
-        # call_plain(what, x, op, root, out): a call on plain arrays, NumPy's or of the rank's device, in one step;
-        # NotImplemented, and nothing was done, for all that is not plain: other collectives and arrays, wrong
-        # arguments, lines that are to be noted, calls beside that may have ended.
-        self.call_plain = _not_plain
-        if not noted:
-            me = weakref.ref(self)  # the garbage collector does not see what the core's function refers to
-            mine = epoch.accelerator
-            self.call_plain = founded.core.plain_calls(
-                self.timeout_s,
-                self._running,
-                lambda error: _failed(me(), error),
-                plain_types(mine.name) if mine else {},
-                mine.device if mine else -1,
-            )
+        mine = epoch.accelerator
+        # call(what, x, out, op, root, timeout, async_op, stream): the collective with that number, on what the user
+        # gave (src/calls.h). The core checks it, and calls methods of this group where Python is needed.
+        self.call = founded.core.make_call(
+            weakref.ref(self),  # the garbage collector does not see what the core's function refers to
+            self.timeout_s,
+            self._running,
+            plain_types,
+            mine.name if mine else "",
+            mine.device if mine else -1,
+            self._lines is not None or self._traced is not None,
+        )
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._message_links = MessageLinks(epoch, self.core, id, self.ranks)
         if self.member:
@@ -257,7 +234,6 @@ class Group:
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
-        self.call_plain = _not_plain
         if self._traced is not None:
             self._trace()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
@@ -275,18 +251,28 @@ class Group:
 
     # -- calls
 
-    def call(self, call: Call, timeout: Any, async_op: bool, result: Callable[[], Any]) -> Any:
-        """The call, then result(): what the user gets. A Work of it for async_op."""
-        if not async_op:
-            self.run(call, self.seconds(timeout))
-            return result()
-        seconds = self.seconds(timeout)
-        return self.watch(call, result, [lambda: self.start(call, seconds)])
+    def begin(self, call: _core.Call, seconds: float) -> Work:
+        """Start the call; a Work of it."""
+        return self.watch(call, call.result, [lambda: self.start(call, seconds)])
+
+    def begun(self, call: _core.Call, started: _core.Work) -> Work:
+        """The Work of a call that the core has started."""
+        work = Work(self, call, call.result, (self._started(call, started),))
+        if self._running:
+            self.forget_ended()
+        self._running.add(work)
+        return work
+
+    def _started(self, call: _core.Call, started: _core.Work) -> Pending:
+        if self._lines is not None:
+            self._note_line(started.number)
+        there = call.there
+        return started if there is None else _Enqueued(self, started, there.current)
 
     def call_after(
         self,
-        head: Call,
-        then: Callable[[], tuple[Call, Callable[[], Any]]],
+        head: _core.Call,
+        then: Callable[[], tuple[_core.Call, Callable[[], Any]]],
         timeout: Any,
         async_op: bool,
         on_device: bool = False,
@@ -298,14 +284,14 @@ class Group:
         which is the CPU's, is waited for then, also with async_op.
         """
         seconds = self.seconds(timeout)
-        function = _core.functions[head.what if head.function is None else head.function]
+        function = _core.functions[head.function]
         first = self.reserve(2)
         began = time.monotonic()
 
         def left() -> float:
             return max(seconds - (time.monotonic() - began), 0.001)
 
-        def second() -> tuple[Call, Callable[[], Any]]:
+        def second() -> tuple[_core.Call, Callable[[], Any]]:
             self.run(head, seconds, first)
             try:
                 return then()
@@ -343,6 +329,12 @@ class Group:
                 f"device {mine.device} of {mine.name}"
             )
 
+    def apart(self, function: str, x: Any, there: OnDevice) -> np.ndarray[Any, Any]:
+        """The memory of a copy of x on its device, made in the order of its stream."""
+        made, _ = new(function, x, there.shape)
+        self.core.pack(made, [there], there.stream)
+        return made
+
     def refuses(self, dtype: int, op: int) -> str:
         """Why the accelerator cannot reduce such elements so; "": it can."""
         assert self.epoch.accelerator
@@ -363,31 +355,22 @@ class Group:
                 self._note_line(number)
         return first
 
-    def run(self, call: Call, seconds: float, number: int = 0) -> None:
+    def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
         """One collective call; every failure becomes the group's first cause here. number: reserved, 0: the next."""
         if self._running:
-            self._forget_ended()
+            self.forget_ended()
         if self._lines is not None and not number:
             number = self.reserve(1)
-        try:
-            self.core.run(*call.arguments(seconds, number))
-            if self._traced is not None:
-                self._trace()
-        except Error as symptom:
-            self.fail(symptom)
-        except BaseException as error:
-            self._interrupted(error)
-            raise
+        with self.failing():
+            self.core.run(call, seconds, number)
+        self.ended()
 
-    def start(self, call: Call, seconds: float, number: int = 0) -> Pending:
+    def start(self, call: _core.Call, seconds: float, number: int = 0) -> Pending:
         """The same on the group's worker thread, or beside the device's stream; for `watch`, which keeps the arrays."""
         try:
-            work = self.core.start(*call.arguments(seconds, number))
+            return self._started(call, self.core.start(call, seconds, number))
         except Error as symptom:
             self.fail(symptom)
-        if self._lines is not None:
-            self._note_line(work.number)
-        return work if call.there is None else _Enqueued(self, work, call.there.current)
 
     def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], Pending]]) -> Work:
         """The user's handle of the parts that are started here.
@@ -395,20 +378,21 @@ class Group:
         What it keeps, and what result refers to, lives until they have ended, also if the user drops it, or if a later
         part cannot be started.
         """
-        work = Work(self, keeps, result)
-        self._forget_ended()
-        with self._watching:
-            self._running.append(work)
+        work = Work(self, keeps, result, (), starting=True)
+        self.forget_ended()
+        self._running.add(work)
         try:
             for start in starts:
-                work._parts.append(start())
+                work._parts += (start(),)
         finally:
             work._starting = False
         return work
 
-    def _forget_ended(self) -> None:
-        with self._watching:
-            self._running[:] = [one for one in self._running if not one.done()]
+    def forget_ended(self) -> None:
+        """Let go of the started calls that have ended."""
+        for work in tuple(self._running):
+            if work.done():
+                self._running.discard(work)
 
     def drain(self) -> None:
         """Until the calls that nobody waits for have ended; how, the group remembers."""
@@ -524,8 +508,13 @@ class Group:
 
     # -- the log
 
+    def failed(self, error: BaseException) -> NoReturn:
+        """Raise what the user gets for what a call has raised."""
+        with self.failing():
+            raise error
+
     def ended(self) -> None:
-        """A call that ran beside the callers has ended."""
+        """A call has ended."""
         if self._traced is not None:
             self._trace()
 

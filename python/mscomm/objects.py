@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 
 from mscomm import _core
-from mscomm.arguments import checked_root
 from mscomm.arrays.numpy import dtype_code
-from mscomm.collectives import FUNCTION, WHAT, gather_rows
-from mscomm.group import Call, Group
+from mscomm.collectives import FUNCTION, gather_rows
+from mscomm.group import Group
 from mscomm.job import resolve
 from mscomm.messages import LAST_TAG, Status, checked_rank, checked_source, checked_tag
 from mscomm.packing import pack, unpack
@@ -76,7 +75,6 @@ def gather_object(
     """
     group = resolve(group)
     mine = _bytes_of(pack(obj, allow_pickle))
-    root = checked_root("gather_object", root, group)
     gathered = gather_rows("gather_object", mine, root, None, group, timeout, False)
     return None if gathered is None else _unpacked(gathered, allow_pickle)
 
@@ -95,17 +93,17 @@ def broadcast_object(
     {'lr': 0.1}
     """
     group = resolve(group)
-    root = checked_root("broadcast_object", root, group)
+    function, what = FUNCTION["broadcast_object"], FUNCTION["broadcast"]
+    root = group.core.root(function, root)
     at_root = root == group.rank
     mine = np.frombuffer(bytearray(pack(obj, allow_pickle)) if at_root else b"", np.uint8)
     length = np.array([mine.size], np.int64)
-    both = Call(WHAT["broadcast"], function=FUNCTION["broadcast_object"], root=root)
 
-    def data() -> tuple[Call, Callable[[], Any]]:
+    def data() -> tuple[_core.Call, Callable[[], Any]]:
         x = mine if at_root else np.empty(int(length[0]), np.uint8)
-        return both._replace(x=x, out=x, dtype=dtype_code(x.dtype)), lambda: unpack(x, allow_pickle)
+        return group.core.prepare(function, x, x, what=what, root=root), lambda: unpack(x, allow_pickle)
 
-    head = both._replace(x=length, out=length, dtype=dtype_code(length.dtype), head=True)
+    head = group.core.prepare(function, length, length, what=what, root=root, head=True)
     return group.call_after(head, data, timeout, False)
 
 
@@ -127,7 +125,8 @@ def scatter_object(
     {'b': 1}
     """
     group = resolve(group)
-    root = checked_root("scatter_object", root, group)
+    function = FUNCTION["scatter_object"]
+    root = group.core.root(function, root)
     parts: list[bytes] = []
     if root == group.rank:
         if not isinstance(objs, Sequence) or isinstance(objs, (str, bytes)):
@@ -138,16 +137,17 @@ def scatter_object(
             raise ValueError(f"scatter_object: objs has {len(objs)} items; the group has {group.size} ranks")
         parts = [pack(obj, allow_pickle, f"objs[{i}]") for i, obj in enumerate(objs)]
     lengths = np.array([len(part) for part in parts] or [0] * group.size, np.int64)
-    both = Call(WHAT["scatter"], function=FUNCTION["scatter_object"], root=root)
 
-    def data() -> tuple[Call, Callable[[], Any]]:
-        counts = lengths.tolist()
-        mine = np.empty(counts[group.rank], np.uint8)
+    def data() -> tuple[_core.Call, Callable[[], Any]]:
+        mine = np.empty(lengths[group.rank], np.uint8)
         x = _bytes_of(b"".join(parts)) if parts else None
-        call = both._replace(x=x, out=mine, dtype=dtype_code(mine.dtype), shape=(sum(counts),), counts=counts)
+        told = ((int(lengths.sum()),), dtype_code(mine.dtype))
+        call = group.core.prepare(
+            function, x, mine, what=FUNCTION["scatter"], root=root, rows=lengths.tolist(), told=told
+        )
         return call, lambda: unpack(mine, allow_pickle)
 
-    head = both._replace(what=WHAT["broadcast"], x=lengths, out=lengths, dtype=dtype_code(lengths.dtype), head=True)
+    head = group.core.prepare(function, lengths, lengths, what=FUNCTION["broadcast"], root=root, head=True)
     return group.call_after(head, data, timeout, False)
 
 

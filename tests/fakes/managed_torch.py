@@ -137,6 +137,7 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def register() -> None:
     """Of a tensor of the device mscomm takes the functions above, of others its own."""
+    real.plain = None  # PyTorch itself takes all for tensors of the CPU
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 

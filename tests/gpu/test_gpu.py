@@ -20,8 +20,7 @@ from functions import FUNCTIONS, How, bits
 from ranks import everybody_is_here, ranks
 
 import mscomm
-from mscomm import _core, accelerators
-from mscomm.job import resolve
+from mscomm import accelerators, arrays
 
 pytestmark = pytest.mark.gpu
 BOUND_S = 60  # generous: what a fault may take to be told
@@ -126,13 +125,13 @@ def test_in_place_out_and_strides(rank: int, group: None, library: str) -> None:
 
 @each_library
 @on_gpu(2)
-def test_plain_arrays_go_the_short_way(rank: int, group: None, library: str) -> None:
+def test_a_type_of_array_is_known_after_its_first_call(rank: int, group: None, library: str) -> None:
     x = give(library, np.full((2, 3), rank + 1, np.float32))
-    mscomm.all_reduce(x)  # from now on the library is known
-    call = resolve(None).call_plain
+    first = mscomm.all_reduce(x)
+    assert type(x) in arrays.plain_types
     for out in (None, give(library, np.zeros((2, 3), np.float32)), x):
-        got = call(_core.collectives.index("all_reduce"), x, "sum", -1, out)
-        assert got is not NotImplemented and (out is None or got is out)
+        got = mscomm.all_reduce(x, out=out)
+        assert type(got) is type(first) and (out is None or got is out)
         assert (take(got) == 3).all()
 
 

@@ -8,7 +8,7 @@ A library module has
 * `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and the function that makes the
   result of it when it is filled;
 * `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory;
-* `written(x)`, if the library wants to know that the memory of x was written.
+* `written((x,))`, if the library wants to know that the memory of x was written.
 
 * `of_numpy(numbers)`, if its tensors can be in objects (PACKABLE) -> one of them on the CPU with the shape, dtype and
   numbers of a writable numpy.ndarray in C order, which nobody else has.
@@ -23,12 +23,14 @@ Of arrays on a device `memory` is an `OnDevice` of device.py, and the module als
 * `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes;
 * `used(x)`, if memory that is given back may come to be used on another stream: the current one uses x until now.
 
-And, if its calls shall be cheap (src/plain_calls.h, which knows the names of `Plain`),
+And, if its calls shall be cheap (src/calls.cc knows the rows of `plain_types`),
 
-* `PLAIN`: its types of arrays, and no subclass, with the backend that reaches them;
-* `plain(x)` -> (address, shape, dtype's number, device, current stream), if the elements lie one after the other and
-  nothing is to be said against writing them; None for all others, which go the general way and are refused there;
-* `empty(x, shape)` -> an array of x's type, dtype and device.
+* `PLAIN`: its types of arrays, and no subclass, with the backend that reaches those of them that are on a device;
+* `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, dtype's number, device,
+  current stream), with device -1 for the CPU, if the elements of x lie one after the other and can be written; None for
+  all others, which `memory` describes;
+* `pending`, with an exchange API: dtype's number -> functions that say whether x has other numbers than its memory;
+* `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
 from __future__ import annotations
@@ -59,19 +61,17 @@ _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What a library has for the short way into the collectives."""
+    """What a library offers for arrays of one type, so that calls on them are cheap; backend: that reaches devices."""
 
-    plain: Callable[[Any], tuple[int, tuple[int, ...], int, int, int] | None]
+    plain: Any
     empty: Callable[[Any, tuple[int, ...]], Any]
-    written: Callable[[Any], None] | None
+    written: Callable[[tuple[Any]], None] | None
+    backend: str
+    pending: dict[int, tuple[Callable[[Any], bool], ...]]
 
 
-_plain: dict[str, dict[type, Plain]] = {}
-
-
-def plain_types(backend: str) -> dict[type, Plain]:
-    """Of the arrays that this backend reaches: it grows, a type is there when one of it was seen."""
-    return _plain.setdefault(backend, {})
+plain_types: dict[type, Plain] = {}
+"""A type is here as soon as one array of it was seen."""
 
 
 def names(x: Any) -> Iterator[str]:
@@ -92,8 +92,9 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
-            if backend is not None:
-                plain_types(backend)[type(x)] = Plain(module.plain, module.empty, getattr(module, "written", None))
+            if backend is not None and module.plain is not None:
+                written, pending = getattr(module, "written", None), getattr(module, "pending", {})
+                plain_types[type(x)] = Plain(module.plain, module.empty, written, backend, pending)
             return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(
@@ -116,6 +117,26 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
     except (TypeError, OverflowError) as error:
         kind = OverflowError if isinstance(error, OverflowError) else TypeError
         raise kind(f"{function}: {argument} {error}") from None
+
+
+def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
+    """Memory for a result of x's type, dtype and device, and what makes the result when it is filled.
+
+    TypeError, naming the function, if mscomm makes no arrays of x's library.
+    """
+    try:
+        return library(x, "x", function).new(x, shape)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise TypeError(f"{function}: {error}") from None
+
+
+def packed(function: str, argument: str, x: Any) -> OnDevice:
+    """The memory of a copy of x, an array on a device, in C order. The memory keeps the copy alive."""
+    arrays = library(x, argument, function)
+    try:
+        return arrays.memory(arrays.packed(x))  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise TypeError(f"{function}: {argument}: {error}") from None
 
 
 def packable(x: Any) -> str | None:
@@ -186,9 +207,14 @@ def _library_of_its_own(x: Any) -> ModuleType | None:
     return library(x, "x", "library") if next(names(x), "numpy") != "numpy" else None
 
 
+def written_all(arrays: tuple[Any, ...]) -> None:
+    for x in arrays:
+        written(x)
+
+
 def written(x: Any) -> None:
     """The memory of x was written: tell its library, if that keeps track."""
     if type(x) is not np.ndarray:
         tell = getattr(library(x, "x", "written"), "written", None)
         if tell is not None:
-            tell(x)
+            tell((x,))

@@ -48,6 +48,14 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     return CODES.setdefault(dtype, DTYPES.index(dtype.name))
 
 
+def known_code(dtype: np.dtype[Any]) -> int | None:
+    """The same; None if mscomm does not move such elements."""
+    try:
+        return dtype_code(dtype)
+    except TypeError:
+        return None
+
+
 def dtype_named(given: Any) -> np.dtype[Any]:
     """The dtype that a user gives: all that numpy.dtype takes, and MindSpore's and PyTorch's own, which are known by
     their names: mindspore.int32, torch.bfloat16. TypeError for what is none; numpy takes None for float64.
@@ -89,6 +97,10 @@ def memory(x: Any) -> Array:
 def new(x: Any, shape: tuple[int, ...]) -> tuple[Array, Callable[[], Array]]:
     made = np.empty(shape, memory(x).dtype)
     return made, lambda: made
+
+
+def empty(shape: tuple[int, ...], code: int) -> Array:
+    return np.empty(shape, dtype_of(code))
 
 
 def over(memory: Array) -> Array:

@@ -18,9 +18,14 @@ from mscomm.arrays.numpy import DTYPES, dtype_of
 namespace = torch
 
 _CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
-_STRIDED = torch.strided
 
 PLAIN = {torch.Tensor: "nccl", torch.nn.Parameter: "nccl"}
+plain = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # from PyTorch 2.10 on
+pending = {
+    code: (torch.Tensor.is_neg, torch.Tensor.is_conj) if kind.is_complex else (torch.Tensor.is_neg,)
+    for kind, code in _CODES.items()
+    if kind.is_complex or kind.is_floating_point
+}
 
 
 def _by_object(index: int) -> int:
@@ -94,13 +99,6 @@ def _repeats(x: torch.Tensor) -> bool:
     return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 
 
-def plain(x: torch.Tensor) -> tuple[int, tuple[int, ...], int, int, int] | None:
-    if not x.is_cuda or x.layout is not _STRIDED or not x.is_contiguous() or x.is_conj() or x.is_neg():
-        return None
-    code, index = _CODES.get(x.dtype), x.get_device()
-    return None if code is None else (x.data_ptr(), x.shape, code, index, _current_stream(index))
-
-
 def empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
@@ -142,7 +140,14 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
     return of_numpy(numbers).to(x.device)
 
 
-def written(x: torch.Tensor) -> None:
-    """As an operation in place does: a backward pass that needs the old values raises then."""
-    if not x.is_inference():
-        torch.autograd.graph.increment_version(x)
+def _written(tensors: tuple[torch.Tensor]) -> None:
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+# As an operation in place does: a backward pass that needs the old values raises then. The short way is PyTorch's own
+# from 2.10 on, where it passes over tensors of inference mode; it has no public name.
+written: Callable[[tuple[torch.Tensor]], None] = (
+    getattr(torch._C, "_increment_version", _written) if plain else _written
+)

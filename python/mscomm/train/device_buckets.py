@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from mscomm.arguments import OPS
+from mscomm import _core
 from mscomm.arrays import library
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code
-from mscomm.collectives import WHAT
-from mscomm.group import Call, Group
+from mscomm.collectives import FUNCTION
+from mscomm.group import Group
 from mscomm.train.buckets import Bucket, Layout, largest, wired
 
 
@@ -31,7 +31,7 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
     if not hasattr(arrays, "namespace"):
         return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
     on_wire = wired(dtype, compression)
-    if why := group.refuses(dtype_code(on_wire), OPS["sum"]):
+    if why := group.refuses(dtype_code(on_wire), _core.ops.index("sum")):
         return why
     if on_wire != dtype and not has_kernel(group, dtype, on_wire) and not hasattr(arrays.namespace, on_wire.name):
         return (
@@ -71,8 +71,8 @@ class DeviceBucket(Bucket):
         # multiplies by 1 / n in the dtype on the wire (hostToDevRedOp in its enqueue.cc), and in bfloat16 1 / n is off
         # by up to a 512th.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
-        sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), OPS["avg"]))
-        self._op = OPS["sum" if sums else "avg"]
+        sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), _core.ops.index("avg")))
+        self._op = "sum" if sums else "avg"
         self._factor = 1 / group.size if op == "avg" and sums else 1.0
 
     def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
@@ -142,9 +142,8 @@ class DeviceBucket(Bucket):
                     self._narrow()
         self._sources = [None] * len(self._sources)
         self._wire.stream = stream
-        code = dtype_code(self._wire.dtype)
-        call = Call(WHAT["all_reduce"], self._wire, self._wire, dtype=code, op=self._op)
-        started = self._group.call(call, None, async_op, lambda: None)
+        what, wire = FUNCTION["all_reduce"], self._wire
+        started = self._group.call(what, wire, wire, self._op, None, None, async_op, None)
         self._work = started if async_op else None
 
     def _pack(self, bucket: OnDevice, stream: int) -> None:

@@ -1,0 +1,666 @@
+#include "src/calls.h"
+
+#include <algorithm>
+#include <bit>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "base/reduce.h"
+#include "src/dlpack.h"
+#include "src/group.h"
+
+namespace mscomm {
+
+namespace {
+
+using Numpy = py::detail::npy_api;
+
+// Our types by NumPy's type numbers, which are part of its ABI. bfloat16 has no fixed number.
+constexpr int type_numbers = 24;
+constexpr auto dtype_of_number = [] {
+  std::array<std::optional<Dtype>, type_numbers> table{};
+  table[Numpy::NPY_BOOL_] = Dtype::boolean;
+  table[Numpy::NPY_BYTE_] = Dtype::int8;
+  table[Numpy::NPY_UBYTE_] = Dtype::uint8;
+  table[Numpy::NPY_SHORT_] = Dtype::int16;
+  table[Numpy::NPY_USHORT_] = Dtype::uint16;
+  table[Numpy::NPY_INT_] = Dtype::int32;
+  table[Numpy::NPY_UINT_] = Dtype::uint32;
+  table[Numpy::NPY_LONG_] = Dtype::int64;
+  table[Numpy::NPY_ULONG_] = Dtype::uint64;
+  table[Numpy::NPY_LONGLONG_] = Dtype::int64;
+  table[Numpy::NPY_ULONGLONG_] = Dtype::uint64;
+  table[Numpy::NPY_FLOAT_] = Dtype::float32;
+  table[Numpy::NPY_DOUBLE_] = Dtype::float64;
+  table[Numpy::NPY_CFLOAT_] = Dtype::complex64;
+  table[Numpy::NPY_CDOUBLE_] = Dtype::complex128;
+  table[23] = Dtype::float16;  // NPY_HALF
+  return table;
+}();
+static_assert(std::endian::native == std::endian::little && sizeof(long) == 8 && sizeof(int) == 4 && sizeof(short) == 2);
+
+std::string text(std::string_view function, std::string_view what) { return std::string(function).append(": ").append(what); }
+
+[[noreturn]] void type_error(Function function, std::string_view what) { throw py::type_error(text(name(function), what)); }
+[[noreturn]] void value_error(Function function, std::string_view what) { throw py::value_error(text(name(function), what)); }
+
+// A function of one of our modules, which are all loaded by now, except in a test that has replaced one.
+py::object ours(const char* module, const char* attribute) {
+  const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(module));
+  const auto loaded = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
+  return (loaded ? loaded : py::module_::import(module)).attr(attribute);
+}
+
+// Takes the result of a Python function, or throws what the function raised.
+py::object taken(PyObject* result) {
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+std::string shown(py::handle object) { return py::repr(object).cast<std::string>(); }
+
+// -- arrays
+
+// Not of a subclass, as a masked array.
+bool is_numpy(py::handle object) { return Py_TYPE(object.ptr()) == Numpy::get().PyArray_Type_; }
+
+const auto* fields(py::handle array) { return py::detail::array_proxy(array.ptr()); }
+
+std::optional<Dtype> native_dtype(py::handle array) {
+  const auto* descriptor = py::detail::array_descriptor_proxy(fields(array)->descr);
+  const int number = descriptor->type_num;
+  if (number < 0 || number >= type_numbers || descriptor->byteorder == '>') return std::nullopt;
+  return dtype_of_number[static_cast<size_t>(number)];
+}
+
+// Fills in what the fields of a numpy.ndarray tell, which describes the memory of the CPU or of a device.
+void read_fields(Array& array, py::handle memory) {
+  const auto* told = fields(memory);
+  constexpr int in_order = Numpy::NPY_ARRAY_C_CONTIGUOUS_ | Numpy::NPY_ARRAY_ALIGNED_;
+  array.begin = told->data;
+  array.source = array.begin;
+  array.in_order = (told->flags & in_order) == in_order;
+  array.writable = (told->flags & Numpy::NPY_ARRAY_WRITEABLE_) != 0;
+  array.shape.dims = told->nd;
+  std::copy_n(told->dimensions, std::min<size_t>(static_cast<size_t>(told->nd), array.shape.extents.size()),
+              array.shape.extents.begin());
+  array.bytes = array.dtype && told->nd <= max_dims ? array.shape.count() * size_of(*array.dtype) : 0;
+}
+
+// (address, shape, dtype, device, stream) from the library's function, or None.
+bool read_told(Array& array, PyObject* function) {
+  const py::object told = taken(PyObject_CallOneArg(function, array.given.ptr()));
+  const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(told.ptr(), i); };
+  if (!PyTuple_Check(told.ptr()) || PyTuple_GET_SIZE(told.ptr()) != 5 || !PyTuple_Check(item(1))) return false;
+  const Py_ssize_t dims = PyTuple_GET_SIZE(item(1));
+  if (dims > max_dims) return false;
+  array.begin = static_cast<char*>(PyLong_AsVoidPtr(item(0)));
+  const long dtype = PyLong_AsLong(item(2));
+  if (dtype < 0 || dtype >= static_cast<long>(dtypes.size())) return false;
+  array.dtype = static_cast<Dtype>(dtype);
+  array.device = static_cast<int>(PyLong_AsLong(item(3)));
+  if (array.device >= 0) array.stream = PyLong_AsVoidPtr(item(4));
+  array.shape.dims = static_cast<int>(dims);
+  for (Py_ssize_t i = 0; i < dims; i++)
+    array.shape.extents[static_cast<size_t>(i)] = PyLong_AsSsize_t(PyTuple_GET_ITEM(item(1), i));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return true;
+}
+
+// Describes an array in C order in the short way that its library offers. Returns false for all others.
+bool read_plain(Array& array, const Library& library) {
+  const bool by_exchange = PyCapsule_CheckExact(library.plain);
+  if (!(by_exchange ? read_by_exchange(array, library.plain) : read_told(array, library.plain))) return false;
+  const py::int_ dtype(static_cast<int>(*array.dtype));
+  if (PyObject* const pending = PyDict_GetItemWithError(library.pending, dtype.ptr()))
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pending); i++)
+      if (taken(PyObject_CallOneArg(PyTuple_GET_ITEM(pending, i), array.given.ptr())).is(py::handle(Py_True))) return false;
+  array.bytes = array.shape.count() * size_of(*array.dtype);
+  array.source = array.begin;
+  array.backend = array.stream ? library.backend : nullptr;
+  array.library = library;
+  return std::bit_cast<uintptr_t>(array.begin) % std::min<size_t>(size_of(*array.dtype), 8) == 0;
+}
+
+std::optional<Library> library_of(const Calls& calls, py::handle array) {
+  PyObject* const row = PyDict_GetItemWithError(calls.libraries.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())));
+  if (!row) {
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return std::nullopt;
+  }
+  const auto item = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(row, i); };
+  return Library{item(0), item(1), item(2), item(3), item(4)};
+}
+
+void read_memory(Array& array, py::object memory) {
+  array.memory = std::move(memory);
+  array.dtype = native_dtype(array.memory);
+  if (!array.dtype) {
+    const py::object code = ours("mscomm.arrays.numpy", "known_code")(array.memory.attr("dtype"));
+    if (!code.is_none()) array.dtype = static_cast<Dtype>(code.cast<int>());
+  }
+  read_fields(array, array.memory);
+  if (!py::hasattr(array.memory, "backend")) return;
+  array.backend = array.memory.attr("backend").ptr();  // `memory` keeps it
+  array.device = array.memory.attr("index").cast<int>();
+  array.stream = reinterpret_cast<StreamHandle>(array.memory.attr("stream").cast<uintptr_t>());
+}
+
+// The array, whatever is right or wrong with it.
+Array read(const Calls& calls, std::string_view function, std::string_view argument, py::object given) {
+  Array array{.given = std::move(given), .memory = {}, .packed = {}};
+  if (is_numpy(array.given) && (array.dtype = native_dtype(array.given))) {
+    read_fields(array, array.given);
+    return array;
+  }
+  if (const auto library = library_of(calls, array.given))
+    if (read_plain(array, *library)) return array;
+  array = Array{.given = std::move(array.given), .memory = {}, .packed = {}};
+  read_memory(array, ours("mscomm.arrays", "memory_anywhere")(array.given, argument, function));
+  return array;
+}
+
+py::object new_like(py::handle ndarray, const Shape& shape) {
+  const auto& api = Numpy::get();
+  PyObject* const descriptor = py::handle(fields(ndarray)->descr).inc_ref().ptr();
+  return taken(api.PyArray_NewFromDescr_(api.PyArray_Type_, descriptor, shape.dims,
+                                         reinterpret_cast<const Py_intptr_t*>(shape.extents.data()), nullptr, nullptr, 0,
+                                         nullptr));
+}
+
+std::string shape_text(const Array& array) {
+  return shown(array.shape.dims > max_dims ? memory_of(array).attr("shape").cast<py::tuple>() : as_tuple(array.shape));
+}
+
+std::string dtype_text(const Array& array) {
+  return array.dtype ? std::string(name(*array.dtype)) : py::str(memory_of(array).attr("dtype")).cast<std::string>();
+}
+
+std::string where(const Array& array) {
+  if (!array.backend) return "the CPU's";
+  return "on device " + std::to_string(array.device) + " of " + py::str(py::handle(array.backend)).cast<std::string>();
+}
+
+// The first byte of a strided array, and the first behind it.
+std::pair<const char*, const char*> bounds(const Array& array) {
+  const char *begin = array.begin, *end = array.begin;
+  if (array.in_order) return {begin, begin + array.bytes};
+  const py::object memory = memory_of(array);
+  const auto* told = fields(memory);
+  for (int i = 0; i < told->nd; i++) {
+    if (told->dimensions[i] == 0) return {begin, begin};
+    const Py_ssize_t span = (told->dimensions[i] - 1) * told->strides[i];
+    (span < 0 ? begin : end) += span;
+  }
+  return {begin, end + py::array::ensure(memory).itemsize()};
+}
+
+bool may_overlap(const Array& x, const Array& y) {
+  const auto [x_begin, x_end] = bounds(x);
+  const auto [y_begin, y_end] = bounds(y);
+  return x_begin < x_end && y_begin < y_end && x_begin < y_end && y_begin < x_end;
+}
+
+bool overlap(const Array& x, const Array& y) {
+  if (!may_overlap(x, y)) return false;
+  if (x.in_order && y.in_order) return true;
+  return py::module_::import("numpy").attr("shares_memory")(memory_of(x), memory_of(y)).cast<bool>();
+}
+
+bool same_strides(const Array& x, const Array& y) {
+  if (x.in_order && y.in_order) return true;
+  const py::object one = memory_of(x), other = memory_of(y);
+  return std::equal(fields(one)->strides, fields(one)->strides + x.shape.dims, fields(other)->strides);
+}
+
+// Whether the shorter of the two lies in the longer one, at that element of it.
+bool lies_in_place(const Array& x, const Array& out, uint64_t place) {
+  if (x.shape == out.shape && place == 0) return x.begin == out.begin && same_strides(x, out);
+  const auto& [shorter, longer] = x.bytes <= out.bytes ? std::tie(x, out) : std::tie(out, x);
+  return x.in_order && out.in_order && shorter.begin == longer.begin + place * size_of(*x.dtype);
+}
+
+StreamHandle stream_of(Function function, std::string_view argument, const Array& array, py::handle given) {
+  if (!array.backend) type_error(function, "stream is for arrays on a device, " + std::string(argument) + " is the CPU's");
+  if (!array.in_order) value_error(function, "with stream= " + std::string(argument) + " must be in C order");
+  const py::object handle = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
+  if (!handle) {
+    PyErr_Clear();
+    type_error(function, "stream " + shown(given) + " is not an integer, the handle of a stream");
+  }
+  return PyLong_AsVoidPtr(handle.ptr());
+}
+
+bool equal(py::handle one, py::handle other) { return one.is(other) || one.equal(other); }
+
+// None if it is gone.
+py::object python_of(const Calls& calls) { return calls.python(); }
+
+void check_device(const Calls& calls, Function function, std::string_view argument, Array& array) {
+  if (!array.backend) return;
+  if (array.device == calls.device && array.device >= 0 && equal(array.backend, calls.backend)) return;
+  const py::object memory = memory_of(array);
+  python_of(calls).attr("check_device")(name(function), argument, memory);
+  array.device = memory.attr("index").cast<int>();  // which the library had not told
+}
+
+void check_defined(const Calls& calls, Function function, Dtype dtype, Op op, bool on_device) {
+  if (!supports(dtype, op))
+    type_error(function, std::string(name(op)) + " is not defined on " + std::string(name(dtype)) + " arrays");
+  if (!on_device || calls.group->communicator->reduces_on_device(dtype, op)) return;
+  const py::object why = python_of(calls).attr("refuses")(static_cast<int>(dtype), static_cast<int>(op));
+  type_error(function, why.cast<std::string>() + ". Arrays of the CPU are reduced by every operation");
+}
+
+// -- results
+
+// What a rank gets, and where x lies in the result, or the result in x, if they may be one memory.
+struct Share {
+  Shape shape;
+  std::optional<uint64_t> place;  // the element of the longer one at which the other one begins
+};
+
+bool divides(Collective what) {
+  return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
+}
+
+bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
+
+uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, size_t stride = 1) {
+  uint64_t total = 0;
+  for (size_t i = 0; i < number; i++) total += rows[first + i * stride];
+  return total;
+}
+
+Share share_of(const Wanted& wanted, Shape shape, size_t me, size_t n) {
+  const Collective what = wanted.what;
+  if (!divides(what) && !gathers(what)) return {shape, 0};
+  auto& extent = shape.extents[0];
+  uint64_t before = 0;  // the rows of the ranks before this one
+  if (wanted.rows) {
+    const auto& rows = *wanted.rows;
+    if (what == Collective::all_to_all) {
+      extent = static_cast<Py_ssize_t>(sum(rows, me, n, n));
+    } else {
+      before = sum(rows, 0, me);
+      extent = static_cast<Py_ssize_t>(gathers(what) ? sum(rows, 0, n) : rows[me]);
+    }
+  } else if (gathers(what)) {
+    if (shape.dims == 0) return {Shape{1, {static_cast<Py_ssize_t>(n)}}, me};
+    before = me * static_cast<uint64_t>(extent);
+    if (__builtin_mul_overflow(extent, n, &extent))
+      value_error(wanted.function, "the result would have more rows than this machine can count");
+  } else {
+    if (shape.dims == 0 || extent % static_cast<Py_ssize_t>(n) != 0) {
+      const std::string rows = shape.dims ? "axis 0 of " + shown(as_tuple(shape)) : "a scalar";
+      value_error(wanted.function, rows + " does not divide into " + std::to_string(n) + " parts, one for each rank; see " +
+                                       std::string(name(wanted.function)) + "_v");
+    }
+    if (what == Collective::all_to_all) return {shape, 0};
+    extent /= static_cast<Py_ssize_t>(n);
+    before = me * static_cast<uint64_t>(extent);
+  }
+  return {shape, before * shape.row()};
+}
+
+// New memory is the current stream's: whoever had it before may not be done on another one.
+[[noreturn]] void refuse_new_memory(Function function) {
+  type_error(function, "with stream= give out=, in C order and apart from x");
+}
+
+// Memory for a result of that shape, of the library of `like`.
+void make_target(PreparedCall& ready, Function function, const Array& like, const Shape& shape) {
+  if (like.chosen) refuse_new_memory(function);
+  Array& target = ready.target.emplace();
+  if (is_numpy(like.given)) {
+    target.given = new_like(like.given, shape);
+    target.dtype = like.dtype;
+    read_fields(target, target.given);
+  } else if (like.library) {
+    target.given = taken(PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), as_tuple(shape).ptr(), nullptr));
+    if (!read_plain(target, *like.library)) throw Error("RuntimeError", text(name(function), "new memory is not in C order"));
+  } else {
+    const py::tuple made = ours("mscomm.arrays", "new")(name(function), like.given, as_tuple(shape));
+    target.given = made[0];
+    read_memory(target, target.given);
+    ready.finish = made[1];
+  }
+}
+
+// Makes out the target of the call, after checking that the result can be written to it.
+void take_out(PreparedCall& ready, const Calls& calls, const Wanted& wanted, const Share& share, Dtype dtype) {
+  const Function function = wanted.function;
+  const auto argument = [&] { return std::string(wanted.out_argument); };
+  const bool is_x = ready.x && !ready.x->packed && ready.out.is(ready.x->given);
+  Array& out = ready.target.emplace(is_x ? *ready.x : read(calls, name(function), wanted.out_argument, ready.out));
+  if (out.shape != share.shape)
+    value_error(function, argument() + " has shape " + shape_text(out) + ", the result has " + shown(as_tuple(share.shape)));
+  if (out.dtype != dtype)
+    type_error(function, argument() + " has dtype " + dtype_text(out) + ", x has " + std::string(name(dtype)));
+  if (!out.writable) type_error(function, argument() + " is read-only");
+  if (ready.x) {
+    const Array& x = *ready.x;
+    if (out.backend && out.device < 0) check_device(calls, function, wanted.out_argument, out);
+    const bool same_place =
+        x.device == out.device && (x.backend == out.backend || (x.backend && out.backend && equal(x.backend, out.backend)));
+    if (!same_place) type_error(function, argument() + " is " + where(out) + ", x is " + where(x) + "; give both of one");
+    const bool same = share.place == uint64_t{0} && ready.out.is(x.given) && x.shape == out.shape;
+    if (!same && overlap(x, out) && !(share.place && lies_in_place(x, out, *share.place)))
+      value_error(function,
+                  "x and " + argument() + " overlap, but not as work in place does; give " + argument() + " memory of its own");
+    out.stream = x.stream;
+    out.chosen = x.chosen;
+  } else {
+    check_device(calls, function, wanted.out_argument, out);
+    if (wanted.stream) out.stream = stream_of(function, wanted.out_argument, out, wanted.stream), out.chosen = true;
+  }
+  if (!is_numpy(ready.out)) {
+    if (!out.library) ready.written = ours("mscomm.arrays", "written_all");
+    else if (out.library->written != Py_None) ready.written = py::reinterpret_borrow<py::object>(out.library->written);
+  }
+  if (out.in_order) return;
+  if (out.backend) {
+    const Array strided = std::move(out);
+    make_target(ready, function, ready.x ? *ready.x : strided, share.shape);
+    ready.target->stream = strided.stream;
+    ready.assigned = true;
+  } else {
+    ready.out_memory = memory_of(out);
+    Array& target = ready.target.emplace();
+    target.given = new_like(ready.out_memory, share.shape);
+    target.dtype = dtype;
+    read_fields(target, target.given);
+  }
+}
+
+}  // namespace
+
+bool Shape::operator==(const Shape& other) const {
+  return dims == other.dims && dims <= max_dims && std::equal(extents.begin(), extents.begin() + dims, other.extents.begin());
+}
+
+uint64_t Shape::count() const { return dims ? static_cast<uint64_t>(extents[0]) * row() : 1; }
+
+uint64_t Shape::row() const {
+  uint64_t elements = 1;
+  for (size_t i = 1; i < static_cast<size_t>(dims); i++) elements *= static_cast<uint64_t>(extents[i]);
+  return elements;
+}
+
+py::tuple as_tuple(const Shape& shape) {
+  py::tuple extents(shape.dims);
+  for (int i = 0; i < shape.dims; i++)
+    PyTuple_SET_ITEM(extents.ptr(), i, taken(PyLong_FromSsize_t(shape.extents[static_cast<size_t>(i)])).release().ptr());
+  return extents;
+}
+
+py::object memory_of(const Array& array) {
+  if (array.memory) return array.memory;
+  if (is_numpy(array.given)) return array.given;
+  return ours("mscomm.arrays", "memory_anywhere")(array.given, "x", "mscomm");
+}
+
+Shape shape_of(py::handle tuple) {
+  Shape shape;
+  for (const auto& extent : tuple) {
+    if (shape.dims == max_dims) throw py::value_error("mscomm: arrays have at most 12 dimensions");
+    shape.extents[static_cast<size_t>(shape.dims++)] = extent.cast<Py_ssize_t>();
+  }
+  return shape;
+}
+
+Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream) {
+  Array array = read(calls, name(function), argument, std::move(given));
+  if (array.shape.dims > max_dims)
+    value_error(function, std::string(argument) + " has " + std::to_string(array.shape.dims) +
+                              " dimensions, arrays have at most " + std::to_string(max_dims) + " dimensions; reshape this one");
+  check_device(calls, function, argument, array);
+  if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
+  if (!array.dtype) {
+    array.dtype = static_cast<Dtype>(ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype")).cast<int>());
+    array.bytes = array.shape.count() * size_of(*array.dtype);
+  }
+  if (!array.in_order) {
+    if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
+    else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);
+    array.source = fields(array.packed)->data;
+  }
+  return array;
+}
+
+int checked_root(const Calls& calls, Function function, py::handle root) {
+  const int n = static_cast<int>(calls.group->ranks.size());
+  if (!root) root = Py_None;
+  const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(root.ptr()));
+  if (!index) {
+    PyErr_Clear();
+    type_error(function, "root " + shown(root) + " is not an integer");
+  }
+  int overflow = 0;
+  const long rank = PyLong_AsLongAndOverflow(index.ptr(), &overflow);
+  if (overflow || rank < 0 || rank >= n)
+    value_error(function, "root " + shown(index) + " is no rank of group " + calls.group->name + ", which has the ranks 0 to " +
+                              std::to_string(n - 1));
+  return static_cast<int>(rank);
+}
+
+Shape part_of(const Calls& calls, Function function, const Shape& shape) {
+  return share_of({.function = function, .what = Collective::scatter}, shape, 0, calls.group->ranks.size()).shape;
+}
+
+Op checked_op(Function function, py::handle given) {
+  if (!given) given = Py_None;
+  Py_ssize_t length = 0;
+  const char* said = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8AndSize(given.ptr(), &length) : nullptr;
+  if (!said) PyErr_Clear();
+  const auto found = said ? std::find(ops.begin(), ops.end(), std::string_view(said, static_cast<size_t>(length))) : ops.end();
+  if (found == ops.end()) {
+    std::string known;
+    for (const auto& op : ops) known.append(known.empty() ? "" : ", ").append(op);
+    value_error(function, "op " + shown(given) + " is none of " + known);
+  }
+  return static_cast<Op>(found - ops.begin());
+}
+
+PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array> x, py::object out,
+                      const std::optional<std::pair<Shape, Dtype>>& told) {
+  const Collective what = wanted.what;
+  const Function function = wanted.function;
+  const size_t n = calls.group->ranks.size(), me = static_cast<size_t>(calls.group->communicator->rank());
+  PreparedCall ready;
+  Call& call = ready.call;
+  Signature& signature = call.signature;
+  signature.what = what;
+  signature.function = function;
+  signature.digest = wanted.digest;
+  signature.head = wanted.head;
+  signature.dtype = Dtype::boolean;
+  if (what == Collective::barrier) {
+    ready.out = py::none();
+    return ready;
+  }
+  ready.x = std::move(x);
+  if (!ready.x && !told) type_error(function, "x is None");
+  const Shape shape = ready.x ? ready.x->shape : told->first;
+  const Dtype dtype = ready.x ? *ready.x->dtype : told->second;
+  const bool on_device = ready.x && ready.x->backend;
+  if (scans(what) && on_device)
+    type_error(function, "x is on a device, and neither NCCL nor HCCL has a " + std::string(name(what)) + "; copy it to the CPU");
+  signature.dtype = dtype;
+  if (reduces(what)) {
+    signature.op = checked_op(function, wanted.op);
+    check_defined(calls, function, dtype, signature.op, on_device);
+    if (scans(what) && signature.op == Op::avg)
+      value_error(function, "op avg would divide by another number on each rank; divide the sum yourself");
+  }
+  if (rooted(what) || wanted.root) signature.root = checked_root(calls, function, wanted.root);
+  const bool at_root = signature.root == static_cast<int>(me);
+  Share share = share_of(wanted, shape, me, n);
+
+  if (at_root || (what != Collective::reduce && what != Collective::gather)) {
+    if (what == Collective::scatter && !at_root) share.place.reset();
+    ready.out = std::move(out);
+    if (ready.out.is_none() && !ready.x)
+      ready.out = ours("mscomm.arrays.numpy", "empty")(as_tuple(share.shape), static_cast<int>(dtype));
+    if (ready.out.is_none()) {
+      make_target(ready, function, *ready.x, share.shape);
+      ready.out = ready.target->given;
+    } else {
+      take_out(ready, calls, wanted, share, dtype);
+    }
+    call.out = ready.target->begin;
+    call.out_bytes = ready.target->bytes;
+    call.stream = ready.target->stream;
+  } else {
+    ready.out = py::none();
+  }
+  if (ready.x && (what != Collective::scatter || at_root)) {
+    Array& source = *ready.x;
+    if (what == Collective::all_to_all && on_device && !source.packed && may_overlap(source, *ready.target)) {
+      // On a device parts come while others go.
+      if (source.chosen) refuse_new_memory(function);
+      source.packed = python_of(calls).attr("apart")(name(function), source.given, memory_of(source));
+      source.source = fields(source.packed)->data;
+    }
+    call.x = source.source;
+    call.x_bytes = source.bytes;
+    call.stream = source.stream;
+  }
+  signature.device = call.stream.has_value();
+
+  Shape agreed = shape;
+  if (wanted.rows) {
+    if (gathers(what)) agreed = share.shape;
+    if (what == Collective::all_to_all) agreed.extents[0] = 0;
+    const uint64_t row = shape.row();
+    call.counts = *wanted.rows;
+    for (uint64_t& count : call.counts) count *= row;
+  }
+  signature.dims = static_cast<uint8_t>(agreed.dims);
+  signature.count = agreed.count();
+  for (size_t i = 0; i < signature.dims; i++) signature.shape[i] = static_cast<uint64_t>(agreed.extents[i]);
+  return ready;
+}
+
+py::object PreparedCall::result() {
+  if (finish || assigned) {
+    const py::object made = finish ? finish() : target->given;
+    if (assigned) ours("mscomm.arrays", "assigned")(out, made);
+    else out = made;
+  }
+  if (out_memory && Numpy::get().PyArray_CopyInto_(out_memory.ptr(), target->given.ptr()) < 0) throw py::error_already_set();
+  if (written) taken(PyObject_CallOneArg(written.ptr(), py::make_tuple(out).ptr()));
+  return out;
+}
+
+// -- the function
+
+namespace {
+
+PyObject* given_or_null(PyObject* object) { return object == Py_None ? nullptr : object; }
+
+// Runs the part that may break the group. A failure goes to the Group of Python, which raises what the user gets.
+template <typename Function>
+auto failing(const Calls& calls, const Function& function) {
+  try {
+    try {
+      return function();
+    } catch (const Error& error) {
+      raise(error);  // runs Python code, in which a signal handler may raise something else
+      throw py::error_already_set();
+    }
+  } catch (py::error_already_set& error) {
+    const py::object python = python_of(calls);
+    if (python.is_none()) throw;
+    const py::object value = error.value();
+    if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
+    python.attr("failed")(value);
+    throw;  // not reached: failed() raises
+  }
+}
+
+double seconds_of(py::handle timeout) {
+  if (PyLong_CheckExact(timeout.ptr()) || PyFloat_CheckExact(timeout.ptr())) {
+    const double seconds = PyFloat_AsDouble(timeout.ptr());
+    if (seconds > 0) return seconds;
+    PyErr_Clear();
+  }
+  return ours("mscomm.cluster.deadline", "seconds_of")(timeout).cast<double>();
+}
+
+py::object call_given(const Calls& calls, PyObject* const* arguments) {
+  const auto argument = [&](int i) { return py::handle(given_or_null(arguments[i])); };
+  const long number = PyLong_AsLong(arguments[0]);
+  if (number < 0 || number >= static_cast<long>(collectives.size())) {
+    PyErr_Clear();
+    throw py::value_error("mscomm: no collective has that number");
+  }
+  const auto function = static_cast<Function>(number);  // those of the collectives come first, in the same order
+  const Wanted wanted{.function = function,
+                      .what = static_cast<Collective>(number),
+                      .op = argument(3),
+                      .root = argument(4),
+                      .stream = argument(7)};
+  std::optional<Array> x;
+  if (wanted.what != Collective::barrier)
+    x = described(calls, function, "x", py::reinterpret_borrow<py::object>(arguments[1]), wanted.stream);
+  auto ready = prepared(calls, wanted, std::move(x), py::reinterpret_borrow<py::object>(arguments[2]));
+  const double timeout_s = argument(5) ? seconds_of(argument(5)) : calls.timeout_s;
+  const int async_op = PyObject_IsTrue(arguments[6]);
+  if (async_op < 0) throw py::error_already_set();
+  if (async_op) {
+    for (auto* array : {&ready.x, &ready.target})
+      if (*array) (*array)->memory = memory_of(**array);  // stays valid if the user gives the array other memory
+    const auto python = python_of(calls);
+    auto started = failing(
+        calls, [&] { return calls.group->called([&] { return calls.group->communicator->start(ready.call, timeout_s); }); });
+    return python.attr("begun")(py::cast(std::move(ready)), py::cast(std::move(started)));
+  }
+  if (PySet_GET_SIZE(calls.running.ptr()) > 0) python_of(calls).attr("forget_ended")();
+  if (calls.noted) ready.call.signature.number = python_of(calls).attr("reserve")(1).cast<uint64_t>();
+  failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
+  if (calls.noted) python_of(calls).attr("ended")();
+  return ready.result();
+}
+
+struct Bound {
+  py::object owner;  // the group's object in Python
+  const Calls* calls;
+};
+
+PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 8) {
+    PyErr_SetString(PyExc_TypeError, "call takes what, x, out, op, root, timeout, async_op and stream");
+    return nullptr;
+  }
+  try {
+    return call_given(*static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr))->calls, arguments).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const Error& error) {
+    raise(error);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+py::object call_function(py::object group, const Calls& calls) {
+  static PyMethodDef definition{"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_by_python)),
+                                METH_FASTCALL, nullptr};
+  auto bound = std::make_unique<Bound>(Bound{std::move(group), &calls});
+  const py::capsule self(bound.get(), nullptr,
+                         [](PyObject* capsule) { delete static_cast<Bound*>(PyCapsule_GetPointer(capsule, nullptr)); });
+  (void)bound.release();
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
+}
+
+}  // namespace mscomm
