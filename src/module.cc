@@ -482,7 +482,5 @@ PYBIND11_MODULE(_core, module) {
                              py::arg("mesh") = group.host->carried().mesh.load());
            })
       .def("pulls", [](const Group& group) { return group.host->arena() && group.host->arena()->pulls(); })
-      .def("partings", [](const Group& group) { return group.host->arena() ? group.host->arena()->partings() : uint64_t{0}; })
-      .def("lost_wakes",
-           [](const Group& group) { return group.host->arena() ? group.host->arena()->lost_wakes() : uint64_t{0}; });
+      .def("partings", [](const Group& group) { return group.host->arena() ? group.host->arena()->partings() : uint64_t{0}; });
 }

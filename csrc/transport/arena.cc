@@ -47,9 +47,6 @@ long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, con
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
-// CLOCK_MONOTONIC: the same for all processes of the host.
-int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
-
 // Like read(): may return less than asked for, or -1 with errno.
 ssize_t read_process(pid_t process, uint64_t address, void* to, size_t bytes) {
   const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
@@ -156,7 +153,7 @@ void Arena::round(const Wait& wait) {
   // other.
   slot(rank_).lines[round_ & 1].arrived.store(round_);
   if (open()) {
-    wake();
+    if (gate().sleepers.load() > 0) ring();
     return;
   }
   // Between polls this rank yields its CPU to the others. It does so even if there is a CPU for each rank, because the kernel may
@@ -213,39 +210,15 @@ bool Arena::open() {
   return here_ == size_;
 }
 
-void Arena::wake() {
-  int64_t woken_ns = 0;
-  if (gate().sleepers.load() > 0) {
-    ring();
-    woken_ns = now_ns();
-  }
-  slot(rank_).opened_ns.store(woken_ns, std::memory_order_relaxed);
-  slot(rank_).opened.store(round_, std::memory_order_release);
-}
-
 void Arena::sleep(const Wait& wait) {
-  const timespec longest{0, wait.sleep_ms * 1'000'000};
+  const timespec longest{wait.sleep_ms / 1000, wait.sleep_ms % 1000 * 1'000'000};
   while (!open()) {
     const uint32_t bell = gate().bell.load();  // first, so that a ring after this line ends the sleep
     wait.look({[this] { return missing(); }, true});
     gate().sleepers.fetch_add(1);
-    if (!open()) {
-      const int64_t bound_ns = now_ns() + longest.tv_nsec;  // unless it is woken, the sleep ends later than this
-      const bool timed_out = futex(gate().bell, FUTEX_WAIT, bell, &longest) < 0 && errno == ETIMEDOUT;
-      // If the gate opened at about that time, no wake was lost: the rank that opened it may be about to wake us. One that opened
-      // it and saw no sleepers has lost a wake, because this rank still counts as a sleeper.
-      if (timed_out && woken_before(bound_ns)) lost_wakes_++;
-    }
+    if (!open()) futex(gate().bell, FUTEX_WAIT, bell, &longest);
     gate().sleepers.fetch_sub(1);
   }
-}
-
-bool Arena::woken_before(int64_t bound_ns) const {
-  for (int rank = 0; rank < size_; rank++)
-    if (slot(rank).opened.load(std::memory_order_acquire) == round_ &&
-        slot(rank).opened_ns.load(std::memory_order_relaxed) < bound_ns)
-      return true;
-  return false;
 }
 
 std::vector<int> Arena::missing() const {

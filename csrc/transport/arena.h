@@ -101,9 +101,6 @@ class Arena {
   char* at(int rank, uint64_t offset, size_t bytes) const;
   bool x_in_heap(int rank) const { return posted(rank).x_offset != not_in_heap; }
 
-  // Lost wakes: sleeps that lasted to their time limit although, before that, a rank that found all others there as it arrived
-  // had woken the sleepers, or had seen none. Always 0, and tested to be. It does not show whether there was such a rank.
-  uint64_t lost_wakes() const { return lost_wakes_; }
   // How often this rank has left a CPU that it shared with a lower rank.
   uint64_t partings() const { return partings_; }
 
@@ -123,12 +120,8 @@ class Arena {
   struct alignas(64) Slot {
     Line lines[2];  // for odd and even rounds: a rank may be one ahead of a peer that still reads
     Post post[2];
-    // Only for lost_wakes: the last round in which this rank found all others there as it arrived, and the time on
-    // CLOCK_MONOTONIC when it had woken the sleepers; 0: it saw none.
-    alignas(64) std::atomic<uint64_t> opened;
-    std::atomic<int64_t> opened_ns;
     // For pull: the process id, and a random number in the process's memory, by which a peer checks that it reads this process.
-    pid_t process;
+    alignas(64) pid_t process;
     uint64_t token_address, token;
     std::atomic<bool> reads_all;  // what can_pull found on this rank
     std::atomic<uint64_t> place;  // of this rank's last wait awake: the round, and the CPU in the low 16 bits; 0: it sleeps
@@ -144,10 +137,8 @@ class Arena {
   uint64_t offered(const void* memory, size_t bytes) const;
   // Whether all have arrived in the current round.
   bool open();
-  void wake();
   void sleep(const Wait& wait);
   void part_from_who_shares_the_cpu();
-  bool woken_before(int64_t bound_ns) const;
   bool reads_token_of(int rank) const;
   // The array that readable() tested last: most programs use the same arrays again.
   struct Tested {
@@ -172,7 +163,6 @@ class Arena {
   uint64_t token_;
   std::atomic<Tried> pulls_ = Tried::not_yet;
   Tested tested_x_, tested_out_;
-  uint64_t lost_wakes_ = 0;
   uint64_t partings_ = 0;
   Clock::time_point looked_, parted_;  // when it last looked which ranks share its CPU, and when it last left that CPU
   const int owner_ = getpid();         // a forked child has the mapping, but is not a rank

@@ -438,6 +438,3 @@ class Group:
 
     def partings(self) -> int:
         """How often this rank has left a CPU that it shared with a lower rank of its host."""
-
-    def lost_wakes(self) -> int:
-        """Sleeps that lasted to their time limit although the wake was due before; always 0, and tested to be."""

@@ -84,7 +84,6 @@ struct ThreadRank {
   int rank;  // in the group
   Communicator* group;
   Heap* heap;
-  const Arena* arena;  // nullptr: there is none
 
   void all_reduce(const float* x, float* out, size_t count, double timeout_s = 60) const {
     group->run(make_call(Collective::all_reduce, Dtype::float32, -1, x, count, out, count, count), timeout_s);
@@ -145,7 +144,6 @@ class ThreadGroup {
         };
         mesh = std::make_unique<Mesh>(ranks_, rank, 0, std::move(links[static_cast<size_t>(rank)]), recorded);
       }
-      arenas_.push_back(own.get());
       auto backend = std::make_unique<HostBackend>(Layout{rank, size, hosts()}, forced, std::move(own), std::move(mesh));
       groups_.push_back(std::make_unique<Communicator>("world", ranks_, rank, peers, std::move(backend), 0, *recorders_.back(),
                                                        Communicator::Hooks{}));
@@ -160,10 +158,7 @@ class ThreadGroup {
 
   int size() const { return static_cast<int>(ranks_.size()); }
   Layout layout() const { return {0, size(), hosts()}; }
-  ThreadRank at(int rank) const {
-    const auto i = static_cast<size_t>(rank);
-    return {rank, groups_[i].get(), &job_.heap(in_job(rank)), arenas_[i]};
-  }
+  ThreadRank at(int rank) const { return {rank, groups_[rank].get(), &job_.heap(in_job(rank))}; }
   // The rank in this group of a rank of the job; -1: not a member.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
@@ -201,7 +196,6 @@ class ThreadGroup {
   std::map<int, Control> controls_;  // control memory of the arenas, by host
   std::vector<std::unique_ptr<Recorder>> recorders_;
   std::vector<std::unique_ptr<Communicator>> groups_;
-  std::vector<const Arena*> arenas_;
 };
 
 // A job, its world, and a thread for each rank.
