@@ -1,0 +1,104 @@
+#include "transport/gate.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+#include <optional>
+
+namespace mscomm {
+
+namespace {
+
+// How long a waiter stays awake before it sleeps. See docs/performance.md.
+constexpr std::chrono::microseconds awake{100};
+// With more ranks than CPUs a yield can be in vain: a rank that has had less than its share of the CPU gets it back at once, or
+// keeps it to the end of its time slice, while the rank that all wait for cannot run. Such a rank sleeps after it has yielded in
+// vain for as long as a sleep and its wake take.
+constexpr std::chrono::microseconds as_long_as_a_sleep{5};
+constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that returns sooner than that was in vain
+constexpr int polls_a_turn = 64;                        // about a microsecond: most partners of a small call arrive within it
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+// Shared between processes, so without FUTEX_PRIVATE_FLAG.
+long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout = nullptr) {
+  return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+void Gate::round(const Wait& wait) {
+  round_++;
+  here_ = 0;
+  // seq_cst here, in open() and for the sleepers: if one rank arrives while another goes to sleep, at least one of them sees the
+  // other.
+  control_.slot(rank_).lines[round_ & 1].arrived.store(round_);
+  if (open()) {
+    if (control_.common().gate.sleepers.load() > 0) ring();
+    return;
+  }
+  // Between polls this rank yields its CPU to the others. It does so even if there is a CPU for each rank, because the kernel may
+  // have put two ranks on one.
+  const int polls = spin_ ? polls_a_turn : 1;
+  std::optional<Clock::time_point> start;
+  Clock::duration in_vain{};  // how long the last yields took, in which nobody else got the CPU
+  while (!wait.watch.broken()) {
+    for (int i = 0; i < polls; i++) {
+      if (open()) return;
+      pause_briefly();
+    }
+    const auto now = Clock::now();
+    if (!start) {
+      start = now;
+      if (spin_) parting_.waits_awake(round_);
+    }
+    if (now - *start > awake || (!spin_ && in_vain > as_long_as_a_sleep)) break;
+    sched_yield();
+    const auto took = Clock::now() - now;
+    in_vain = took < two_switches ? in_vain + took : Clock::duration{};
+  }
+  parting_.sleeps();
+  sleep(wait);
+}
+
+bool Gate::open() {
+  while (here_ < control_.size() && control_.slot(here_).lines[round_ & 1].arrived.load() >= round_) here_++;
+  return here_ == control_.size();
+}
+
+void Gate::sleep(const Wait& wait) {
+  auto& [bell, sleepers] = control_.common().gate;
+  const timespec longest{wait.sleep_ms / 1000, wait.sleep_ms % 1000 * 1'000'000};
+  while (!open()) {
+    const uint32_t rung = bell.load();  // first, so that a ring after this line ends the sleep
+    wait.look({[this] { return missing(); }, true});
+    sleepers.fetch_add(1);
+    if (!open()) futex(bell, FUTEX_WAIT, rung, &longest);
+    sleepers.fetch_sub(1);
+  }
+}
+
+std::vector<int> Gate::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < control_.size(); rank++)
+    if (control_.slot(rank).lines[round_ & 1].arrived.load(std::memory_order_relaxed) < round_) ranks.push_back(rank);
+  return ranks;
+}
+
+void Gate::ring() const {
+  std::atomic<uint32_t>& bell = control_.common().gate.bell;
+  bell.fetch_add(1);
+  futex(bell, FUTEX_WAKE, INT_MAX);
+}
+
+}  // namespace mscomm

@@ -1,0 +1,40 @@
+#include "transport/parting.h"
+
+#include <sched.h>
+
+namespace mscomm {
+
+namespace {
+
+// How often at most a rank looks for others on its CPU, which costs a cache line from each, and leaves that CPU, which takes tens
+// of microseconds.
+constexpr std::chrono::microseconds look_every{50}, part_every{1000};
+
+}  // namespace
+
+// The kernel separates two ranks on one CPU only after milliseconds, and even later if they yield to each other; see
+// docs/performance.md. So the higher rank moves: for a moment its thread is not allowed to run on that CPU.
+void Parting::waits_awake(uint64_t round) {
+  constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
+  const int cpu = sched_getcpu();
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return;
+  control_.slot(rank_).place.store(round << cpu_bits | static_cast<uint64_t>(cpu), std::memory_order_relaxed);
+  const auto now = Clock::now();
+  if (rank_ == 0 || now - looked_ < look_every) return;
+  looked_ = now;
+  bool shared = false;
+  for (int rank = 0; rank < rank_; rank++) {
+    const uint64_t place = control_.slot(rank).place.load(std::memory_order_relaxed);
+    shared |= place != 0 && (place & 0xffff) == static_cast<uint64_t>(cpu) && (place >> cpu_bits) + recent_rounds >= round;
+  }
+  cpu_set_t allowed, elsewhere;
+  if (!shared || now - parted_ < part_every || sched_getaffinity(0, sizeof allowed, &allowed) < 0) return;
+  elsewhere = allowed;
+  CPU_CLR(cpu, &elsewhere);
+  if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
+  sched_setaffinity(0, sizeof allowed, &allowed);  // the set of a moment ago; if the cpuset has shrunk since, its rest applies
+  parted_ = now;
+  number_++;
+}
+
+}  // namespace mscomm

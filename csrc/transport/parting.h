@@ -1,0 +1,28 @@
+// Two ranks that wait on one CPU part: the higher one leaves it.
+#pragma once
+
+#include <cstdint>
+
+#include "base/deadline.h"
+#include "transport/control.h"
+
+namespace mscomm {
+
+class Parting {
+ public:
+  Parting(const Control& control, int rank) : control_(control), rank_(rank) {}
+
+  // To be called when this rank has polled in vain in that round. If a lower rank waits on the same CPU, this rank leaves it.
+  void waits_awake(uint64_t round);
+  void sleeps() const { control_.slot(rank_).place.store(0, std::memory_order_relaxed); }
+  // How often this rank has left a CPU.
+  uint64_t number() const { return number_; }
+
+ private:
+  const Control control_;
+  const int rank_;
+  uint64_t number_ = 0;
+  Clock::time_point looked_, parted_;  // when it last looked which ranks share its CPU, and when it last left that CPU
+};
+
+}  // namespace mscomm
