@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/error.h"
+
 namespace mscomm {
 
 namespace {

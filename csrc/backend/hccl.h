@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "backend/vendor.h"
+#include "backend/library.h"
 #include "base/dynlib.h"
 
 namespace mscomm {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "backend/vendor.h"
+#include "backend/library.h"
 #include "base/dynlib.h"
 
 namespace mscomm {

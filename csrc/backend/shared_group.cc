@@ -1,0 +1,66 @@
+#include "backend/shared_group.h"
+
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+
+namespace mscomm {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+// An abort waits at most this long for the thread that is in the library.
+constexpr auto call_takes_at_most = 1s;
+
+// Keeps a group that cannot be freed until the process ends.
+void leave_behind(std::unique_ptr<VendorGroup> group) {
+  static std::mutex mutex;  // protects left
+  static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;
+  const std::lock_guard lock(mutex);
+  left.push_back(std::move(group));
+}
+
+}  // namespace
+
+void SharedGroup::look() {
+  if (const std::unique_lock calling(calling_, std::try_to_lock); calling && group_) (void)group_->busy();
+}
+
+void SharedGroup::abort() {
+  std::unique_ptr<VendorGroup> group;
+  {
+    // A caller is inside the library for microseconds, unless the library hangs; then this abort makes it return.
+    std::unique_lock calling(calling_, call_takes_at_most);
+    if (!calling) {
+      aborted_ = true;
+      if (group_) group_->abort(true);
+      return;
+    }
+    group = std::move(group_);
+  }
+  if (group) group->abort(false);
+}
+
+void SharedGroup::finish(bool captured) {
+  const std::lock_guard calling(calling_);
+  if (!group_) return;
+  if (captured) {
+    // The library would wait for the graph to be destroyed.
+    leave_behind(std::move(group_));
+    return;
+  }
+  try {
+    group_->finish();
+    const Deadline deadline(frees_within_s);
+    while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
+    if (deadline.passed()) group_->abort(false);
+  } catch (const Error&) {
+    group_->abort(false);  // another rank did not end well, which its own calls and the hub report
+  }
+  group_.reset();
+}
+
+}  // namespace mscomm

@@ -1,0 +1,78 @@
+// A group of a vendor's library, which several threads of this process share.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "backend/library.h"
+#include "base/error.h"
+
+namespace mscomm {
+
+// How long we wait for the library to free a group, and to abort it.
+inline constexpr double frees_within_s = 5, aborts_within_s = 10;
+
+// A mutex that can be waited for with a time limit. Not std::timed_mutex, which ThreadSanitizer does not understand.
+class Turn {
+ public:
+  void lock() {
+    std::unique_lock lock(mutex_);
+    free_.wait(lock, [this] { return !taken_; });
+    taken_ = true;
+  }
+  bool try_lock() { return try_lock_for(std::chrono::seconds(0)); }
+  template <typename Time>
+  bool try_lock_for(Time time) {
+    std::unique_lock lock(mutex_);
+    if (!free_.wait_for(lock, time, [this] { return !taken_; })) return false;
+    return taken_ = true;
+  }
+  void unlock() {
+    {
+      const std::lock_guard lock(mutex_);
+      taken_ = false;
+    }
+    free_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;  // protects taken_
+  std::condition_variable free_;
+  bool taken_ = false;
+};
+
+// One thread at a time calls the library for the group.
+class SharedGroup {
+ public:
+  // Joins the group; see Vendor::join.
+  SharedGroup(std::shared_ptr<Vendor> vendor, const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
+              int device)
+      : vendor_(std::move(vendor)), group_(vendor_->join(id, size, rank, std::move(runtime), device)) {}
+
+  Vendor& vendor() const { return *vendor_; }
+  // Calls the library for the group; throws if the group was aborted.
+  template <typename Question>
+  auto ask(const Question& question) {
+    const std::lock_guard lock(calling_);
+    if (!group_ || aborted_) throw Error("Aborted", "the group was aborted");
+    return question(*group_);
+  }
+  // Throws the error that the group has met. Does nothing while another thread is in the library: that thread finds it itself.
+  void look();
+  void abort();
+  // Frees the group after it has ended without an error. captured: a graph may contain calls of it.
+  void finish(bool captured);
+
+ private:
+  const std::shared_ptr<Vendor> vendor_;
+  Turn calling_;  // protects group_
+  std::unique_ptr<VendorGroup> group_;
+  std::atomic<bool> aborted_{false};  // group_ was aborted while a caller was inside it
+};
+
+}  // namespace mscomm
