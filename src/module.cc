@@ -13,6 +13,7 @@
 #include "algo/algorithm.h"
 #include "backend/hccl.h"
 #include "backend/nccl.h"
+#include "base/reduce.h"
 #include "device/acl.h"
 #include "device/cuda.h"
 #include "src/calls.h"

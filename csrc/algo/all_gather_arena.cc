@@ -1,5 +1,5 @@
 // All-gather in shared memory: every rank's x goes to all ranks.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
 
 namespace mscomm {
 

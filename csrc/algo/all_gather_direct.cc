@@ -1,5 +1,5 @@
 // All-gather over the mesh in one latency: every rank sends its x to every other.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

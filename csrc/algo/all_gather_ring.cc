@@ -1,5 +1,5 @@
 // All-gather around a ring in n-1 steps: in each step a rank passes on what it received in the step before. Only neighbours talk.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -9,7 +9,8 @@
 #include <array>
 #include <cstring>
 
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
+#include "algo/order.h"
 
 namespace mscomm {
 

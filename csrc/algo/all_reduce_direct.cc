@@ -4,7 +4,8 @@
 // to carry in both directions from the first byte to the last.
 //
 // Small messages take one latency: every rank sends its whole message to every other.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
+#include "algo/order.h"
 
 namespace mscomm {
 

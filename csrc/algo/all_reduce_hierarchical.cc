@@ -6,7 +6,12 @@
 // The message moves in chunks, several of them at a time. In step k a host reduces chunk k and sends its partial sums, merges the
 // other hosts' partial sums of chunk k-1 and sends the result, receives the results of chunk k-2, and gives those of chunk k-3 to
 // its ranks. One round of the arena serves both the first and the last of these.
-#include "algo/algorithm.h"
+#include <algorithm>
+#include <array>
+
+#include "algo/mesh_steps.h"
+#include "base/reduce.h"
+#include "transport/arena.h"
 
 namespace mscomm {
 

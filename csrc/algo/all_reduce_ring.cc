@@ -3,7 +3,7 @@
 //
 // The sum of an element starts at the rank that its position gives, so the bits differ from the other algorithms'. Partial
 // results travel in the accumulator type and are rounded once.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,6 +1,6 @@
 // All-reduce over a binomial tree in 2 log2(n) latencies, for small messages. Inputs travel up uncombined and rank 0 reduces
 // them, so that the order of the sum, and with it the bits, are those of all algorithms but the ring.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // All-to-all in shared memory: block d of rank s's x becomes block s of rank d's out.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // All-to-all over the mesh in one latency: every rank sends to all others at once.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,6 +1,6 @@
 // All-to-all over the mesh with one peer at a time, so that a rank never receives from many at once. In round r, two ranks whose
 // sum is r modulo n exchange. In one of the n rounds a rank's peer is itself, and it skips that round.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

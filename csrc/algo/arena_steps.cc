@@ -1,7 +1,7 @@
-// What the algorithms in the arena share: the first round, moving x through staging, and the collectives that combine nothing.
-#include <optional>
+#include "algo/arena_steps.h"
 
-#include "algo/algorithm.h"
+#include <algorithm>
+#include <optional>
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Barrier in shared memory: one round.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Barrier over the mesh: empty messages up a binomial tree, then down.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Broadcast in shared memory: the root's x goes to all ranks.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
 
 namespace mscomm {
 

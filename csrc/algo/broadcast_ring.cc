@@ -1,5 +1,5 @@
 // Broadcast along a chain that starts at the root, in windows: the best bandwidth for large messages, at n-1 latencies.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Broadcast down a binomial tree, in log2(n) latencies.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

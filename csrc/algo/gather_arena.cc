@@ -1,5 +1,5 @@
 // Gather in shared memory: every rank's x goes to the root.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
 
 namespace mscomm {
 

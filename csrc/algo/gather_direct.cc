@@ -1,5 +1,5 @@
 // Gather over the mesh in one latency: every rank sends its x to the root.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Gather up a binomial tree in log2(n) latencies, window by window.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

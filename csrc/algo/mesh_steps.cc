@@ -1,5 +1,10 @@
-// What the algorithms over the mesh share: trees, moving windows up and down them, and the two ways to reduce block r on rank r.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "algo/order.h"
+#include "base/reduce.h"
 
 namespace mscomm {
 

@@ -1,6 +1,6 @@
 // Reduce over the mesh in two latencies: every rank reduces its part of the message, as in all_reduce_direct, and sends it to the
 // root. The root receives (n-1)/n of the message twice, not n-1 messages.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,6 +1,7 @@
 // Reduce-scatter in shared memory: rank r reduces block r of every x. It reads an x that is in a heap in place, and any other
 // piece by piece from staging.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
+#include "algo/order.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Reduce-scatter over the mesh in one latency: every rank gets its block from all others and reduces it in the canonical order.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,6 +1,6 @@
 // Reduce-scatter around a ring in n-1 steps; only neighbours talk. The sum of block r starts at rank r+1, so the bits differ from
 // the other algorithms'.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,6 +1,6 @@
 // Reduce up a binomial tree in log2(n) latencies, for small messages. Inputs travel uncombined and the root reduces them, so that
 // the result has the same bits as with the other algorithms.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 #include "base/error.h"
 
 namespace mscomm {

@@ -4,7 +4,9 @@
 // A tiny message travels in the slot itself: each rank reads the slots of the ranks before it, in one round.
 #include <utility>
 
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
+#include "algo/order.h"
+#include "base/reduce.h"
 
 namespace mscomm {
 

@@ -1,7 +1,9 @@
 // Scan over the mesh, along the chain of ranks: each rank receives, window by window, what the ranks before it have combined,
 // adds its x, and passes the result on. It combines one window while the next is on its way. This takes n-1 latencies, and each
 // link carries the message once, in the accumulator type.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
+#include "algo/order.h"
+#include "base/reduce.h"
 
 namespace mscomm {
 

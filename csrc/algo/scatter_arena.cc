@@ -1,5 +1,5 @@
 // Scatter in shared memory: block r of the root's x goes to rank r.
-#include "algo/algorithm.h"
+#include "algo/arena_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Scatter over the mesh in one latency: the root sends each rank its block.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,5 +1,5 @@
 // Scatter down a binomial tree in log2(n) latencies, window by window.
-#include "algo/algorithm.h"
+#include "algo/mesh_steps.h"
 
 namespace mscomm {
 

@@ -1,8 +1,11 @@
 #include "backend/host.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "algo/order.h"
 #include "base/error.h"
+#include "base/reduce.h"
 
 namespace mscomm {
 

@@ -7,6 +7,8 @@
 
 #include "algo/algorithm.h"
 #include "backend/backend.h"
+#include "transport/arena.h"
+#include "transport/mesh.h"
 
 namespace mscomm {
 

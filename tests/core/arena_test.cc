@@ -3,6 +3,7 @@
 #include <random>
 #include <thread>
 
+#include "algo/arena_steps.h"
 #include "check.h"
 #include "collective_cases.h"
 #include "thread_group.h"

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "algo/order.h"
+#include "base/reduce.h"
 #include "check.h"
 #include "thread_group.h"
 

@@ -4,6 +4,7 @@
 #include <random>
 #include <thread>
 
+#include "algo/mesh_steps.h"
 #include "check.h"
 #include "collective_cases.h"
 #include "tcp_pair.h"

@@ -1,0 +1,41 @@
+#include "algo/order.h"
+
+#include <algorithm>
+
+#include "algo/algorithm.h"
+#include "base/reduce.h"
+
+namespace mscomm {
+
+void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes) {
+  const Reduction& row = reduction(signature.dtype, signature.op);
+  const size_t count = bytes / row.element_bytes;
+  const int n = layout.size, hosts = layout.hosts();
+  if (hosts == 1) {
+    row.reduce(in, n, n, out, count);
+    return;
+  }
+  constexpr size_t block = 1024;
+  alignas(64) char total[block * 16], partial[block * 16];
+  for (size_t done = 0; done < count; done += block) {
+    const size_t now = std::min(block, count - done);
+    for (int host = 0; host < hosts; host++) {
+      char* sum = host == 0 ? total : partial;
+      bool first = true;
+      for (int rank = 0; rank < n; rank++) {
+        if (layout.host[static_cast<size_t>(rank)] != host) continue;
+        const char* from = static_cast<const char*>(in[rank]) + done * row.element_bytes;
+        first ? row.widen(from, sum, now) : row.fold(sum, from, now);
+        first = false;
+      }
+      if (host > 0) row.merge(total, partial, now);
+    }
+    row.finish(total, n, static_cast<char*>(out) + done * row.element_bytes, now);
+  }
+}
+
+void write_identity(const Call& call) {
+  reduction(call.signature.dtype, call.signature.op).identity(call.out, call.signature.count);
+}
+
+}  // namespace mscomm

@@ -1,0 +1,19 @@
+// The canonical order of reduction, in which all algorithms but the rings add.
+#pragma once
+
+#include <cstddef>
+
+#include "base/call.h"
+
+namespace mscomm {
+
+struct Layout;
+
+// Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts in the order of their
+// lowest ranks, with partial results in the accumulator type. out may be one of the inputs.
+void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
+
+// Writes the result of exscan on rank 0, which has no rank before it.
+void write_identity(const Call& call);
+
+}  // namespace mscomm
