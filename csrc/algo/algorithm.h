@@ -24,7 +24,7 @@ struct Layout {
 
   int hosts() const;
   // This rank's host.
-  int here() const { return host.empty() ? 0 : host[static_cast<size_t>(rank)]; }
+  int here() const { return host.empty() ? 0 : host[rank]; }
   // Whether there are several hosts, and one with several ranks.
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };

@@ -31,20 +31,20 @@ bool all_in_heaps(const Call& call, const Arena& arena) {
 
 void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   Arena& arena = *ranks.arena;
-  const auto n = static_cast<size_t>(arena.size()), me = static_cast<size_t>(arena.rank());
+  const int n = arena.size(), me = arena.rank();
   const size_t bytes = call.bytes();
   std::vector<const void*> in(n);
   std::vector<char*> x(n), out;
-  for (size_t i = 0; i < n; i++) {
-    const int rank = static_cast<int>((me + i) % n);
-    x[static_cast<size_t>(rank)] = arena.at(rank, arena.posted(rank).x_offset, bytes);
+  for (int i = 0; i < n; i++) {
+    const int rank = (me + i) % n;
+    x[rank] = arena.at(rank, arena.posted(rank).x_offset, bytes);
     if (receives(call, rank)) out.push_back(arena.at(rank, arena.posted(rank).out_offset, bytes));
   }
-  const Range mine = part(bytes, arena.size(), arena.rank());
+  const Range mine = part(bytes, n, me);
   const size_t hot = mine.bytes() < long_part ? hot_bytes : hot_bytes_of_long_parts;
   for (size_t at = mine.begin; at < mine.end; at += hot) {
     const size_t now = std::min(hot, mine.end - at);
-    for (size_t rank = 0; rank < n; rank++) in[rank] = x[rank] + at;
+    for (int rank = 0; rank < n; rank++) in[rank] = x[rank] + at;
     reduce_in_order(call.signature, ranks.layout, in.data(), out[0] + at, now);
     for (size_t i = 1; i < out.size(); i++) std::memcpy(out[i] + at, out[0] + at, now);
   }
@@ -56,14 +56,14 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
-  return bytes <= tiny_bytes && (bytes <= inline_bytes || bytes * static_cast<size_t>(arena.size()) <= combined_by_all_bytes);
+  return bytes <= tiny_bytes && (bytes <= inline_bytes || bytes * arena.size() <= combined_by_all_bytes);
 }
 
 void from_slots(const Call& call, const Ranks& ranks) {
   Arena& arena = *ranks.arena;
   if (!receives(call, arena.rank())) return;
-  std::vector<const void*> in(static_cast<size_t>(arena.size()));
-  for (int rank = 0; rank < arena.size(); rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank, call.bytes());
+  std::vector<const void*> in(arena.size());
+  for (int rank = 0; rank < arena.size(); rank++) in[rank] = arena.tiny(rank, call.bytes());
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
@@ -102,8 +102,8 @@ class Chunks {
     for (size_t at = mine.begin; at < mine.end; at += hot_bytes) {
       const size_t now = std::min(hot_bytes, mine.end - at);
       for (int rank = 0; rank < n_; rank++) {
-        const char* direct = x_[static_cast<size_t>(rank)];
-        in_[static_cast<size_t>(rank)] = (direct ? direct + whole.begin : staged(rank, k)) + at;
+        const char* direct = x_[rank];
+        in_[rank] = (direct ? direct + whole.begin : staged(rank, k)) + at;
       }
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
@@ -152,8 +152,8 @@ void pulled(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t at = mine.begin; at < mine.end; at += chunk_bytes) {
     const size_t now = std::min(chunk_bytes, mine.end - at);
     arena.pull(peer, arena.posted(peer).x_address + at, copied, now, wait);
-    in[static_cast<size_t>(me)] = call.in() + at;
-    in[static_cast<size_t>(peer)] = copied;
+    in[me] = call.in() + at;
+    in[peer] = copied;
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + at, now);
   }
   arena.round(wait);

@@ -15,15 +15,15 @@ void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const size_t bytes = call.bytes();
-  char* scratch = ranks.scratch_of(static_cast<size_t>(n) * bytes);
+  char* scratch = ranks.scratch_of(n * bytes);
   std::vector<Piece> out, in;
-  std::vector<const void*> inputs(static_cast<size_t>(n), call.x);
+  std::vector<const void*> inputs(n, call.x);
   for (int rank = 0; rank < n; rank++) {
     if (rank == me) continue;
-    char* const theirs = scratch + static_cast<size_t>(rank) * bytes;
+    char* const theirs = scratch + rank * bytes;
     out.push_back({rank, const_cast<char*>(call.in()), bytes});
     in.push_back({rank, theirs, bytes});
-    inputs[static_cast<size_t>(rank)] = theirs;
+    inputs[rank] = theirs;
   }
   mesh.exchange(out, in, wait);
   reduce_in_order(call.signature, ranks.layout, inputs.data(), call.out, bytes);
@@ -34,7 +34,7 @@ void in_one_latency(const Call& call, const Ranks& ranks, const Wait& wait) {
 void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
-  if (static_cast<size_t>(n) * call.bytes() <= one_latency_bytes) return in_one_latency(call, ranks, wait);
+  if (n * call.bytes() <= one_latency_bytes) return in_one_latency(call, ranks, wait);
 
   const Blocks parts = Blocks::parts(call.bytes(), n);
   char* mine = call.result() + parts.begin(me);

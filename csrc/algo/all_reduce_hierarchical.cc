@@ -28,10 +28,10 @@ constexpr size_t least_slice_bytes = 4 << 10;
 
 // The ranks of each host, and the slices of a chunk.
 struct House {
-  House(const Layout& layout, size_t bytes) : hosts(static_cast<size_t>(layout.hosts())) {
-    here = static_cast<size_t>(layout.here());
+  House(const Layout& layout, size_t bytes) : hosts(layout.hosts()) {
+    here = layout.here();
     for (int rank = 0; rank < layout.size; rank++) {
-      const auto host = static_cast<size_t>(layout.host.empty() ? 0 : layout.host[static_cast<size_t>(rank)]);
+      const size_t host = layout.host.empty() ? 0 : layout.host[rank];
       if (rank == layout.rank) place = static_cast<int>(hosts[host].size());
       hosts[host].push_back(rank);
     }
@@ -58,7 +58,7 @@ class AtHome final : public Watch {
     looked_ = Clock::now();
     const auto in_group = [this, &missing] {
       std::vector<int> ranks = missing();
-      for (int& rank : ranks) rank = house_.mine()[static_cast<size_t>(rank)];
+      for (int& rank : ranks) rank = house_.mine()[rank];
       return ranks;
     };
     wait_.watch.look(deadline, {in_group, missing.by_memory});
@@ -118,7 +118,7 @@ class Hierarchy {
  private:
   size_t hosts() const { return house_.hosts.size(); }
   bool owns() const { return house_.place < house_.slices; }
-  int owner(size_t host) const { return house_.hosts[host][static_cast<size_t>(house_.place)]; }
+  int owner(size_t host) const { return house_.hosts[host][house_.place]; }
   Range chunk(size_t k) const { return piece(call_.bytes(), step_bytes, k); }
   // Slice `place` of chunk k, as a range of the message; empty if the rank at that place owns none.
   Range slice(size_t k, int place) const {
@@ -128,7 +128,7 @@ class Hierarchy {
     return {whole.begin + one.begin, whole.begin + one.end};
   }
   // Whether every host has a share of a whole chunk that is not empty: parts are cut at multiples of 64 bytes.
-  bool shares_are_full() const { return step_bytes / 64 / static_cast<size_t>(house_.slices) >= hosts(); }
+  bool shares_are_full() const { return step_bytes / 64 / house_.slices >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
   // Small messages: every host gets all partial sums of every other, so that there is no result to send.
   bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
@@ -165,7 +165,7 @@ class Hierarchy {
     if (k > 0 || arena_->agreed()) return;
     Differs differs;
     for (int place = 0; place < at_hand(); place++)
-      differs.calls.emplace_back(house_.mine()[static_cast<size_t>(place)], arena_->posted(place).signature);
+      differs.calls.emplace_back(house_.mine()[place], arena_->posted(place).signature);
     throw differs;
   }
   void add_up(size_t k) {

@@ -16,7 +16,7 @@ void all_to_all_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     largest_x = std::max(largest_x, sent.back().total());
   }
   const auto of = [kinds](const std::vector<Blocks>& by_rank, int rank) -> const Blocks& {
-    return by_rank[kinds == 1 ? 0 : static_cast<size_t>(rank)];
+    return by_rank[kinds == 1 ? 0 : rank];
   };
   const auto between = [&](int source, int destination) {
     const Blocks& from = of(sent, source);

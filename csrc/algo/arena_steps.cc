@@ -23,8 +23,8 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
     : arena_(arena),
       x_(static_cast<const char*>(x)),
       blocks_(std::move(blocks)),
-      left_out_(static_cast<size_t>(blocks_.size())),
-      piece_bytes_(std::max<size_t>(64, chunk_bytes / static_cast<size_t>(blocks_.size()) / 64 * 64)),
+      left_out_(blocks_.size()),
+      piece_bytes_(std::max<size_t>(64, chunk_bytes / blocks_.size() / 64 * 64)),
       first_(arena.steps()) {
   if (blocks_.size() > 1) leave_out(arena.rank());  // a rank reads its own block from x
 }
@@ -40,14 +40,14 @@ void Staging::put(size_t k) const {
   if (!x_ || arena_.x_in_heap(me)) return;
   char* chunk = arena_.chunk(me, first_ + k);
   for (int block = 0; block < blocks_.size(); block++) {
-    if (left_out_[static_cast<size_t>(block)]) continue;
+    if (left_out_[block]) continue;
     const Range now = piece(blocks_.bytes(block), piece_bytes_, k);
-    copy(chunk + static_cast<size_t>(block) * piece_bytes_, x_ + blocks_.begin(block) + now.begin, now.bytes());
+    copy(chunk + block * piece_bytes_, x_ + blocks_.begin(block) + now.begin, now.bytes());
   }
 }
 
 const char* Staging::at(int rank, size_t k) const {
-  return arena_.chunk(rank, first_ + k) + (blocks_.size() > 1 ? static_cast<size_t>(arena_.rank()) * piece_bytes_ : 0);
+  return arena_.chunk(rank, first_ + k) + (blocks_.size() > 1 ? arena_.rank() * piece_bytes_ : 0);
 }
 
 namespace {
@@ -135,7 +135,7 @@ class Ways {
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, const Moves& moves, int n) {
-  if (moves.blocks.size() > 1) return moves.largest_x / static_cast<size_t>(n) >= tiny_bytes;
+  if (moves.blocks.size() > 1) return moves.largest_x / n >= tiny_bytes;
   return n == 2 && (call.signature.root < 0 || moves.largest_x <= pulled_from_root_bytes);
 }
 

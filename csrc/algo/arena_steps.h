@@ -28,7 +28,7 @@ class Staging {
   // the same call. pulled: as for Arena::post; an x that peers are known to pull is not staged.
   void enter(const Call& call, Pulled pulled, const Wait& wait);
   // Says that no peer reads this block from staging.
-  void leave_out(int block) { left_out_[static_cast<size_t>(block)] = true; }
+  void leave_out(int block) { left_out_[block] = true; }
   // Copies piece k of each block into staging; does nothing if x is in a heap.
   void put(size_t k) const;
   // Where piece k of rank's block for this rank is staged.

@@ -8,7 +8,7 @@ namespace mscomm {
 
 Range part(size_t bytes, int parts, int index) {
   constexpr size_t line = 64;
-  const size_t lines = (bytes + line - 1) / line, count = static_cast<size_t>(parts), i = static_cast<size_t>(index);
+  const size_t lines = (bytes + line - 1) / line, count = parts, i = index;
   const size_t each = lines / count, more = lines % count;  // the first `more` parts have one line more
   const size_t first = i * each + std::min(i, more);
   return {std::min(bytes, first * line), std::min(bytes, (first + each + (i < more ? 1 : 0)) * line)};
@@ -22,12 +22,12 @@ Range piece(size_t bytes, size_t piece_bytes, size_t index) {
 size_t pieces(size_t bytes, size_t piece_bytes) { return (bytes + piece_bytes - 1) / piece_bytes; }
 
 Blocks::Blocks(size_t each_bytes, int n) {
-  for (int rank = 1; rank <= n; rank++) ends_.push_back(static_cast<size_t>(rank) * each_bytes);
+  for (int rank = 1; rank <= n; rank++) ends_.push_back(rank * each_bytes);
 }
 
 Blocks::Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes) {
   size_t end = 0;
-  for (size_t rank = 0; rank < static_cast<size_t>(n); rank++) ends_.push_back(end += counts[rank * stride] * element_bytes);
+  for (int rank = 0; rank < n; rank++) ends_.push_back(end += counts[rank * stride] * element_bytes);
 }
 
 Blocks Blocks::parts(size_t bytes, int n) {
@@ -54,18 +54,17 @@ Blocks Blocks::gathered(const Call& call, int n) {
 }
 
 Blocks Blocks::divided(const Call& call, int n) {
-  return call.counts.empty() ? Blocks(call.bytes() / static_cast<size_t>(n), n)
-                             : Blocks(call.counts.data(), n, 1, call.element_bytes());
+  return call.counts.empty() ? Blocks(call.bytes() / n, n) : Blocks(call.counts.data(), n, 1, call.element_bytes());
 }
 
 Blocks Blocks::sent_by(const Call& call, int n, int rank) {
   if (call.counts.empty()) return divided(call, n);
-  return Blocks(call.counts.data() + static_cast<size_t>(rank) * static_cast<size_t>(n), n, 1, call.element_bytes());
+  return Blocks(call.counts.data() + static_cast<size_t>(rank) * n, n, 1, call.element_bytes());
 }
 
 Blocks Blocks::got_by(const Call& call, int n, int rank) {
   if (call.counts.empty()) return divided(call, n);
-  return Blocks(call.counts.data() + static_cast<size_t>(rank), n, static_cast<size_t>(n), call.element_bytes());
+  return Blocks(call.counts.data() + rank, n, n, call.element_bytes());
 }
 
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got) {

@@ -50,8 +50,8 @@ class Blocks {
   Blocks window(size_t piece_bytes, size_t k, int first) const;
 
   int size() const { return static_cast<int>(ends_.size()); }
-  size_t begin(int rank) const { return rank == 0 ? 0 : ends_[static_cast<size_t>(rank) - 1]; }
-  size_t bytes(int rank) const { return ends_[static_cast<size_t>(rank)] - begin(rank); }
+  size_t begin(int rank) const { return rank == 0 ? 0 : ends_[rank - 1]; }
+  size_t bytes(int rank) const { return ends_[rank] - begin(rank); }
   size_t total() const { return ends_.back(); }
   size_t largest() const;
 

@@ -57,8 +57,8 @@ void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range win
   const size_t now = window.bytes();
   const char* gathered = gather_window(ranks, tree, Blocks(now, tree.size), call.in() + window.begin, wait);
   if (tree.parent >= 0) return;
-  std::vector<const void*> inputs(static_cast<size_t>(tree.size));
-  for (int i = 0; i < tree.size; i++) inputs[static_cast<size_t>(tree.rank_of(i))] = gathered + static_cast<size_t>(i) * now;
+  std::vector<const void*> inputs(tree.size);
+  for (int i = 0; i < tree.size; i++) inputs[tree.rank_of(i)] = gathered + i * now;
   reduce_in_order(call.signature, ranks.layout, inputs.data(), to, now);
 }
 
@@ -83,14 +83,14 @@ void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, s
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const Range here = piece(blocks.bytes(me), window_bytes, k);
-  char* scratch = ranks.scratch_of(static_cast<size_t>(n) * window_bytes);
+  char* scratch = ranks.scratch_of(n * window_bytes);
   std::vector<Piece> in;
-  std::vector<const void*> inputs(static_cast<size_t>(n));
-  inputs[static_cast<size_t>(me)] = call.in() + blocks.begin(me) + here.begin;
+  std::vector<const void*> inputs(n);
+  inputs[me] = call.in() + blocks.begin(me) + here.begin;
   for (int i = 1; i < n; i++) {
     const int from = (me - i + n) % n;
-    char* at = scratch + static_cast<size_t>(from) * window_bytes;
-    inputs[static_cast<size_t>(from)] = at;
+    char* at = scratch + from * window_bytes;
+    inputs[from] = at;
     if (k == 0 || here.bytes()) in.push_back({from, at, here.bytes()});
   }
   mesh.receive(in, wait);

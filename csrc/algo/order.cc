@@ -23,7 +23,7 @@ void reduce_in_order(const Signature& signature, const Layout& layout, const voi
       char* sum = host == 0 ? total : partial;
       bool first = true;
       for (int rank = 0; rank < n; rank++) {
-        if (layout.host[static_cast<size_t>(rank)] != host) continue;
+        if (layout.host[rank] != host) continue;
         const char* from = static_cast<const char*>(in[rank]) + done * row.element_bytes;
         first ? row.widen(from, sum, now) : row.fold(sum, from, now);
         first = false;

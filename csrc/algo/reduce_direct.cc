@@ -15,7 +15,7 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
     const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
     // Other ranks than the root use their own window of scratch, which reduce_window leaves alone.
-    char* reduced = ranks.scratch_of(static_cast<size_t>(n) * window_bytes) + static_cast<size_t>(me) * window_bytes;
+    char* reduced = ranks.scratch_of(n * window_bytes) + me * window_bytes;
     if (me == root) reduced = at_root(me);
     send_blocks(call, mesh, parts, window_bytes, k);
     reduce_window(call, ranks, parts, k, reduced, wait);

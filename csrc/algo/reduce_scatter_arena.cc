@@ -10,10 +10,10 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
   const int n = arena.size(), me = arena.rank();
   const Blocks blocks = Blocks::divided(call, n);
   const size_t begin = blocks.begin(me), bytes = blocks.bytes(me);
-  std::vector<const void*> in(static_cast<size_t>(n));
+  std::vector<const void*> in(n);
   if (const size_t whole = blocks.total(); whole <= tiny_bytes) {
     meet_with(call.x, whole, whole, call, arena, wait);
-    for (int rank = 0; rank < n; rank++) in[static_cast<size_t>(rank)] = arena.tiny(rank, whole) + begin;
+    for (int rank = 0; rank < n; rank++) in[rank] = arena.tiny(rank, whole) + begin;
     reduce_in_order(call.signature, ranks.layout, in.data(), call.out, bytes);
     return;
   }
@@ -27,7 +27,7 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
     if (!last) staging.put(k + 1);
     const Range now = any_staged ? piece(bytes, staging.piece_bytes(), k) : Range{0, bytes};
     for (int rank = 0; rank < n; rank++) {
-      const void*& from = in[static_cast<size_t>(rank)];
+      const void*& from = in[rank];
       if (rank == me) from = call.in() + begin + now.begin;
       else if (arena.x_in_heap(rank)) from = arena.at(rank, arena.posted(rank).x_offset + begin, bytes) + now.begin;
       else from = staging.at(rank, k);

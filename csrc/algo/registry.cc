@@ -25,7 +25,7 @@ namespace {
 // In a tree of n ranks the root sends the message log2(n) times. In a chain it sends the message once, and the last rank has it
 // n-2 windows later.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
-  const auto n = static_cast<size_t>(layout.size), times = static_cast<size_t>(std::bit_width(n - 1));
+  const size_t n = layout.size, times = std::bit_width(n - 1);
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 

@@ -87,9 +87,8 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < steps; k++) {
     const Range step = piece(bytes, step_bytes, k), mine = part(step.bytes(), n, me);
     for (int rank = 0; rank < n; rank++) {
-      const auto i = static_cast<size_t>(rank);
-      x[i] = (whole_x[i] ? whole_x[i] + step.begin : staged(rank, k)) + mine.begin;
-      out[i] = (whole_out[i] ? whole_out[i] + step.begin : staged(rank, k)) + mine.begin;
+      x[rank] = (whole_x[rank] ? whole_x[rank] + step.begin : staged(rank, k)) + mine.begin;
+      out[rank] = (whole_out[rank] ? whole_out[rank] + step.begin : staged(rank, k)) + mine.begin;
     }
     combine(row, call.signature.what == Collective::scan, x, out, mine.bytes() / row.element_bytes);
     if (k + 1 < steps) put(k + 1);

@@ -35,11 +35,7 @@ Missing nobody() {
 
 VendorBackend::VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
                              int size, int rank, const Deadline& deadline, const std::function<void()>& check)
-    : runtime_(std::move(runtime)),
-      device_(device),
-      size_(static_cast<size_t>(size)),
-      rank_(static_cast<size_t>(rank)),
-      issuing_(issuing_on(runtime_.get(), device)) {
+    : runtime_(std::move(runtime)), device_(device), size_(size), rank_(rank), issuing_(issuing_on(runtime_.get(), device)) {
   const Runtime::Current current(*runtime_, device_);
   group_ = std::make_shared<SharedGroup>(std::move(vendor), id, size, rank, runtime_, device);
   auto pause = 100us;
@@ -133,7 +129,7 @@ void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
     case Collective::reduce:
       return group_->ask([&](VendorGroup& group) { group.reduce(call.x, call.out, count, dtype, op, signature.root, stream); });
     case Collective::broadcast: {
-      const void* const x = static_cast<size_t>(signature.root) == rank_ ? call.x : call.out;
+      const void* const x = signature.root == rank_ ? call.x : call.out;
       return group_->ask([&](VendorGroup& group) { group.broadcast(x, call.out, call.bytes(), signature.root, stream); });
     }
     case Collective::reduce_scatter:
@@ -142,9 +138,9 @@ void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
       return group_->ask([&](VendorGroup& group) {
         Batch batch(group);
         const char* part = call.in();
-        for (size_t rank = 0; rank < size_; rank++) {
+        for (int rank = 0; rank < size_; rank++) {
           void* const out = rank == rank_ ? call.out : nullptr;
-          if (call.counts[rank]) group.reduce(part, out, call.counts[rank], dtype, op, static_cast<int>(rank), stream);
+          if (call.counts[rank]) group.reduce(part, out, call.counts[rank], dtype, op, rank, stream);
           part += call.counts[rank] * call.element_bytes();
         }
         batch.end();
@@ -169,7 +165,7 @@ void VendorBackend::enqueue(const Call& call, StreamHandle stream) {
 void VendorBackend::exchange(const Call& call, StreamHandle stream) {
   const Collective what = call.signature.what;
   const size_t element = call.element_bytes();
-  const auto root = static_cast<size_t>(call.signature.root);
+  const size_t root = call.signature.root;
   const bool divides = what == Collective::scatter || what == Collective::all_to_all;
   // Bytes from one rank to another.
   const auto bytes = [&](size_t from, size_t to) {
@@ -183,14 +179,14 @@ void VendorBackend::exchange(const Call& call, StreamHandle stream) {
   if (what == Collective::all_to_all && x < out + call.out_bytes && out < x + call.x_bytes)
     throw Error("ValueError", "all_to_all on a device: x and out overlap");
   std::vector<Part> parts;
-  for (size_t peer = 0; peer < size_; peer++) {
+  for (int peer = 0; peer < size_; peer++) {
     const size_t sent = bytes(rank_, peer), received = bytes(peer, rank_);
     if (peer == rank_) {
       if (sent && x != out) runtime_->copy(out, x, sent, stream);
     } else {
       // A part to send is only read.
-      if (sent) parts.push_back({true, static_cast<int>(peer), const_cast<char*>(x), sent});
-      if (received) parts.push_back({false, static_cast<int>(peer), out, received});
+      if (sent) parts.push_back({true, peer, const_cast<char*>(x), sent});
+      if (received) parts.push_back({false, peer, out, received});
     }
     if (divides) x += sent;
     out += received;

@@ -60,8 +60,7 @@ class VendorBackend final : public Backend {
   void exchange(const Call& call, StreamHandle stream);
 
   const std::shared_ptr<Runtime> runtime_;
-  const int device_;
-  const size_t size_, rank_;
+  const int device_, size_, rank_;
   Turn& issuing_;
   // Both are shared with the watching thread, which may hang in the library.
   std::shared_ptr<SharedGroup> group_;

@@ -80,7 +80,7 @@ void check(const Call& call, int rank, int size) {
   if (!signature.valid())
     throw Error("ValueError", "a call of a collective, function, type or operation that this version does not know");
   const Collective what = signature.what;
-  const auto n = static_cast<size_t>(size), me = static_cast<size_t>(rank);
+  const size_t n = size, me = rank;
 
   // The head of a call with a root carries that root, too, although the collective that moves the head may have none. A head that
   // is a reduction may not: there a root would mean that only the root gets the result.

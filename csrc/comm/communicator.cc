@@ -357,7 +357,7 @@ void Communicator::abort(Failure failure) {
 void Communicator::left(int rank) {
   const std::lock_guard lock(state_mutex_);
   for (int i = 0; i < size(); i++)
-    if (in_job(i) == rank) left_[static_cast<size_t>(i)] = true;
+    if (in_job(i) == rank) left_[i] = true;
 }
 
 Where Communicator::where() const {
@@ -450,10 +450,10 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
   {
     const std::lock_guard lock(state_mutex_);
     for (int rank : ranks)
-      if (left_[static_cast<size_t>(rank)]) gone.emplace_back(rank, " has left the job, but ");
+      if (left_[rank]) gone.emplace_back(rank, " has left the job, but ");
   }
   std::vector<pollfd> lives;
-  for (int rank : ranks) lives.push_back({peers_->pidfds[static_cast<size_t>(in_job(rank))], POLLIN, 0});
+  for (int rank : ranks) lives.push_back({peers_->pidfds[in_job(rank)], POLLIN, 0});
   const int ended = poll(lives.data(), lives.size(), 0);
   for (size_t i = 0; ended > 0 && i < lives.size(); i++)
     if (lives[i].revents & POLLIN) gone.emplace_back(ranks[i], " ended, but ");

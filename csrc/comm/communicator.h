@@ -252,9 +252,9 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Error differing(const Differs& differs) const;
   Error of_device(const Signature& call, const Error& error) const;
   std::string current() const;
-  const std::string& name_of(int rank) const { return peers_->names[static_cast<size_t>(in_job(rank))]; }
-  int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
-  int host_of(int rank) const { return peers_->hosts[static_cast<size_t>(in_job(rank))]; }
+  const std::string& name_of(int rank) const { return peers_->names[in_job(rank)]; }
+  int in_job(int rank) const { return ranks_[rank]; }
+  int host_of(int rank) const { return peers_->hosts[in_job(rank)]; }
   std::vector<int> in_job(std::vector<int> ranks) const;
   std::string named(const std::vector<int>& ranks) const;
   void look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const;

@@ -189,15 +189,15 @@ std::string Communicator::in_messages() const {
 const char* Communicator::gone(int peer) const {
   {
     const std::lock_guard lock(state_mutex_);
-    if (left_[static_cast<size_t>(peer)]) return " has left the job";
+    if (left_[peer]) return " has left the job";
   }
-  pollfd life{peers_->pidfds[static_cast<size_t>(in_job(peer))], POLLIN, 0};
+  pollfd life{peers_->pidfds[in_job(peer)], POLLIN, 0};
   return poll(&life, 1, 0) > 0 && (life.revents & POLLIN) ? " ended" : nullptr;
 }
 
 bool Communicator::expects(int peer) const {
   const std::lock_guard lock(state_mutex_);
-  return expected_[static_cast<size_t>(peer)];
+  return expected_[peer];
 }
 
 Stream Communicator::link(int peer, int fd) const { return {fd, name_of(peer)}; }
@@ -211,7 +211,7 @@ void Communicator::add_incoming(int peer, int fd) {
 
 void Communicator::expect_incoming(int peer) {
   const std::lock_guard lock(state_mutex_);
-  expected_[static_cast<size_t>(peer)] = true;
+  expected_[peer] = true;
 }
 
 }  // namespace mscomm

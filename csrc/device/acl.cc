@@ -97,8 +97,7 @@ class Acl final : public Runtime {
 
   // AscendCL has no uuids, so this is the device's number on its host, as far as it is known here.
   std::string uuid(int device) const override {
-    return "NPU-" +
-           (static_cast<size_t>(device) < visible_.size() ? visible_[static_cast<size_t>(device)] : std::to_string(device));
+    return "NPU-" + (static_cast<size_t>(device) < visible_.size() ? visible_[device] : std::to_string(device));
   }
 
   void use(int device) override { check(functions_.set_context(context_of(device)), "aclrtSetCurrentContext"); }
@@ -170,7 +169,7 @@ class Acl final : public Runtime {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no NPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
     const std::lock_guard lock(mutex_);
-    Context& context = contexts_[static_cast<size_t>(device)];
+    Context& context = contexts_[device];
     if (!context) {
       check(functions_.set_device(device), "aclrtSetDevice");
       check(functions_.get_context(&context), "aclrtGetCurrentContext");

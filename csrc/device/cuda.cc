@@ -118,7 +118,7 @@ class Cuda final : public Runtime {
       throw Error("BackendUnavailable", "the CUDA driver " + library_.path() + " finds no GPU: " + text_of(result));
     int count = 0;
     check(driver_.device_count(&count), "cuDeviceGetCount");
-    devices_.resize(static_cast<size_t>(count));
+    devices_.resize(count);
   }
 
   std::string version() const override {
@@ -251,7 +251,7 @@ class Cuda final : public Runtime {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
     const std::lock_guard lock(mutex_);
-    std::optional<Used>& place = devices_[static_cast<size_t>(device)];
+    std::optional<Used>& place = devices_[device];
     if (!place) {
       Used made;
       check(driver_.retain(&made.context, device), "cuDevicePrimaryCtxRetain");

@@ -183,7 +183,7 @@ size_t Heap::in_use() const {
 }
 
 char* Heaps::at(int rank, uint64_t offset, size_t bytes) const {
-  const Mapping& heap = rank == rank_ ? mine_->mapping() : others_[static_cast<size_t>(rank)];
+  const Mapping& heap = rank == rank_ ? mine_->mapping() : others_[rank];
   if (offset > heap.bytes() || bytes > heap.bytes() - offset)
     throw Error("Error", "rank " + std::to_string(rank) + " of this host posted memory outside its heap: offset " +
                              std::to_string(offset) + ", " + std::to_string(bytes) + " bytes");

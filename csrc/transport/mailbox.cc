@@ -64,7 +64,7 @@ Mailbox::~Mailbox() {
 void Mailbox::add_outgoing(int peer, Stream stream) {
   check_peer(peer);
   const auto lock = enter();
-  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  Outgoing& link = outgoing_[peer];
   if (link.stream) throw Error("RuntimeError", "a second link for messages to " + named(peer));
   link.stream.emplace(std::move(stream));
   if (shut_) link.stream->shut_down();
@@ -73,7 +73,7 @@ void Mailbox::add_outgoing(int peer, Stream stream) {
 void Mailbox::add_incoming(int peer, Stream stream) {
   check_peer(peer);
   const auto lock = enter();
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   if (link.stream) throw Error("RuntimeError", "a second link for messages from " + named(peer));
   link.stream.emplace(std::move(stream));
   if (shut_) link.stream->shut_down();
@@ -107,7 +107,7 @@ std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype
     }
     finish(send);
   } else {
-    Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+    Outgoing& link = outgoing_[peer];
     if (!link.stream) throw Error("RuntimeError", text(*send) + ": there is no link to it yet");
     if (link.ended) finish(send, lost(*send, peer, *link.ended));
     else link.queue.push_back(send);
@@ -130,14 +130,14 @@ std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype
   std::deque<Unexpected>::iterator early;
   for (int from = 0; static_cast<size_t>(from) < ranks_.size(); from++) {
     if (peer != any_source && peer != from) continue;
-    auto& kept = incoming_[static_cast<size_t>(from)].unexpected;
+    auto& kept = incoming_[from].unexpected;
     const auto found =
         std::find_if(kept.begin(), kept.end(), [&](const Unexpected& message) { return takes(*recv, message.envelope.tag); });
     if (found != kept.end() && (source == any_source || found->turn < early->turn)) source = from, early = found;
   }
   if (source != any_source) {
     if (fits(recv, source, early->envelope)) {
-      Incoming& link = incoming_[static_cast<size_t>(source)];
+      Incoming& link = incoming_[source];
       const Unexpected message = std::move(*early);
       link.unexpected.erase(early);
       if (message.envelope.kind == Kind::whole) {
@@ -150,11 +150,11 @@ std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype
         clear_to_send(source, recv, message.envelope.id);
       }
     }
-  } else if (peer != any_source && incoming_[static_cast<size_t>(peer)].ended) {
-    finish(recv, lost(*recv, peer, *incoming_[static_cast<size_t>(peer)].ended));
+  } else if (peer != any_source && incoming_[peer].ended) {
+    finish(recv, lost(*recv, peer, *incoming_[peer].ended));
   } else {
     recv->turn_ = ++last_turn_;
-    (peer == any_source ? posted_for_any_ : incoming_[static_cast<size_t>(peer)].posted).push_back(recv);
+    (peer == any_source ? posted_for_any_ : incoming_[peer].posted).push_back(recv);
   }
   wake_driver();
   tell_finished();
@@ -185,7 +185,7 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
 
 bool Mailbox::ended(int peer) const {
   const auto lock = enter();
-  return incoming_[static_cast<size_t>(peer)].ended.has_value();
+  return incoming_[peer].ended.has_value();
 }
 
 void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended ended) {
@@ -269,8 +269,8 @@ void Mailbox::shut_down(const Error& why) {
   const auto lock = enter();
   if (!shut_) shut_.emplace(why);
   for (int peer = 0; static_cast<size_t>(peer) < ranks_.size(); peer++) {
-    end_stream(outgoing_[static_cast<size_t>(peer)].stream);
-    end_stream(incoming_[static_cast<size_t>(peer)].stream);
+    end_stream(outgoing_[peer].stream);
+    end_stream(incoming_[peer].stream);
     end_outgoing(peer, {"Aborted", shut_->what()});
     end_incoming(peer, {"Aborted", shut_->what()});
   }
@@ -405,9 +405,9 @@ bool Mailbox::move_some() {
     } catch (const std::bad_alloc&) {
       // A header may lack its payload, or a list may be half changed: these links cannot go on.
       const Ending ending{"MemoryError", "out of memory"};
-      end_stream(outgoing_[static_cast<size_t>(peer)].stream);
+      end_stream(outgoing_[peer].stream);
       end_outgoing(peer, ending);
-      end_stream(incoming_[static_cast<size_t>(peer)].stream);
+      end_stream(incoming_[peer].stream);
       end_incoming(peer, ending);
       moved = true;
     }
@@ -427,7 +427,7 @@ Envelope Mailbox::envelope(Kind kind, uint64_t id) const {
 }
 
 bool Mailbox::write_some(int peer) {
-  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  Outgoing& link = outgoing_[peer];
   if (!link.writes()) return false;
   if (!link.current) {
     link.current = std::move(link.queue.front());
@@ -472,7 +472,7 @@ bool Mailbox::write_some(int peer) {
 }
 
 bool Mailbox::read_returns(int peer) {
-  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  Outgoing& link = outgoing_[peer];
   bool moved = false;
   while (link.reads()) {
     try {
@@ -491,7 +491,7 @@ bool Mailbox::read_returns(int peer) {
 }
 
 void Mailbox::take_return(int peer) {
-  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  Outgoing& link = outgoing_[peer];
   const Envelope& back = link.inbox;
   link.inbox_got = 0;
   const auto announced = link.waiting.find(back.id);
@@ -516,7 +516,7 @@ bool Mailbox::valid(const Envelope& envelope, int peer) const {
 }
 
 bool Mailbox::read_some(int peer) {
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   bool moved = false;
   size_t left = piece_bytes;
   for (int messages = 0; left > 0 && messages < messages_a_turn && reads(link);) {
@@ -548,7 +548,7 @@ bool Mailbox::read_some(int peer) {
 
 // To be called when a header is complete: decides where its payload goes. False: the header is invalid, and the link has ended.
 bool Mailbox::open(int peer) {
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   const Envelope& header = link.inbox;
   bool good = valid(header, peer);
   const size_t bytes = good ? payload_bytes(header) : 0;
@@ -591,7 +591,7 @@ bool Mailbox::open(int peer) {
 
 // To be called when a payload is complete.
 void Mailbox::deliver(int peer) {
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   link.inbox_got = link.payload_got = 0;
   const size_t bytes = payload_bytes(link.inbox);
   Shared recv = std::exchange(link.current, nullptr);
@@ -613,7 +613,7 @@ void Mailbox::deliver(int peer) {
 // Takes the recv for this source and tag that was called first, if there is one. A recv that expects another type or size ends
 // with Mismatch, and the next one is tried.
 std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
-  auto& from_peer = incoming_[static_cast<size_t>(peer)].posted;
+  auto& from_peer = incoming_[peer].posted;
   const auto first_of = [&](std::deque<Shared>& posted) {
     return std::find_if(posted.begin(), posted.end(), [&](const Shared& recv) { return takes(*recv, envelope.tag); });
   };
@@ -641,17 +641,17 @@ bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
                      text(*recv) + ": expects " + std::string(name(recv->dtype)) + " x " + std::to_string(expected) + ", " +
                          named(peer) + " sent " + std::string(name(envelope.dtype)) + " x " + std::to_string(envelope.count) +
                          (recv->tag == any_tag ? " with tag " + std::to_string(envelope.tag) : ""),
-                     {ranks_[static_cast<size_t>(peer)]}));
+                     {ranks_[peer]}));
   return false;
 }
 
 // Keeps the message until a recv takes it.
 void Mailbox::keep(int peer, const Envelope& envelope, std::vector<char> payload) {
-  incoming_[static_cast<size_t>(peer)].unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
+  incoming_[peer].unexpected.push_back({envelope, ++last_turn_, std::move(payload)});
 }
 
 void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   recv->begun_ = true;
   link.cleared.emplace(id, recv);
   link.outbox.push_back(envelope(Kind::clear, id));
@@ -668,7 +668,7 @@ void Mailbox::give_back(Incoming& link, size_t bytes) {
 }
 
 bool Mailbox::write_returns(int peer) {
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   bool moved = false;
   while (link.writes()) {
     try {
@@ -703,8 +703,7 @@ void Mailbox::drop(const Shared& transfer, const Error& error) {
     std::erase(posted_for_any_, transfer);
     return;
   }
-  const int from_or_to = transfer->matched_peer();
-  const auto peer = static_cast<size_t>(from_or_to);
+  const int peer = transfer->matched_peer();
   if (!transfer->begun_) {
     std::erase(outgoing_[peer].queue, transfer);
     std::erase(incoming_[peer].posted, transfer);
@@ -713,12 +712,12 @@ void Mailbox::drop(const Shared& transfer, const Error& error) {
   const Ending ending{"Aborted",
                       std::string("an earlier ") + (transfer->sends ? "send" : "recv") + " was given up in the middle"};
   end_stream(transfer->sends ? outgoing_[peer].stream : incoming_[peer].stream);
-  if (transfer->sends) end_outgoing(from_or_to, ending);
-  else end_incoming(from_or_to, ending);
+  if (transfer->sends) end_outgoing(peer, ending);
+  else end_incoming(peer, ending);
 }
 
 void Mailbox::end_outgoing(int peer, Ending ending) {
-  Outgoing& link = outgoing_[static_cast<size_t>(peer)];
+  Outgoing& link = outgoing_[peer];
   if (!link.ended) link.ended.emplace(std::move(ending));
   const auto fail = [&](const Shared& send) { finish(send, lost(*send, peer, *link.ended)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
@@ -727,7 +726,7 @@ void Mailbox::end_outgoing(int peer, Ending ending) {
 }
 
 void Mailbox::end_incoming(int peer, Ending ending) {
-  Incoming& link = incoming_[static_cast<size_t>(peer)];
+  Incoming& link = incoming_[peer];
   if (!link.ended) link.ended.emplace(std::move(ending));
   const auto fail = [&](const Shared& recv) { finish(recv, lost(*recv, peer, *link.ended)); };
   if (link.current) fail(std::exchange(link.current, nullptr));
@@ -738,12 +737,11 @@ void Mailbox::end_incoming(int peer, Ending ending) {
     for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
 }
 
-Error Mailbox::lost(const Transfer& transfer, int to_or_from, const Ending& ending) const {
-  const auto peer = static_cast<size_t>(to_or_from);
+Error Mailbox::lost(const Transfer& transfer, int peer, const Ending& ending) const {
   if (ending.kind == "Aborted") return {"Aborted", text(transfer) + ": " + ending.why};
   const auto& stream = transfer.sends ? outgoing_[peer].stream : incoming_[peer].stream;
   return {ending.kind,
-          text(transfer) + ": the link to " + (stream ? stream->peer() : named(to_or_from)) + " ended: " + ending.why,
+          text(transfer) + ": the link to " + (stream ? stream->peer() : named(peer)) + " ended: " + ending.why,
           {ranks_[peer]}};
 }
 

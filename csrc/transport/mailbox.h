@@ -235,7 +235,7 @@ class Mailbox {
   void end_incoming(int peer, Ending ending);
   Error lost(const Transfer& transfer, int peer, const Ending& ending) const;
   std::string text(const Transfer& transfer) const;
-  std::string named(int peer) const { return "rank " + std::to_string(ranks_[static_cast<size_t>(peer)]); }
+  std::string named(int peer) const { return "rank " + std::to_string(ranks_[peer]); }
   void check_peer(int peer) const;
 
   const std::vector<int> ranks_;

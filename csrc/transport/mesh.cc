@@ -35,7 +35,7 @@ void Mesh::begin(const Signature& mine) {
 
 void Mesh::last_look() {
   for (int peer = 0; peer < size(); peer++) {
-    Link& link = links_[static_cast<size_t>(peer)];
+    Link& link = links_[peer];
     if (!link.stream) continue;
     if (link.inbox_got == sizeof(Header)) compare_inbox(peer);
     while (!link.due && receive_some(peer)) {
@@ -52,7 +52,7 @@ void Mesh::send(std::span<const Piece> out) {
   if (next() < 0) turn_moved_ = Clock::now();
   size_t longest = 0;
   for (const Piece& piece : out) {
-    Link& link = links_[static_cast<size_t>(piece.peer)];
+    Link& link = links_[piece.peer];
     if (!link.announced) greet(link, true);
     longest = std::max(longest, piece.bytes);
   }
@@ -61,14 +61,14 @@ void Mesh::send(std::span<const Piece> out) {
       if (at >= piece.bytes) continue;
       turns_.emplace_back(piece.peer, ++last_turn_);
       const size_t bytes = std::min(turn_bytes, piece.bytes - at);
-      links_[static_cast<size_t>(piece.peer)].queue.push_back({{piece.peer, piece.data + at, bytes}, last_turn_});
+      links_[piece.peer].queue.push_back({{piece.peer, piece.data + at, bytes}, last_turn_});
     }
 }
 
 int Mesh::next() {
   for (; !turns_.empty(); turns_.pop_front()) {
     const auto [peer, turn] = turns_.front();
-    const auto& queue = links_[static_cast<size_t>(peer)].queue;
+    const auto& queue = links_[peer].queue;
     if (!queue.empty() && queue.front().turn <= turn) return peer;
   }
   return -1;
@@ -86,7 +86,7 @@ void Mesh::exchange(std::span<const Piece> out, std::span<const Piece> in, const
 template <typename Done>
 void Mesh::transfer(std::span<const Piece> in, const Wait& wait, const Done& done) {
   for (const Piece& piece : in) {
-    Link& link = links_[static_cast<size_t>(piece.peer)];
+    Link& link = links_[piece.peer];
     link.receiving = true;
     link.receive_at = piece.data;
     link.receive_left = piece.bytes;
@@ -122,18 +122,18 @@ bool Mesh::move_some() {
   bool moved = false;
   // Receive before we look at the error of a send: a peer that died mid-call often leaves its last bytes for us to read.
   for (int peer = 0; peer < size(); peer++) {
-    Link& link = links_[static_cast<size_t>(peer)];
+    Link& link = links_[peer];
     if (!link.stream || link.received()) continue;
     moved |= receive_some(peer);
     if (link.ended && !link.received()) throw lost(peer, *link.ended);
   }
   for (int peer = 0; peer < size(); peer++)
-    if (!links_[static_cast<size_t>(peer)].outbox.empty()) moved |= send_some(peer);
+    if (!links_[peer].outbox.empty()) moved |= send_some(peer);
   moved |= send_in_turn() > 0;
   const int holder = next();
   if (others_ == Others::go)
     for (int peer = 0; peer < size(); peer++)
-      if (peer != holder && !links_[static_cast<size_t>(peer)].queue.empty()) moved |= send_some(peer);
+      if (peer != holder && !links_[peer].queue.empty()) moved |= send_some(peer);
   return moved;
 }
 
@@ -142,7 +142,7 @@ size_t Mesh::send_in_turn() {
   size_t bytes = 0;
   others_ = Others::none;
   for (int peer = next(); peer >= 0 && bytes < at_once_bytes; peer = next()) {
-    Link& link = links_[static_cast<size_t>(peer)];
+    Link& link = links_[peer];
     const size_t whole = link.queue.front().piece.bytes, gone = link.outbox.empty() ? send_piece(link) : 0;
     bytes += gone;
     if (gone > 0) turn_moved_ = Clock::now();
@@ -158,12 +158,12 @@ size_t Mesh::send_in_turn() {
 
 bool Mesh::others_wait(int holder) const {
   for (int peer = 0; peer < size(); peer++)
-    if (peer != holder && !links_[static_cast<size_t>(peer)].queue.empty()) return true;
+    if (peer != holder && !links_[peer].queue.empty()) return true;
   return false;
 }
 
 bool Mesh::send_some(int peer) {
-  Link& link = links_[static_cast<size_t>(peer)];
+  Link& link = links_[peer];
   if (link.outbox.empty()) return send_piece(link) > 0;
   const auto* bytes = reinterpret_cast<const char*>(&link.outbox.front());
   try {
@@ -194,7 +194,7 @@ size_t Mesh::send_piece(Link& link) {
 }
 
 bool Mesh::receive_some(int peer) {
-  Link& link = links_[static_cast<size_t>(peer)];
+  Link& link = links_[peer];
   if (!link.listens()) return false;
   try {
     if (link.due) {
@@ -214,7 +214,7 @@ bool Mesh::receive_some(int peer) {
 }
 
 bool Mesh::compare_inbox(int peer) {
-  Link& link = links_[static_cast<size_t>(peer)];
+  Link& link = links_[peer];
   const Header& header = link.inbox;
   if (header.magic != frame_magic || header.wire != wire_version || header.epoch != epoch_ || header.payload > 1 ||
       header.source != static_cast<uint32_t>(peer) || !header.signature.valid())
@@ -244,7 +244,7 @@ void Mesh::poll_links(const Wait& wait) {
   std::vector<pollfd> polled;
   std::vector<int> peers;
   for (int peer = 0; peer < size(); peer++) {
-    const Link& link = links_[static_cast<size_t>(peer)];
+    const Link& link = links_[peer];
     if (!link.stream) continue;
     const int events = (link.listens() ? POLLIN : 0) |
                        (!link.outbox.empty() || (!link.queue.empty() && (others_ == Others::go || peer == next())) ? POLLOUT : 0);
@@ -269,15 +269,14 @@ std::vector<int> Mesh::missing() const {
   // A peer that accepts no data may be waiting for the same ranks as we are, so name it only if no data is missing.
   const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
-    const Link& link = links_[static_cast<size_t>(peer)];
+    const Link& link = links_[peer];
     if (link.stream && (coming ? !link.received() : !link.sent())) ranks.push_back(peer);
   }
   return ranks;
 }
 
 Error Mesh::lost(int peer, const Stream::Broken& broken) const {
-  return peer_lost(ranks_[static_cast<size_t>(peer)],
-                   "the link to " + links_[static_cast<size_t>(peer)].stream->peer() + " ended: " + broken.why);
+  return peer_lost(ranks_[peer], "the link to " + links_[peer].stream->peer() + " ended: " + broken.why);
 }
 
 void Mesh::shut_down() const {
