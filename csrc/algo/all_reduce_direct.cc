@@ -44,13 +44,8 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_window(call, ranks, parts, k, mine + now.begin, wait);
     send_to_all(mesh, mine + now.begin, now.bytes());
   }
-  std::vector<Piece> in;
   // This is safe in place, too: a result from a rank overwrites only what that rank has received from us already.
-  for (int i = 1; i < n; i++) {
-    const int from = (me - i + n) % n;
-    in.push_back({from, call.result() + parts.begin(from), parts.bytes(from)});
-  }
-  mesh.exchange({}, in, wait);
+  receive_blocks(call, mesh, parts, wait);
 }
 
 }  // namespace mscomm

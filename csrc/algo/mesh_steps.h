@@ -44,6 +44,8 @@ void reduce_up(const Call& call, const Ranks& ranks, const Tree& tree, Range win
 
 // Queues every other rank's block of x to be sent to it, or only piece k of each block.
 void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piece_bytes = SIZE_MAX, size_t k = 0);
+// Receives every other rank's block of out from it, and sends the rest of what is queued.
+void receive_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, const Wait& wait);
 // Queues the same bytes to be sent to all other ranks.
 void send_to_all(Mesh& mesh, const char* data, size_t bytes);
 // Receives window k of this rank's block from all others and reduces it into `to`. This rank's own window of scratch, at its rank

@@ -5,20 +5,16 @@ namespace mscomm {
 
 void scatter_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   Mesh& mesh = *ranks.mesh;
-  const int n = mesh.size(), me = mesh.rank();
-
-  const int root = call.signature.root;
+  const int me = mesh.rank(), root = call.signature.root;
   if (me != root) {
     const Piece in{root, call.result(), call.out_bytes};
     mesh.exchange({}, {&in, 1}, wait);
     return;
   }
-  const Blocks blocks = Blocks::divided(call, n);
+  const Blocks blocks = Blocks::divided(call, mesh.size());
   copy(call.out, call.in() + blocks.begin(me), blocks.bytes(me));
-  std::vector<Piece> out;
-  for (int rank = 0; rank < n; rank++)
-    if (rank != me) out.push_back({rank, const_cast<char*>(call.in()) + blocks.begin(rank), blocks.bytes(rank)});
-  mesh.exchange(out, {}, wait);
+  send_blocks(call, mesh, blocks);
+  mesh.exchange({}, {}, wait);
 }
 
 }  // namespace mscomm
