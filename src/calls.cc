@@ -464,7 +464,7 @@ Op checked_op(Function function, py::handle given) {
   return static_cast<Op>(found - ops.begin());
 }
 
-PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array> x, py::object out,
+PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array>&& x, py::object out,
                       const std::optional<std::pair<Shape, Dtype>>& told) {
   const Collective what = wanted.what;
   const Function function = wanted.function;
@@ -605,7 +605,7 @@ py::object call_given(const Calls& calls, PyObject* const* arguments) {
                       .stream = argument(7)};
   std::optional<Array> x;
   if (wanted.what != Collective::barrier)
-    x = described(calls, function, "x", py::reinterpret_borrow<py::object>(arguments[1]), wanted.stream);
+    x.emplace(described(calls, function, "x", py::reinterpret_borrow<py::object>(arguments[1]), wanted.stream));
   auto ready = prepared(calls, wanted, std::move(x), py::reinterpret_borrow<py::object>(arguments[2]));
   const double timeout_s = argument(5) ? seconds_of(argument(5)) : calls.timeout_s;
   const int async_op = PyObject_IsTrue(arguments[6]);

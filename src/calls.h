@@ -100,7 +100,7 @@ Shape part_of(const Calls& calls, Function function, const Shape& shape);
 
 // The call on x, which is nullopt in a barrier, and in a scatter on ranks that are not the root. There, `told` is the shape and
 // the dtype of the root's x. out: None makes a new array like x.
-PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array> x, py::object out,
+PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Array>&& x, py::object out,
                       const std::optional<std::pair<Shape, Dtype>>& told = {});
 
 // A numpy.ndarray over the array's memory.

@@ -20,7 +20,7 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# Things that pybind11 adds to every class, and missing constructors: make_heap makes a Heap, start makes a Work and so on
+# Things that pybind11 adds to every class, and constructors that are missing: make_heap makes a Heap, and so on.
 PYBIND11 = """
 mscomm\\._core\\.(Array|Call|Group|Heap|Peers|Runtime|Vendor|Work)
 mscomm\\._core\\.(Array|Call|Heap|Runtime|Vendor|Work)\\.__init__
