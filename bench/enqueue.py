@@ -50,7 +50,7 @@ def main() -> None:
         "all_reduce into out": lambda: mscomm.all_reduce(x, out=out),
         "all_reduce into a new array": lambda: mscomm.all_reduce(x),
         "all_gather into a new array": lambda: mscomm.all_gather(x),
-        "the general way, in place": lambda: mscomm.all_reduce(x, out=x, timeout=60),
+        "all_reduce with a timeout": lambda: mscomm.all_reduce(x, out=x, timeout=60),
         "beside, in place": lambda: mscomm.all_reduce(x, out=x, async_op=True).wait(),
     }
     seen: dict[str, list[float]] = {name: [] for name in contenders}

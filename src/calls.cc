@@ -118,6 +118,7 @@ bool read_plain(Array& array, const Library& library) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pending); i++)
       if (taken(PyObject_CallOneArg(PyTuple_GET_ITEM(pending, i), array.given.ptr())).is(py::handle(Py_True))) return false;
   array.bytes = array.shape.count() * size_of(*array.dtype);
+  if (array.bytes && !array.begin) return false;
   array.source = array.begin;
   array.backend = array.stream ? library.backend : nullptr;
   array.library = library;
@@ -411,11 +412,13 @@ Shape shape_of(py::handle tuple) {
   return shape;
 }
 
+static_assert(max_dims == 12);  // as a text below says
+
 Array described(const Calls& calls, Function function, std::string_view argument, py::object given, py::handle stream) {
   Array array = read(calls, name(function), argument, std::move(given));
   if (array.shape.dims > max_dims)
     value_error(function, std::string(argument) + " has " + std::to_string(array.shape.dims) +
-                              " dimensions, arrays have at most " + std::to_string(max_dims) + " dimensions; reshape this one");
+                              " dimensions, arrays have at most 12 dimensions; reshape this one");
   check_device(calls, function, argument, array);
   if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
   if (!array.dtype) {
@@ -614,9 +617,16 @@ py::object call_given(const Calls& calls, PyObject* const* arguments) {
     for (auto* array : {&ready.x, &ready.target})
       if (*array) (*array)->memory = memory_of(**array);  // stays valid if the user gives the array other memory
     const auto python = python_of(calls);
-    auto started = failing(
-        calls, [&] { return calls.group->called([&] { return calls.group->communicator->start(ready.call, timeout_s); }); });
-    return python.attr("begun")(py::cast(std::move(ready)), py::cast(std::move(started)));
+    auto call = py::cast(std::move(ready));
+    auto started = failing(calls, [&] {
+      return calls.group->called([&] { return calls.group->communicator->start(call.cast<PreparedCall&>().call, timeout_s); });
+    });
+    try {
+      return python.attr("begun")(call, py::cast(std::move(started)));
+    } catch (...) {
+      (void)call.release();  // the worker uses its arrays, and there is no Work that would keep them
+      throw;
+    }
   }
   if (PySet_GET_SIZE(calls.running.ptr()) > 0) python_of(calls).attr("forget_ended")();
   if (calls.noted) ready.call.signature.number = python_of(calls).attr("reserve")(1).cast<uint64_t>();

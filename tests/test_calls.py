@@ -208,6 +208,7 @@ def test_what_only_pytorch_knows_of_its_tensors(alone):
         (torch.ones(1).expand(4), TypeError, "out is read-only"),
         (negated, TypeError, "out is read-only"),
         (torch.ones(4, device="meta"), TypeError, "out is on meta"),
+        (torch._efficientzerotensor(4), TypeError, "out is a Tensor without memory of its own"),
         (torch.ones(4).to_sparse(), TypeError, "out is a tensor of layout torch.sparse_coo"),
     ):
         with pytest.raises(kind, match=says):

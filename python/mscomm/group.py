@@ -234,6 +234,7 @@ class Group:
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
+        self._running.clear()  # these refer to this group, which the garbage collector does not see in the core
         if self._traced is not None:
             self._trace()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
