@@ -95,11 +95,11 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
     calls = []
     filled = collectives._FusedCall.filled
 
-    def full(self: Any, group: Any) -> Any:
+    def full(self: Any, *given: Any) -> Any:
         calls.append(self)
         if len(calls) == 3:
             raise MemoryError("no more")
-        return filled(self, group)
+        return filled(self, *given)
 
     collectives._FusedCall.filled = full
     big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is sent alone

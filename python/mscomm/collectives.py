@@ -88,8 +88,7 @@ def all_reduce(
     >>> mscomm.all_reduce(np.full(3, mscomm.get_rank(), np.float32))       # on 4 ranks
     array([6., 6., 6.], dtype=float32)
     """
-    call = resolve(group).call
-    return call(_ALL_REDUCE, x, out, op, None, timeout, async_op, stream)
+    return resolve(group).call(_ALL_REDUCE, x, out, op, None, timeout, async_op, stream)
 
 
 def all_reduce_(
@@ -123,8 +122,7 @@ def all_gather(
     array([[0.],
            [1.]], dtype=float32)
     """
-    call = resolve(group).call
-    return call(_ALL_GATHER, x, out, None, None, timeout, async_op, stream)
+    return resolve(group).call(_ALL_GATHER, x, out, None, None, timeout, async_op, stream)
 
 
 def reduce_scatter(
@@ -147,8 +145,7 @@ def reduce_scatter(
     array([0., 2.])
     array([4., 6.])
     """
-    call = resolve(group).call
-    return call(_REDUCE_SCATTER, x, out, op, None, timeout, async_op, stream)
+    return resolve(group).call(_REDUCE_SCATTER, x, out, op, None, timeout, async_op, stream)
 
 
 def broadcast(
@@ -169,8 +166,7 @@ def broadcast(
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
     """
-    call = resolve(group).call
-    return call(_BROADCAST, x, out, None, root, timeout, async_op, stream)
+    return resolve(group).call(_BROADCAST, x, out, None, root, timeout, async_op, stream)
 
 
 def broadcast_(
@@ -204,8 +200,7 @@ def reduce(
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
     """
-    call = resolve(group).call
-    return call(_REDUCE, x, out, op, root, timeout, async_op, stream)
+    return resolve(group).call(_REDUCE, x, out, op, root, timeout, async_op, stream)
 
 
 def scan(
@@ -231,8 +226,7 @@ def scan(
     array([3, 3])
     array([6, 6])
     """
-    call = resolve(group).call
-    return call(_SCAN, x, out, op, None, timeout, async_op, None)
+    return resolve(group).call(_SCAN, x, out, op, None, timeout, async_op, None)
 
 
 def exscan(
@@ -254,8 +248,7 @@ def exscan(
     >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
     >>> begin = mscomm.exscan(rows)
     """
-    call = resolve(group).call
-    return call(_EXSCAN, x, out, op, None, timeout, async_op, None)
+    return resolve(group).call(_EXSCAN, x, out, op, None, timeout, async_op, None)
 
 
 def gather(
@@ -276,8 +269,7 @@ def gather(
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
     """
-    call = resolve(group).call
-    return call(_GATHER, x, out, None, root, timeout, async_op, stream)
+    return resolve(group).call(_GATHER, x, out, None, root, timeout, async_op, stream)
 
 
 def scatter(
@@ -322,14 +314,12 @@ def all_to_all(
     array([ 0, 10])
     array([ 1, 11])
     """
-    call = resolve(group).call
-    return call(_ALL_TO_ALL, x, out, None, None, timeout, async_op, stream)
+    return resolve(group).call(_ALL_TO_ALL, x, out, None, None, timeout, async_op, stream)
 
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
     """Return when every rank of the group has called it. None; with async_op a Work of None."""
-    call = resolve(group).call
-    return call(_BARRIER, None, None, None, None, timeout, async_op, None)
+    return resolve(group).call(_BARRIER, None, None, None, None, timeout, async_op, None)
 
 
 # -- parts that differ by rank
