@@ -125,6 +125,30 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
         assert [word["epoch"] for word in words[rank] if "epoch" in word] == [1]
 
 
+def test_a_group_that_a_rank_leaves_to_rejoin_names_the_lost_rank(tmp_path):
+    """Rank 3 waits for rank 1 in a group without rank 0, and rank 1 learns of the loss of rank 0 elsewhere."""
+    body = """
+import os, signal
+import numpy as np, mscomm
+mscomm.init()
+rank, life = mscomm.get_rank(), int(os.environ["MSCOMM_RESTART_COUNT"])
+pair = mscomm.create_group("pair", [1, 3])
+if life == 0:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mscomm.barrier(group=pair if rank == 3 else None)
+    except mscomm.PeerLost as lost:
+        print(rank, lost.ranks, lost)
+        mscomm.rejoin()
+mscomm.barrier()
+"""
+    done = job(tmp_path, body, "--max-restarts", 1)
+    assert done.returncode == 0, done.stderr
+    said = re.search(r"3 \(0,\) (rank 0 .* killed by SIGKILL.*)", done.stdout)
+    assert said and "rank 1" in said[1] and said[1].endswith("therefore left this group for the next epoch"), done.stdout
+
+
 def test_two_ranks_lost_at_once_come_back_together(tmp_path):
     done = job(tmp_path, LOOP, "--max-restarts", 3, VICTIMS="40:1 40:2")
     assert_went_on(done, {1, 2})

@@ -309,9 +309,16 @@ class Hub:
         return verdict if verdict and verdict.kind == "PeerLost" and not self._restarts else None
 
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
-        """The verdict, with the failure of another group added if that may be why a rank of this group left."""
+        """The verdict, with the failure of another group added if that may be why a rank of this group left.
+
+        If a rank left because it waits for the next epoch, the cause is the world's failure.
+        """
         if verdict.kind != "PeerLost":
             return verdict
+        first = self._world.judge.verdict
+        waiting = [link for link in self._roster if link.waits and link.number in verdict.ranks]
+        if first and waiting and group is not self._world:
+            return first._replace(text=f"{first.text}; {waiting[0]} therefore left this group for the next epoch")
         left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
         for other in self._groups.values():
             if other is not group and other.announcement and left.intersection(other.ranks):
