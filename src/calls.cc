@@ -98,6 +98,7 @@ bool read_told(Array& array, PyObject* function) {
   if (dims > max_dims) return false;
   array.begin = static_cast<char*>(PyLong_AsVoidPtr(item(0)));
   const long dtype = PyLong_AsLong(item(2));
+  if (PyErr_Occurred()) throw py::error_already_set();
   if (dtype < 0 || dtype >= static_cast<long>(dtypes.size())) return false;
   array.dtype = static_cast<Dtype>(dtype);
   array.device = static_cast<int>(PyLong_AsLong(item(3)));
@@ -143,7 +144,7 @@ void read_memory(Array& array, py::object memory) {
     if (!code.is_none()) array.dtype = static_cast<Dtype>(code.cast<int>());
   }
   read_fields(array, array.memory);
-  if (!py::hasattr(array.memory, "backend")) return;
+  if (!py::isinstance(array.memory, ours("mscomm.arrays.device", "OnDevice"))) return;
   array.backend = array.memory.attr("backend").ptr();  // `memory` keeps it
   array.device = array.memory.attr("index").cast<int>();
   array.stream = reinterpret_cast<StreamHandle>(array.memory.attr("stream").cast<uintptr_t>());
@@ -263,12 +264,6 @@ struct Share {
   std::optional<uint64_t> place;  // the element of the longer one at which the other one begins
 };
 
-bool divides(Collective what) {
-  return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
-}
-
-bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
-
 uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, size_t stride = 1) {
   uint64_t total = 0;
   for (size_t i = 0; i < number; i++) total += rows[first + i * stride];
@@ -321,7 +316,10 @@ void make_target(PreparedCall& ready, Function function, const Array& like, cons
     read_fields(target, target.given);
   } else if (like.library) {
     target.given = taken(PyObject_CallFunctionObjArgs(like.library->empty, like.given.ptr(), as_tuple(shape).ptr(), nullptr));
-    if (!read_plain(target, *like.library)) throw Error("RuntimeError", text(name(function), "new memory is not in C order"));
+    if (!read_plain(target, *like.library)) {
+      target = Array{.given = std::move(target.given), .memory = {}, .packed = {}};
+      read_memory(target, ours("mscomm.arrays", "memory_anywhere")(target.given, "out", name(function)));
+    }
   } else {
     const py::tuple made = ours("mscomm.arrays", "new")(name(function), like.given, as_tuple(shape));
     target.given = made[0];
@@ -419,12 +417,12 @@ Array described(const Calls& calls, Function function, std::string_view argument
   if (array.shape.dims > max_dims)
     value_error(function, std::string(argument) + " has " + std::to_string(array.shape.dims) +
                               " dimensions, arrays have at most 12 dimensions; reshape this one");
+  if (array.backend && (function == Function::scan || function == Function::exscan))
+    type_error(function,
+               "x is on a device, and neither NCCL nor HCCL has a " + std::string(name(function)) + "; copy it to the CPU");
   check_device(calls, function, argument, array);
   if (stream) array.stream = stream_of(function, argument, array, stream), array.chosen = true;
-  if (!array.dtype) {
-    array.dtype = static_cast<Dtype>(ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype")).cast<int>());
-    array.bytes = array.shape.count() * size_of(*array.dtype);
-  }
+  if (!array.dtype) ours("mscomm.arrays.numpy", "dtype_code")(memory_of(array).attr("dtype"));  // raises what is wrong
   if (!array.in_order) {
     if (!array.backend) array.packed = taken(Numpy::get().PyArray_NewCopy_(memory_of(array).ptr(), 0 /* NPY_CORDER */));
     else array.packed = ours("mscomm.arrays", "packed")(name(function), argument, array.given);
@@ -489,8 +487,6 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   const Shape shape = ready.x ? ready.x->shape : told->first;
   const Dtype dtype = ready.x ? *ready.x->dtype : told->second;
   const bool on_device = ready.x && ready.x->backend;
-  if (scans(what) && on_device)
-    type_error(function, "x is on a device, and neither NCCL nor HCCL has a " + std::string(name(what)) + "; copy it to the CPU");
   signature.dtype = dtype;
   if (reduces(what)) {
     signature.op = checked_op(function, wanted.op);
@@ -545,6 +541,11 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   signature.count = agreed.count();
   for (size_t i = 0; i < signature.dims; i++) signature.shape[i] = static_cast<uint64_t>(agreed.extents[i]);
   return ready;
+}
+
+void PreparedCall::hold_memory() {
+  for (auto* array : {&x, &target})
+    if (*array) (*array)->memory = memory_of(**array);
 }
 
 py::object PreparedCall::result() {
@@ -614,8 +615,7 @@ py::object call_given(const Calls& calls, PyObject* const* arguments) {
   const int async_op = PyObject_IsTrue(arguments[6]);
   if (async_op < 0) throw py::error_already_set();
   if (async_op) {
-    for (auto* array : {&ready.x, &ready.target})
-      if (*array) (*array)->memory = memory_of(**array);  // stays valid if the user gives the array other memory
+    ready.hold_memory();
     const auto python = python_of(calls);
     auto call = py::cast(std::move(ready));
     auto started = failing(calls, [&] {
@@ -629,7 +629,7 @@ py::object call_given(const Calls& calls, PyObject* const* arguments) {
     }
   }
   if (PySet_GET_SIZE(calls.running.ptr()) > 0) python_of(calls).attr("forget_ended")();
-  if (calls.noted) ready.call.signature.number = python_of(calls).attr("reserve")(1).cast<uint64_t>();
+  if (calls.noted) ready.call.signature.number = python_of(calls).attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (calls.noted) python_of(calls).attr("ended")();
   return ready.result();

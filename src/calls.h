@@ -61,6 +61,8 @@ struct PreparedCall {
   bool assigned = false;  // result() copies what finish makes to out
   py::object written;     // is told that out was written
 
+  // Keeps the memory, too, if the user gives an array another one while the call runs.
+  void hold_memory();
   // What the user gets. To be called once, when the call has ended without an error.
   py::object result();
 };
@@ -74,7 +76,7 @@ struct Calls {
   py::dict libraries;  // the type of an array -> Library
   py::str backend;     // of the device that this rank has joined with; "": none
   int device;
-  bool noted;  // Python reserves the number of each call, and is told when it has ended
+  bool noted;  // Python is asked for the number of each call, and told when it has ended
 };
 
 // What a call is, beside its arrays.
@@ -82,7 +84,7 @@ struct Wanted {
   Function function;
   Collective what;
   py::handle op{}, root{}, stream{};  // as the user gave them; null: none
-  std::string_view argument = "x", out_argument = "out";
+  std::string_view out_argument = "out";
   // Rows of each rank, if they differ. For all_to_all a table: a line for each sender, a column for each receiver.
   std::optional<std::vector<uint64_t>> rows{};
   uint64_t digest = 0;

@@ -91,27 +91,29 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   while (api && api->major != 1) api = api->previous;
   Tensor tensor;
   // What cannot be described so is described, or refused, by its library's module.
-  if (!api || api->describe(array.given.ptr(), &tensor) != 0) {
+  if (!api || !api->describe || api->describe(array.given.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;
   }
-  constexpr int cpu = 1, cuda = 2, managed = 13;
-  const bool on_device = tensor.device_type == cuda || tensor.device_type == managed;
+  constexpr int cpu = 1, cuda = 2;
+  const bool on_device = tensor.device_type == cuda;
   const auto dtype = dtype_of(tensor);
   if (!dtype || tensor.dims > max_dims || (!on_device && tensor.device_type != cpu)) return false;
   array.dtype = *dtype;
   array.shape.dims = tensor.dims;
   int64_t step = 1;
+  bool in_order = true;
   for (int i = tensor.dims - 1; i >= 0; i--) {
     const int64_t extent = tensor.shape[i];
-    if (tensor.strides && extent > 1 && tensor.strides[i] != step) return false;
+    in_order &= !tensor.strides || extent == 1 || tensor.strides[i] == step;
     array.shape.extents[static_cast<size_t>(i)] = extent;
     step *= extent;
   }
+  if (!in_order && step != 0) return false;  // without elements any strides will do
   array.begin = static_cast<char*>(tensor.data) + tensor.byte_offset;
   if (!on_device) return true;
   void* stream = nullptr;
-  if (!api->current_stream || api->current_stream(tensor.device_type, tensor.device, &stream) != 0) {
+  if (api->current_stream(tensor.device_type, tensor.device, &stream) != 0) {
     PyErr_Clear();
     return false;
   }

@@ -175,7 +175,9 @@ std::vector<py::dict> calls(const Group& group, uint64_t after) {
 py::handle given_or_null(const py::object& object) { return object.is_none() ? py::handle() : py::handle(object); }
 
 Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
-  return described(*group.calls, static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
+  Array array = described(*group.calls, static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
+  array.memory = memory_of(array);  // the call may come later, see PreparedCall::hold_memory
+  return array;
 }
 
 PreparedCall prepare(const Group& group, int function, const py::object& x, py::object out, std::optional<int> what,
@@ -193,10 +195,12 @@ PreparedCall prepare(const Group& group, int function, const py::object& x, py::
                       .head = head};
   std::optional<Array> array;
   if (py::isinstance<Array>(x)) array = x.cast<const Array&>();
-  else if (!x.is_none()) array = described(*group.calls, wanted.function, wanted.argument, x, wanted.stream);
+  else if (!x.is_none()) array = described(*group.calls, wanted.function, "x", x, wanted.stream);
   std::optional<std::pair<Shape, Dtype>> model;
   if (told) model.emplace(shape_of(told->first), static_cast<Dtype>(told->second));
-  return prepared(*group.calls, wanted, std::move(array), std::move(out), model);
+  PreparedCall ready = prepared(*group.calls, wanted, std::move(array), std::move(out), model);
+  ready.hold_memory();
+  return ready;
 }
 
 // The places where a library may be: the place's name, the path, and "usual", "loaded" or "must" (csrc/base/dynlib.h).

@@ -232,6 +232,56 @@ def test_what_only_pytorch_knows_of_its_tensors(alone):
         loss.backward()
 
 
+@ranks(2)
+def test_tensors_without_elements(rank, group):
+    torch = pytest.importorskip("torch")
+    mscomm.all_reduce(torch.ones(1))  # from now on the type is known
+    for shape in ((0,), (1, 0), (2, 0), (0, 3), (1, 1, 0)):
+        x = torch.ones(shape)
+        assert mscomm.all_reduce(x).shape == shape
+        assert mscomm.all_gather(x).shape == (2 * shape[0], *shape[1:])
+        assert mscomm.all_gather_v(x)[0].shape == (2 * shape[0], *shape[1:])
+        assert mscomm.all_gather(x, out=torch.ones((2 * shape[0], *shape[1:]))).numel() == 0
+        assert (mscomm.gather(x, 1) is None) == (rank == 0)
+
+
+@ranks(2)
+def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
+    torch = pytest.importorskip("torch")
+    calls = {
+        "all_reduce": lambda x: mscomm.all_reduce(x, async_op=True),
+        "reduce_scatter_v": lambda x: mscomm.reduce_scatter_v(x, [0, 1 << 20], async_op=True),
+        "all_gather_v": lambda x: mscomm.all_gather_v(x, async_op=True),
+        "all_reduce_many": lambda x: mscomm.all_reduce_many([x, torch.ones(1)], async_op=True),
+    }
+    for call in calls.values():
+        x = torch.ones(1 << 20)
+        if rank == 1:
+            mscomm.recv(np.empty(1), 0)  # rank 0's call is under way, and waits
+        work = call(x)
+        if rank == 0:
+            x.data = torch.zeros(1)
+            gc.collect()
+            others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]  # would get the memory if it were free
+            mscomm.send(np.ones(1), 1)
+            del others
+        got = work.wait()
+        got = got[0] if isinstance(got, (tuple, list)) else got
+        assert set(got.tolist()) <= {1, 2}
+
+
+def test_odd_calls_of_one_rank(alone):
+    assert mscomm.all_reduce_many([], "avg") == []
+    for call in (lambda: mscomm.gather_v(whole, None), lambda: mscomm.gather_object(1, None)):
+        with pytest.raises(TypeError, match="root None is not an integer"):
+            call()
+
+    class WithABackend(np.ndarray):
+        backend = "mine"
+
+    assert mscomm.all_reduce(np.ones(2).view(WithABackend)).tolist() == [1, 1]
+
+
 def test_what_errors_make_raises_passes_through(monkeypatch):
     """A failed call's exception is made in Python code, in which a signal handler may raise another exception."""
 

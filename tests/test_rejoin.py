@@ -146,7 +146,9 @@ mscomm.barrier()
     done = job(tmp_path, body, "--max-restarts", 1)
     assert done.returncode == 0, done.stderr
     said = re.search(r"3 \(0,\) (rank 0 .* killed by SIGKILL.*)", done.stdout)
-    assert said and "rank 1" in said[1] and said[1].endswith("therefore left this group for the next epoch"), done.stdout
+    assert said and "rank 1" in said[1] and said[1].endswith("therefore left this group for the next epoch"), (
+        done.stdout
+    )
 
 
 def test_two_ranks_lost_at_once_come_back_together(tmp_path):

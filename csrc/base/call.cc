@@ -36,12 +36,6 @@ Error refused(const Call& call, int rank, int size, const std::string& why) {
                             std::to_string(size) + ": " + why};
 }
 
-bool divides(Collective what) {
-  return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
-}
-
-bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
-
 // What rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the root.
 Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;

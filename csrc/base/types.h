@@ -114,6 +114,12 @@ constexpr std::string_view name(Collective what) { return collectives[static_cas
 constexpr bool rooted(Collective what) {
   return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
 }
+// Whether the collective divides x, or the root's x, into parts, one for each rank.
+constexpr bool divides(Collective what) {
+  return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
+}
+// Whether the collective puts the ranks' x together.
+constexpr bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
 // Whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
 // Whether the collective combines elements by an operation.

@@ -357,7 +357,9 @@ def gather_v(
     stream: int | None = None,
 ) -> Any:
     """gather of arrays whose axis 0 differs by rank. At the root (rows, counts) as all_gather_v; None elsewhere."""
-    return gather_rows("gather_v", x, root, out, resolve(group), timeout, async_op, stream)
+    group = resolve(group)
+    root = group.core.root(FUNCTION["gather_v"], root)
+    return gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
 
 
 def scatter_v(
@@ -513,8 +515,9 @@ def _scatter(
             number, x, out, what=_SCATTER, root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
-    # The root knows all before anything is sent.
-    mine = parts(given) if at_root else None
+    # The root knows before anything is sent whether its out fits. Memory is made when the others are on their way: what
+    # is wrong then fails on all ranks.
+    mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)
     if given is None:
@@ -607,7 +610,8 @@ def all_reduce_many(
 
     if not given:  # a call too: the others may have another list
         nothing = np.empty(0, np.uint8)
-        fused = [_FusedCall([prepared(nothing, nothing)])]
+        empty = core.prepare(number, nothing, nothing, what=_ALL_REDUCE, op="sum", digest=digest)
+        fused = [_FusedCall([empty])]
     with group.committed("all_reduce_many"):
         if async_op:
             return group.watch((arrays, fused), result, [functools.partial(start, one) for one in fused])

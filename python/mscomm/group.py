@@ -150,9 +150,12 @@ class Work:
             group.ended()
         if self._result is not None:
             with group.collecting:  # of two threads that wait, one copies the result out
-                if self._result is not None:
-                    self._value = self._result()
-                    self._result = None
+                result, self._result = self._result, None
+                try:
+                    self._value = self._value if result is None else result()
+                except BaseException:
+                    self._result = result
+                    raise
         if self.done():  # a device may still be reading x, whose library would use its memory again
             self._keeps = None
             group._running.discard(self)
@@ -226,6 +229,7 @@ class Group:
             mine.device if mine else -1,
             self._lines is not None or self._traced is not None,
         )
+        self._interrupted_starts: list[Any] = []  # what they keep alive
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._message_links = MessageLinks(epoch, self.core, id, self.ranks)
         if self.member:
@@ -352,16 +356,20 @@ class Group:
         except Error as symptom:
             self.fail(symptom)
         if self._lines is not None:
-            for number in range(first, first + count):
-                self._note_line(number)
+            with self.committed(f"call #{first}"):
+                for number in range(first, first + count):
+                    self._note_line(number)
         return first
+
+    def next_number(self) -> int:
+        """The number of a call whose line is to be noted; 0: the core may choose it."""
+        return 0 if self._lines is None else self.reserve(1)
 
     def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
         """One collective call; every failure becomes the group's first cause here. number: reserved, 0: the next."""
         if self._running:
             self.forget_ended()
-        if self._lines is not None and not number:
-            number = self.reserve(1)
+        number = number or self.next_number()
         with self.failing():
             self.core.run(call, seconds, number)
         self.ended()
@@ -385,6 +393,9 @@ class Group:
         try:
             for start in starts:
                 work._parts += (start(),)
+        except BaseException:
+            self._interrupted_starts.append((keeps, result))  # what was started last may not be among the parts
+            raise
         finally:
             work._starting = False
         return work

@@ -75,6 +75,7 @@ def gather_object(
     """
     group = resolve(group)
     mine = _bytes_of(pack(obj, allow_pickle))
+    root = group.core.root(FUNCTION["gather_object"], root)
     gathered = gather_rows("gather_object", mine, root, None, group, timeout, False)
     return None if gathered is None else _unpacked(gathered, allow_pickle)
 

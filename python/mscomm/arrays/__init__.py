@@ -71,7 +71,8 @@ class Plain(NamedTuple):
 
 
 plain_types: dict[type, Plain] = {}
-"""A type is here as soon as one array of it was seen."""
+"""A type is here as soon as one array of it was seen. The core keeps pointers into a row, so none is replaced."""
+_NOTHING: dict[int, tuple[Callable[[Any], bool], ...]] = {}
 
 
 def names(x: Any) -> Iterator[str]:
@@ -93,8 +94,8 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
             if backend is not None and module.plain is not None:
-                written, pending = getattr(module, "written", None), getattr(module, "pending", {})
-                plain_types[type(x)] = Plain(module.plain, module.empty, written, backend, pending)
+                written, pending = getattr(module, "written", None), getattr(module, "pending", _NOTHING)
+                plain_types.setdefault(type(x), Plain(module.plain, module.empty, written, backend, pending))
             return _found.setdefault(type(x), module)
     known = ", ".join(dict.fromkeys(LIBRARIES.values()))
     raise TypeError(

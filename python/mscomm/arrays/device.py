@@ -24,12 +24,11 @@ class OnDevice(np.ndarray[Any, Any]):
     index: int  # -1: the library has not said
     stream: int
     current: Callable[[], int]
-    chosen: bool = False  # the stream is one that the user gave
 
     def __array_finalize__(self, parent: Any) -> None:
         if isinstance(parent, OnDevice):
             self.backend, self.index = parent.backend, parent.index
-            self.stream, self.current, self.chosen = parent.stream, parent.current, parent.chosen
+            self.stream, self.current = parent.stream, parent.current
 
     def __getitem__(self, key: Any) -> Any:
         if not all(isinstance(one, slice) for one in (key if isinstance(key, tuple) else (key,))) or key == ():
