@@ -31,7 +31,7 @@ from mscomm.job import resolve
 
 RANKS = (1, 2, 3, 5, 8)
 LARGE_BYTES = (1 << 20) + 4
-OWN_ORDER = {"ring"}  # reductions whose order depends on the position in the message: section 4 of the design
+OWN_ORDER = {"ring"}  # reductions whose order depends on the position in the message: see "Same bits" in docs/guide.md
 ALGORITHMS = sorted({name for what, name, _ in _core.algorithms() if what != "barrier"})
 
 
