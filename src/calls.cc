@@ -270,9 +270,10 @@ uint64_t sum(const std::vector<uint64_t>& rows, size_t first, size_t number, siz
   return total;
 }
 
-Share share_of(const Wanted& wanted, Shape shape, size_t me, size_t n) {
+Share share_of(const Wanted& wanted, const Shape& whole, size_t me, size_t n) {
   const Collective what = wanted.what;
-  if (!divides(what) && !gathers(what)) return {shape, 0};
+  if (!divides(what) && !gathers(what)) return {whole, 0};
+  Shape shape = whole;
   auto& extent = shape.extents[0];
   uint64_t before = 0;  // the rows of the ranks before this one
   if (wanted.rows) {
@@ -484,7 +485,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   }
   ready.x = std::move(x);
   if (!ready.x && !told) type_error(function, "x is None");
-  const Shape shape = ready.x ? ready.x->shape : told->first;
+  const Shape& shape = ready.x ? ready.x->shape : told->first;
   const Dtype dtype = ready.x ? *ready.x->dtype : told->second;
   const bool on_device = ready.x && ready.x->backend;
   signature.dtype = dtype;
@@ -529,17 +530,18 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   }
   signature.device = call.stream.has_value();
 
-  Shape agreed = shape;
+  signature.dims = static_cast<uint8_t>(shape.dims);
+  std::copy_n(shape.extents.begin(), shape.dims, signature.shape);
   if (wanted.rows) {
-    if (gathers(what)) agreed = share.shape;
-    if (what == Collective::all_to_all) agreed.extents[0] = 0;
+    // The ranks' x differ in axis 0: the signature has what they have in common.
+    if (gathers(what)) signature.shape[0] = static_cast<uint64_t>(share.shape.extents[0]);
+    if (what == Collective::all_to_all) signature.shape[0] = 0;
     const uint64_t row = shape.row();
     call.counts = *wanted.rows;
     for (uint64_t& count : call.counts) count *= row;
   }
-  signature.dims = static_cast<uint8_t>(agreed.dims);
-  signature.count = agreed.count();
-  for (size_t i = 0; i < signature.dims; i++) signature.shape[i] = static_cast<uint64_t>(agreed.extents[i]);
+  signature.count = 1;
+  for (size_t i = 0; i < signature.dims; i++) signature.count *= signature.shape[i];
   return ready;
 }
 
