@@ -63,7 +63,7 @@ std::string shown(py::handle object) { return py::repr(object).cast<std::string>
 
 // -- arrays
 
-// Not of a subclass, as a masked array.
+// Whether it is of NumPy's own class, and not of a subclass, as a masked array is.
 bool is_numpy(py::handle object) { return Py_TYPE(object.ptr()) == Numpy::get().PyArray_Type_; }
 
 const auto* fields(py::handle array) { return py::detail::array_proxy(array.ptr()); }
@@ -519,7 +519,7 @@ PreparedCall prepared(const Calls& calls, const Wanted& wanted, std::optional<Ar
   if (ready.x && (what != Collective::scatter || at_root)) {
     Array& source = *ready.x;
     if (what == Collective::all_to_all && on_device && !source.packed && may_overlap(source, *ready.target)) {
-      // On a device parts come while others go.
+      // On a device, parts of the result come in while parts of x have yet to go out.
       if (source.chosen) refuse_new_memory(function);
       source.packed = python_of(calls).attr("apart")(name(function), source.given, memory_of(source));
       source.source = fields(source.packed)->data;

@@ -90,7 +90,7 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   const auto* api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   while (api && api->major != 1) api = api->previous;
   Tensor tensor;
-  // What cannot be described so is described, or refused, by its library's module.
+  // If this protocol cannot describe the array, its library's module describes or refuses it.
   if (!api || !api->describe || api->describe(array.given.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;

@@ -1,4 +1,7 @@
-"""Which accelerator and device each rank uses, and what it says if there is none; with stand-ins and without."""
+"""Which accelerator and device each rank uses, and what mscomm says if there is none.
+
+Some tests use stand-ins, others do not.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ def reduces(dtype: np.dtype[Any], op: str) -> bool:
 
 
 def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | None) -> Array:
-    """Any bits; floats to reduce are whole numbers whose sum, product or mean over four ranks is exact in any order."""
+    """Random bits. Floats that will be reduced are whole numbers instead, so that their sum, product or mean over four
+    ranks is exact in any order.
+    """
     count = math.prod(shape)
     rng = np.random.default_rng(rank)
     if dtype.kind == "b":
@@ -240,7 +242,7 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """The driver counts a query as unsafe: torch.cuda.graph captures in a mode in which no thread may query events."""
+    """The driver counts an event query as unsafe: while torch.cuda.graph captures, no thread may make one."""
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)

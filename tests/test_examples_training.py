@@ -112,7 +112,7 @@ def mpirun() -> str:
 
 
 def test_run_gpu_and_run_gpu_cluster_train_the_same(folder: Path, few: Path, mpirun: str, port: int) -> None:
-    """In one of them, the path of the data is relative."""
+    """One of the two scripts gets a relative path to the data."""
     done = bash(folder, "run_gpu.sh", os.path.relpath(few, folder.parent), DEVICE_NUM="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0 and "training success" in done.stdout, done.stderr + log
@@ -342,7 +342,7 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """It learns slowly with these small images and the tutorial's learning rate: the accuracy was 0.39 at first."""
+    """The network learns slowly from small images at the tutorial's learning rate: the accuracy was 0.39 at first."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
     done = bash(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()

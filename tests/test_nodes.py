@@ -99,7 +99,7 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
 
 
 def test_node_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so after 10 s, then every minute; here the pauses are short."""
+    """Node 0 names the missing ranks after 10 s, then every minute; in this test the pauses are short."""
     monkeypatch.setattr(hub_module, "_TELL_AFTER_S", 0.05)
     monkeypatch.setattr(hub_module, "_TELL_EVERY_S", 0.05)
     told: list[str] = []

@@ -381,7 +381,7 @@ def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
 @pytest.mark.long
 @needs_nvcc
 def test_no_kernel_spills_its_registers(tmp_path: Path) -> None:
-    """Also checks that each uses so few registers that four blocks of 256 threads fit on a multiprocessor."""
+    """Each kernel also uses so few registers that four blocks of 256 threads fit on a multiprocessor."""
     listed = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     architectures = sorted({int(n) for n in re.findall(r"compute_(\d+)", listed) if int(n) >= 75})
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in architectures]

@@ -243,7 +243,7 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
 
 
 def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
-    """It comes in an atexit callback, after what the first one made the rank write was let go."""
+    """The second one comes in an atexit callback, when the output that the first one caused was already released."""
     ignored = [
         "Exception ignored in atexit callback: <function f>",
         "Traceback (most recent call last):",

@@ -25,7 +25,7 @@ struct Layout {
   int hosts() const;
   // This rank's host.
   int here() const { return host.empty() ? 0 : host[rank]; }
-  // Whether there are several hosts, and one with several ranks.
+  // Whether there are several hosts, and at least one of them has several ranks.
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 

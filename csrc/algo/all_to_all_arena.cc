@@ -6,7 +6,7 @@ namespace mscomm {
 void all_to_all_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.arena->size(), me = ranks.arena->rank();
 
-  // By rank; without counts all ranks send and get the same.
+  // Indexed by rank. Without counts all ranks send and get the same, and index 0 stands for all of them.
   std::vector<Blocks> sent, got;
   const int kinds = call.counts.empty() ? 1 : n;
   size_t largest_x = 0;

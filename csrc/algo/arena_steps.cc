@@ -144,7 +144,7 @@ bool worth_pulling(const Call& call, const Moves& moves, int n) {
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  // What goes ahead of a call may carry the root of that call, and has none itself.
+  // A call for the counts or the shape that go ahead of the data may carry the data's root, but has none itself.
   const int root = rooted(call.signature.what) ? call.signature.root : -1;
   // In place, all_to_all overwrites data that others still need. Then the array is not offered, so that nobody else touches it.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;

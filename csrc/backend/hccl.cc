@@ -325,8 +325,8 @@ void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
 
 void HcclGroup::abort(bool beside) noexcept {
   if (!comm_ || aborted_.exchange(true)) return;
-  // HCCL has no abort. If it has no suspend either, what the device is doing ends after HCCL_EXEC_TIMEOUT. A communicator that a
-  // caller is inside cannot be destroyed, so it is leaked.
+  // HCCL has no abort. If it has no suspend either, what the device is doing ends after HCCL_EXEC_TIMEOUT. A communicator cannot
+  // be destroyed while another thread is inside one of its calls; it is then leaked.
   if (functions_.suspend) (void)functions_.suspend(comm_);
   if (!beside) (void)functions_.destroy(comm_);
 }

@@ -52,7 +52,7 @@ struct Call {
   void* out = nullptr;  // nullptr: this rank gets nothing
   size_t out_bytes = 0;
   // For the uneven forms: the number of elements in each rank's part; for all_to_all an n x n matrix, one row for each sender.
-  // The same on all ranks. Their sum is signature.count, which for all_to_all may also be 0. Empty: all parts have the same size.
+  // Equal on all ranks. The sum of all is signature.count, which for all_to_all may also be 0. Empty: all parts have one size.
   std::vector<uint64_t> counts{};
   // The stream of the device in whose order the call runs. nullopt: the arrays are in the CPU's memory.
   std::optional<void*> stream{};

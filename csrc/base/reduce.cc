@@ -1,7 +1,7 @@
 // Reductions: element formats x operations, compiled once for each instruction set and chosen at run time.
 //
 // Every loop is an instance of pass(), which has no intrinsics: each level inlines the same body into a function that is
-// compiled for another target. The arithmetic is IEEE without contraction, so all levels give the same bits.
+// compiled for its own target. The arithmetic is IEEE without contraction, so all levels give the same bits.
 #include "base/reduce.h"
 
 #include <algorithm>

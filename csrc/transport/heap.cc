@@ -56,7 +56,7 @@ void Heap::release(void* memory) {
     used_.erase(found);
     if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays or control memory may be next here
   }
-  // Without the mutex, because it takes long. The range is neither used nor free now, so nobody else touches it.
+  // This takes long, so the mutex is not held. The range is neither used nor free now, so nobody else touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
   for (const auto& [begin, end] : shared) give_pages_back(begin, end);
   const std::lock_guard lock(mutex_);
@@ -74,7 +74,7 @@ uint64_t Heap::reserve(size_t bytes) {
     give(one.offset, end);
     return true;
   });
-  // At least give_back_from, so that its pages go back to the kernel when it is released.
+  // Reserve at least give_back_from bytes, so that the pages go back to the kernel when the memory is released.
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");

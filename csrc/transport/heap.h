@@ -39,9 +39,9 @@ class Heap {
   // hold nothing else that is in use, because peers may write there and withdraw() replaces whole pages. nullopt: it cannot.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // To be called after a failed call: if find() gave an offset for [memory, memory + bytes), replaces its pages by private ones.
-  // From now on this process and its peers do not see what the other writes there, and find() does not offer it again. keep: the
-  // contents stay; otherwise they are lost. See "late writers" in docs/design/0001-call.md.
+  // To be called after a failed call: if find() gave an offset for [memory, memory + bytes), replaces its pages with private
+  // ones. From now on this process and its peers do not see what the other writes there, and find() does not offer it again.
+  // keep: the contents stay; otherwise they are lost. See "late writers" in docs/design/0001-call.md.
   void withdraw(const void* memory, size_t bytes, bool keep);
 
   // From now on no array is allocated or shared here. Those that exist stay valid.

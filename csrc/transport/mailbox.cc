@@ -196,7 +196,7 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
   detaching_->notify_one();
   if (!done) return;
-  // It ended before it was in the list: the own thread may wait for other transfers, or drive them.
+  // The transfer ended before it was in the list. The mailbox's own thread may be waiting for other transfers, or driving them.
   wake_driver();
   changed_->notify_all();
 }

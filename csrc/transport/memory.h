@@ -37,7 +37,7 @@ class Mapping {
     std::swap(begin_, other.begin_), std::swap(bytes_, other.bytes_), std::swap(owned_, other.owned_);
     return *this;
   }
-  // The same memory at the same address, still owned by this object: for tests in which the ranks are threads.
+  // A mapping of the same memory at the same address, which this object still owns: for tests in which the ranks are threads.
   Mapping borrow() const { return Mapping(begin_, bytes_); }
 
   char* begin() const { return begin_; }

@@ -139,16 +139,16 @@ def describe_dlpack(capsule: object, /) -> tuple[int, tuple[int, ...], tuple[int
 def open_hccl(
     collectives: Sequence[tuple[str, str, str]], communicators: Sequence[tuple[str, str, str]], soc: str, /
 ) -> Vendor:
-    """The same for HCCL. communicators: places of the library for communicators, which only newer releases have. soc:
-    the device's name."""
+    """Like open_nccl, for HCCL. communicators: places of the library for communicators, which only newer releases have.
+    soc: the device's name."""
 
 def open_acl(places: Sequence[tuple[str, str, str]], visible: Sequence[str], /) -> Runtime:
-    """The same for AscendCL; BackendUnavailable also if it finds no NPU. visible: the host's numbers of the devices
-    that this process sees, if it sees only some of them."""
+    """Like open_nccl, for AscendCL. BackendUnavailable also if there is no NPU. visible: the host's numbers of the
+    devices that this process sees, if it sees only some of them."""
 
 def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = None) -> Runtime:
-    """The same for CUDA's driver; BackendUnavailable also if it finds no GPU. image: the kernels' image to use instead
-    of the embedded one."""
+    """Like open_nccl, for CUDA's driver. BackendUnavailable also if there is no GPU. image: the kernels' image
+    to use instead of the embedded one."""
 
 def embedded_image() -> tuple[bytes, str]:
     """The image of the kernels, and the devices it is for ("sm_75 ... compute_121"); empty if built without nvcc."""
@@ -257,7 +257,7 @@ class Group:
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:
         """Describe an array that the user gave, and check it as the x of a call.
 
-        TypeError, ValueError: it is none, or cannot be taken.
+        TypeError or ValueError if it is no array, or one that this call cannot take.
         """
 
     def prepare(

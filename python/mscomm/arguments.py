@@ -1,4 +1,4 @@
-"""What the core does not check of the arguments of collectives: lists of row counts, and of arrays."""
+"""Checks of arguments of collectives that the core does not make: of lists of row counts, and of lists of arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mscomm.group import Group
 
 
 def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
-    """Of a list: no out shares memory with another one, or with another array. ValueError if it does."""
+    """ValueError if an array of `out` shares memory with another one of `out`, or with another one of `arrays`."""
     named = [(y, f"out[{i}]", i) for i, y in enumerate(out) if y is not None]
     if not named:
         return

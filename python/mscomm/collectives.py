@@ -649,7 +649,7 @@ class _FusedCall:
         return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
-        """The results to where they belong, once; the bucket can be filled again then."""
+        """Copy the results to where they belong, once. The bucket can be filled again then."""
         if self._bucket is None:
             return
         room, bucket = self._bucket
@@ -667,7 +667,7 @@ def _fused_call(alone: list[_core.Call], model: _core.Array) -> _FusedCall:
 
 
 class _FusedOnDevice(_FusedCall):
-    """The same of arrays on a device: side by side in a bucket of their library's memory."""
+    """A _FusedCall of arrays on a device: they lie side by side in a bucket of their library's memory."""
 
     def __init__(self, alone: list[_core.Call], model: _core.Array) -> None:
         super().__init__(alone)
@@ -684,7 +684,7 @@ class _FusedOnDevice(_FusedCall):
         return prepared(self._made, self._made)
 
     def spread(self, group: Group) -> None:
-        """In the order of the stream that is the current one now."""
+        """Like _FusedCall.spread. The copies run in the order of the stream that is the current one now."""
         if self._made is not None:
             bucket, self._made = self._made, None
             group.core.unpack(bucket, [one.target for one in self._alone], bucket.current())
@@ -736,7 +736,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any
 
 
 def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
-    """As empty, filled with zeros."""
+    """Like empty(), but filled with zeros."""
     array = empty(shape, dtype)
     array[...] = 0
     return array
@@ -746,5 +746,5 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 
 
 def _digest(agreed: object) -> int:
-    """Of what all ranks must have given alike, by its repr; never 0, which stands for nothing."""
+    """A hash of what all ranks must have given alike, from its repr. It is never 0, which stands for nothing."""
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1

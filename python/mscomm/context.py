@@ -135,7 +135,7 @@ _FUSIONS = ("allreduce", "allgather", "reducescatter", "openstate")
 
 
 def _fusion(value: Any) -> None:
-    """As MindSpore spells it: {"allreduce": {"mode": "size", "config": 32}}."""
+    """Check a comm_fusion, which is spelled as in MindSpore: {"allreduce": {"mode": "size", "config": 32}}."""
     if not isinstance(value, dict) or not value.keys() <= set(_FUSIONS):
         raise ValueError(f'{value!r}; expected {{"allreduce": {{"mode": "auto" or "size", "config": MiB or None}}}}')
     said = value.get("allreduce", {"mode": "auto"})

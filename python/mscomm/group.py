@@ -95,7 +95,7 @@ class _Enqueued:
         self._group, self._number, self._current = group, work.number, current
 
     def join(self) -> None:
-        """What comes on the current stream comes after it."""
+        """Make later work on the current stream wait for this call."""
         self._group.core.order(self._number, self._current())
 
 
@@ -105,8 +105,8 @@ class Work:
     It keeps x and out alive. Do not touch them until it has ended; out is complete when wait() has returned. If it is
     dropped before somebody waited, the next call on the group raises its error.
 
-    Of arrays on a device: wait() returns at once, and what is enqueued on the library's current stream from then on
-    finds out complete. With a timeout it returns when the device is done.
+    For arrays on a device, wait() returns at once. Work enqueued later on the library's current stream sees a complete
+    out. With a timeout, wait() returns when the device is done.
 
     >>> work = mscomm.all_reduce(x, async_op=True)
     >>> y = work.wait()
@@ -350,7 +350,7 @@ class Group:
         return self.timeout_s if timeout is None else seconds_of(timeout)
 
     def reserve(self, count: int) -> int:
-        """That many call numbers in a row: the first. Each must then be run."""
+        """Reserve that many call numbers in a row, and return the first. A call must then be run with each."""
         try:
             first = self.core.reserve(count)
         except Error as symptom:
@@ -375,7 +375,7 @@ class Group:
         self.ended()
 
     def start(self, call: _core.Call, seconds: float, number: int = 0) -> Pending:
-        """The same on the group's worker thread, or beside the device's stream; for `watch`, which keeps the arrays."""
+        """Like run(), on the group's worker thread or beside the device's stream. `watch` then keeps the arrays."""
         try:
             return self._started(call, self.core.start(call, seconds, number))
         except Error as symptom:
@@ -407,14 +407,14 @@ class Group:
                 self._running.discard(work)
 
     def drain(self) -> None:
-        """Until the calls that nobody waits for have ended; how, the group remembers."""
+        """Wait until the calls that nobody waits for have ended. The group remembers how they ended."""
         for work in tuple(self._running):
             while not work.done():
                 time.sleep(0.001)
         self.core.drain()  # of calls on the device, also those that were enqueued by a caller
 
     def _interrupted(self, error: BaseException) -> None:
-        """Not ours: a signal handler's exception. The group is broken, the others learn why, the exception passes."""
+        """A signal handler raised `error`. The group is broken, the other ranks learn why, and `error` goes on."""
         failure = self.core.failure()
         if failure is not None and self.member is not None:
             kind, text, ranks, _, _, _ = failure
@@ -461,7 +461,9 @@ class Group:
             return self.core.sendrecv(*sending, *receiving, seconds, self._reach(peer, tag, x, seconds))
 
     def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> _core.Work:
-        """The same beside the caller; `watch` makes the user's handle of it. The first to a peer waits for its link."""
+        """Start a send beside the caller; `watch` makes the user's handle of it. The first one to a peer waits for the
+        link to that peer.
+        """
         with self.failing():
             return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
@@ -470,7 +472,7 @@ class Group:
             return self.core.start_recv(peer, tag, dtype, out, seconds, 0.0)
 
     def _reach(self, peer: int, tag: int, x: Array, seconds: float) -> float:
-        """Make the link to the peer if there is none yet; the seconds that it took."""
+        """Make the link to the peer if there is none yet. Returns the seconds that this took."""
         if peer in self._message_links.linked:
             return 0.0
         began = time.monotonic()

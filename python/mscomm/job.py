@@ -289,7 +289,7 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
 
 
 def _local_rank_of(invitation: Invitation) -> int | None:
-    """As the launcher counts; None: it does not, or what it calls one host is divided."""
+    """The local rank that the launcher gave; None if it gave none, or if MSCOMM_HOST_ID divides its hosts."""
     return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.local_rank
 
 
@@ -339,7 +339,7 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
         cause = member.settle(world, symptom, 0)
         if cause is symptom:
             raise
-        # Where all ranks found the same, as that there is no libnccl, once is enough.
+        # If the symptom has the same text, as on all ranks if there is no libnccl, it is shown only once.
         raise cause from (None if str(cause) == str(symptom) else symptom)
     except BaseException as error:
         member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
@@ -463,7 +463,11 @@ get_world_size = get_group_size
 
 
 def get_local_rank(group: Group | str | None = None) -> int:
-    """This process's place among the group's ranks of its host; in the world as the launcher counts them."""
+    """This process's index among the group's ranks on its host.
+
+    In the world it is the local rank that the launcher gave. Only if there is none, or MSCOMM_HOST_ID is set, it is the
+    index there, too.
+    """
     job, found = default(), resolve(group)
     if found is job.world:
         return job.local_rank

@@ -454,7 +454,7 @@ void many_ranks_share_the_adding() {
   });
 }
 
-// What goes from whom to whom is asked a few times for each peer, not for each pair of ranks.
+// Each rank calls `between` a few times per peer, not once for each pair of ranks.
 void moving_asks_in_proportion_to_the_ranks() {
   constexpr int size = 12;
   constexpr size_t bytes = 64 << 10;

@@ -31,7 +31,7 @@ void every_collective_by(const std::string& algorithm) {
   }
 }
 
-// Also when the ranks of two hosts alternate: within a host in rank order, then over hosts by lowest rank.
+// Numbers are added in rank order within a host, then over hosts in the order of their lowest ranks, also if hosts alternate.
 void hosts_are_added_in_order(const std::string& algorithm) {
   for (const std::vector<int>& hosts : {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}}) {
     const ThreadJob job(static_cast<int>(hosts.size()), hosts);

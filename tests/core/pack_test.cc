@@ -149,7 +149,7 @@ void fill(Array& array, Dtype dtype) {
 
 std::vector<unsigned char> bytes_of(Array& array) { return {array.data(), array.data() + array.bytes()}; }
 
-// -- every variant, with arrays anywhere
+// -- every variant, with arrays at random offsets
 
 struct Variant {
   bool packs;
@@ -369,7 +369,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
 // -- the plan
 
-// The pieces of all blocks, one after the other, make up all parts, one after the other.
+// The pieces of all blocks, taken in order, cover all parts, in order and without gaps.
 void test_plan(const Packing& packing, int processors) {
   const auto launches = plan(packing, processors);
   if (!CHECK(launches.has_value())) return;

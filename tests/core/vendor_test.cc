@@ -20,7 +20,7 @@ namespace {
 
 using Task = std::function<void()>;
 
-// Its thread runs what is enqueued, in order.
+// A queue whose thread runs what is enqueued, in order.
 class Queue {
  public:
   Queue() : thread_([this] { work(); }) {}

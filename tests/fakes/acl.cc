@@ -266,7 +266,7 @@ FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t 
   return settled(*stream);
 }
 
-// Not AscendCL's: memory of the device that the host reaches, too.
+// AscendCL has no such function. It allocates memory of the device that the host reaches, too.
 FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   int device;
   if (const Error error = current(device)) return error;
@@ -277,7 +277,7 @@ FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   return success;
 }
 
-// Not AscendCL's: a free in the order of the stream, as a framework's caching allocator makes it.
+// AscendCL has no such function. It frees in the order of the stream, as a framework's caching allocator does.
 FAKE_EXPORT Error fake_free_async(void* memory, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;

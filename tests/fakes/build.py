@@ -50,19 +50,19 @@ def compiler() -> list[str]:
 
 
 def default_folder() -> Path:
-    """Of this user, kept between runs."""
+    """The folder for this user's builds, kept between runs."""
     return Path(tempfile.gettempdir()) / f"mscomm-fakes-{os.getuid()}"
 
 
 def _sweep(top: Path) -> None:
-    """What other sources made a week ago or longer."""
+    """Delete builds of other source versions that are more than a week old."""
     for old in top.iterdir():
         if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """As many at a time as there are processors."""
+    """Run the commands, at most one per processor at a time."""
     waiting, running, failed = list(commands), [], []
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
@@ -78,9 +78,9 @@ def _run_all(commands: Iterable[list[str]]) -> None:
 def build(
     folder: str | Path | None = None, names: Iterable[str] | None = None, flags: tuple[str, ...] = ()
 ) -> dict[str, Path]:
-    """Compile what is not there yet; paths by name ("cuda", "nccl-22809", ...), "nccl" the one of the default version.
+    """Compile what is not there yet. Returns the paths by name: "cuda", "nccl-22809", ...; "nccl" is the default one.
 
-    Several processes may do so at once: each works in a folder of its own and moves what is finished.
+    Several processes may build at once: each works in a folder of its own and then moves the finished libraries.
     """
     command = [*compiler(), "-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
     command += flags

@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::chrono::milliseconds look_again{3};
 
-// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued them: ranks that issue
-// those of two communicators in different orders are stuck for certain, and not only if they are unlucky.
+// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued them. Then ranks that
+// issue launches of two communicators in different orders are always stuck, and not only if they are unlucky.
 class Turns {
  public:
   explicit Turns(int device) : device_(device) {

@@ -82,7 +82,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int running_ = 0;
 };
 
-// Who: the function's own name for environment and messages. Dies here if the environment says so. The code to fail with, or 0.
+// Does to the operation what the environment says: it can hang, fail later, or end the process. Returns the code to
+// fail with now, or 0.
 int inject(Operation& operation, int rank);
 
 // The engine of the runtime that is loaded under one of these names, or else lies beside this library or where the loader

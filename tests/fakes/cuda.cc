@@ -1,4 +1,5 @@
-// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h. Of kernels it runs those of kernels.h.
+// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h.
+// The only kernels it runs are those of kernels.h.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -393,8 +394,8 @@ FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
 
 namespace {
 
-// As the driver has it: while a capture of global mode is under way, threads that are in that mode themselves, as all are at
-// first, may not make calls that can be unsafe for it, and end the capture if they do.
+// The driver's rule: while a capture of global mode is under way, a thread in that mode, which is every thread's mode at first,
+// may not make calls that can be unsafe for the capture. If it makes one, the capture ends.
 enum { mode_global = 0, mode_relaxed = 2 };
 std::atomic<int> global_captures{0};
 thread_local int capture_mode = mode_global;
@@ -534,7 +535,7 @@ FAKE_EXPORT Result cuMemsetD8Async(Pointer to, unsigned char value, size_t count
   return success;
 }
 
-// Those of CUDA before 3.2 have addresses and sizes of 32 bits: who binds them has asked for the wrong name.
+// The functions of CUDA before 3.2 have addresses and sizes of 32 bits: whoever calls them has asked for the wrong name.
 #define OLD(name, ...)                                                                           \
   FAKE_EXPORT Result name(__VA_ARGS__) {                                                         \
     engine().violation("old_symbol", #name " was called: it has 32-bit addresses, ask for _v2"); \

@@ -47,7 +47,7 @@ class Cuda:
             raise DeviceError(name, code, (text.value or b"?").decode())
 
     def order(self, stream: int, after: int) -> None:
-        """What comes to `stream` waits for what `after` has now."""
+        """Make later work on `stream` wait for the work that `after` has now."""
         event = c_uint64()
         self.call("cuEventCreate", byref(event), c_uint(2))
         self.call("cuEventRecord", event, c_uint64(after))
@@ -118,14 +118,17 @@ class Cuda:
 
 
 class Acl:
-    """The same on libascendcl.so. No array interface: pointer, shape, strides, dtype and device are all there is."""
+    """The calls that arrays need, on libascendcl.so.
+
+    Its arrays have no array interface, only the attributes ptr, shape, strides, dtype and device.
+    """
 
     interface = ""
     to_device, to_host, on_device = 1, 2, 3
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        if self.library.aclInit(None) not in (0, 100002):  # somebody else did it
+        if self.library.aclInit(None) not in (0, 100002):  # 100002: somebody else has already initialized it
             raise DeviceError("aclInit", -1, "?")
 
     def call(self, name: str, *arguments) -> None:
@@ -292,7 +295,7 @@ class DeviceArray:
     @classmethod
     def from_numpy(cls, array, device: int = 0, stream: int | None = None) -> DeviceArray:
         """The copy is enqueued: who reads before the stream got there gets junk."""
-        # Not ascontiguousarray: it makes (1,) of ().
+        # ascontiguousarray would make shape (1,) of ().
         array = np.asarray(array, order="C")
         made = cls.empty(array.shape, array.dtype, device)
         if array.nbytes:
@@ -397,7 +400,7 @@ class DeviceArray:
         target.copy_(value if value.dtype == target.dtype else _computed(lambda x: x.astype(target.dtype), value))
 
     def view(self, dtype) -> DeviceArray:
-        """The same bytes of a contiguous array in one dimension."""
+        """The bytes of a contiguous array, as a one-dimensional array of dtype."""
         dtype = np.dtype(dtype)
         size = self.nbytes // dtype.itemsize
         return type(self)(self._memory, self._offset, (size,), (dtype.itemsize,), dtype)
@@ -462,7 +465,7 @@ class DeviceArray:
         return self
 
     def to_numpy(self) -> np.ndarray:
-        """After all that the current stream has now."""
+        """Waits until the current stream has done the work that it has now."""
         source = self.contiguous()
         host = np.empty(self.size * self.itemsize, np.uint8)
         with runtime().on(self.device):
@@ -477,7 +480,7 @@ class DeviceArray:
 
 
 def _computed(function, *operands) -> DeviceArray:
-    """What NumPy makes of it, after all that the current stream has now."""
+    """What NumPy computes from the operands, once the current stream has done the work that it has now."""
     arrays = [one for one in operands if isinstance(one, DeviceArray)]
     with np.errstate(all="ignore"):
         made = function(*(one.to_numpy() if isinstance(one, DeviceArray) else one for one in operands))
@@ -485,7 +488,7 @@ def _computed(function, *operands) -> DeviceArray:
 
 
 class namespace:
-    """Of the functions that array libraries have, some on these arrays."""
+    """Some of the functions that array libraries have, for these arrays."""
 
     float16, bfloat16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -573,7 +576,7 @@ def _capsule(array: DeviceArray, versioned: bool):
 
 
 class compute:
-    """What a framework's kernels would do, late: who reads before the stream got there sees the old values."""
+    """Work like that of a framework's kernels, done late: whoever does not wait for the stream sees old values."""
 
     @staticmethod
     def sleep(seconds: float, device: int = 0) -> None:
@@ -595,7 +598,7 @@ class compute:
 
     @staticmethod
     def add(array: DeviceArray, value: float, delay: float = 0) -> DeviceArray:
-        """Of contiguous float32."""
+        """Add value to a contiguous float32 array, in place."""
         if array.dtype != np.float32 or not array.is_contiguous():
             raise TypeError("compute.add: contiguous float32 alone")
         with runtime().on(array.device):

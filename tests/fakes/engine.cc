@@ -198,7 +198,7 @@ class Machine : public Engine {
   int devices() const override { return static_cast<int>(devices_.size()); }
 
   Uuid uuid(int device) const override {
-    // The same in all processes of the host, as a card's is. FAKE_DEVICE_UUID stands for another host's cards.
+    // A device has one UUID in all processes of the host, as a real card has. FAKE_DEVICE_UUID stands for another host's cards.
     const std::string name = text("FAKE_DEVICE_UUID", "stand-in") + "#" + std::to_string(device);
     Uuid uuid{};
     uint64_t hash = 1469598103934665603u;
@@ -327,7 +327,7 @@ class Machine : public Engine {
     return own;
   }
 
-  // Of a device's streams, those that the legacy default stream and it wait for, and those that do not.
+  // All streams of a device: those that wait for the legacy default stream, as it does for them, and those that do not.
   std::vector<std::shared_ptr<Queue>> queues(int device) {
     std::vector<std::shared_ptr<Queue>> all;
     auto& known = devices_[static_cast<size_t>(device)].queues;
@@ -454,7 +454,7 @@ class Machine : public Engine {
 
   char* shadow(Address address) const { return shadow_ + (address - seen_); }
 
-  // What the host may do with it where users see it.
+  // Sets what the host may do with this memory at the address that users see.
   static void protect(Address address, size_t bytes, int how) {
     if (mprotect(reinterpret_cast<void*>(address), bytes, how)) die("mprotect");
   }

@@ -68,7 +68,7 @@ class Engine {
   // 0: no memory left. The host can read and write what it gets if that is managed, and not otherwise; memory is not zero.
   virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
-  // By any pointer into it.
+  // The buffer at an address, which may be any address inside an allocation.
   virtual Buffer find(Address address, size_t bytes) const = 0;
   // The bytes of a buffer, for work that runs. Empty, with the device in error, if it is no memory of that device or was
   // released since. of_any: another device's memory will do, as for a copy.
@@ -80,7 +80,7 @@ class Engine {
   virtual std::shared_ptr<Stream> stream(Handle handle, int device) = 0;
   virtual void wait_for(Stream& stream, const Mark& mark) = 0;
   virtual void set_capturing(Stream& stream, bool capturing) = 0;
-  // What was captured, and again.
+  // take_graph returns what was captured; launch_graph enqueues it again, as often as it is called.
   virtual Handle take_graph(Stream& stream) = 0;
   virtual bool launch_graph(Handle graph, Stream& stream) = 0;
   virtual bool destroy_graph(Handle graph) = 0;
@@ -91,7 +91,7 @@ class Engine {
   virtual bool record(Handle handle, std::shared_ptr<Stream> stream) = 0;
   virtual std::optional<Mark> mark(Handle handle) const = 0;
 
-  // Sticky, as a device that was led to a wrong address stays unusable.
+  // Whether work on the device has used a wrong address. Such a device stays unusable, as a real one does.
   virtual bool broken(int device) const = 0;
 
   // Something that real hardware would not have told, or would have crashed at.

@@ -38,7 +38,7 @@ class Rank:
         self.acl.call("aclrtResetDevice", ctypes.c_int(self.device))
 
     def info(self) -> bytes:
-        """Of rank 0, through a file of the test's folder."""
+        """Rank 0's root info. The other ranks get it through a file in the test's folder."""
         path = Path(os.environ["FAKE_DIR"]) / "info"
         if self.rank == 0:
             path.with_suffix(".part").write_bytes(self.hccl.root_info())

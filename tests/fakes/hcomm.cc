@@ -33,7 +33,7 @@ const std::string& profile() {
   return name;
 }
 
-// By number.
+// HCCL's number of a type is its index here.
 constexpr Type types[] = {Type::i8,  Type::i16, Type::i32, Type::f16, Type::f32, Type::i64,
                           Type::u64, Type::u8,  Type::u16, Type::u32, Type::f64, Type::bf16};
 

@@ -30,7 +30,7 @@ from mscomm.train.device_buckets import DeviceBucket
 
 
 class _Managed:
-    """What NumPy makes an array of over an allocation, which lives as long as that array."""
+    """An allocation over which NumPy can make an array. It lives as long as that array."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = device_array._Memory(max(nbytes, 1), device(), managed=True)
@@ -136,7 +136,7 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def register() -> None:
-    """Of a tensor of the device mscomm takes the functions above, of others its own."""
+    """Let mscomm use the functions above for tensors on the device, and its own for all others."""
     real.plain = None  # PyTorch itself takes all for tensors of the CPU
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))

@@ -180,7 +180,7 @@ void Meeting::sweep() {
         pread(file, static_cast<void*>(&head), sizeof head, 0) == sizeof head && head.tag == file_tag) {
       bool dead = true;
       for (int rank = 0; rank < head.size; ++rank) {
-        // Not a Seat: it cannot be copied, nor must it be for this.
+        // The beginning of a Seat. A Seat itself cannot be copied.
         struct {
           uint32_t state;
           int32_t process;

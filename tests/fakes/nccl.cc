@@ -47,7 +47,7 @@ struct UniqueId {
   char bytes[128];
 };
 
-// As of 2.32; `size` says how much of it the caller has, `config_bytes` how much this version knows.
+// ncclConfig_t as of NCCL 2.32. `size` says how much of it the caller has, `config_bytes` how much this version knows.
 struct Config {
   size_t size;
   unsigned magic, version;
@@ -340,7 +340,7 @@ Result read_config(const Config* given, Config& config) {
     const int of = static_cast<int>(config.version);
     if (bytes < bytes_of_config(std::min(of, version)))
       if (cuda()) cuda()->violation("config", "a configuration has fewer bytes than its version says");
-    // What the caller's header did not have yet.
+    // The caller's header did not have these members yet.
     if (of < 21700) {
       config.cga_cluster_size = config.min_ctas = config.max_ctas = undefined;
       config.net_name = nullptr;
@@ -556,7 +556,7 @@ FAKE_EXPORT Result ncclGetVersion(int* to) {
 FAKE_EXPORT Result ncclGetUniqueId(UniqueId* id) {
   if (!id) return invalid_argument;
   memset(id, 0, sizeof *id);
-  // As the real one looks: a number, then the address where the ranks would meet.
+  // The id looks like a real one: a number, then the address where the ranks would meet.
   std::random_device random;
   for (int i = 0; i < 8; ++i) id->bytes[i] = static_cast<char>(random());
   sockaddr_in address{};

@@ -32,7 +32,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """As of 2.32."""
+    """ncclConfig_t as of NCCL 2.32."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -112,7 +112,7 @@ class Nccl:
         return self.library.ncclGetLastError(c_uint64(0)).decode()
 
     def code(self, name: str, *arguments) -> int:
-        """What it returns, whatever that is."""
+        """The code that this function returns, also if it is an error."""
         try:
             return getattr(self, name)(*arguments)
         except NcclError as error:

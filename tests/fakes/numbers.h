@@ -181,7 +181,7 @@ inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t
   });
 }
 
-// By a number of the same type; floating point only: it is how the average of such is made, before the sum.
+// Multiplies by a number of the same type. Floating point only: an average of floats is made by scaling before the sum.
 inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   with_type(type, [&]<typename T>(T) {
     T by;

@@ -436,7 +436,7 @@ def exchange_without_group(r: Rank):
 
 @scenario
 def two_all_reduces(r: Rank):
-    """For injections into the second."""
+    """Two all_reduces. The tests make the second one fail or hang."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -455,7 +455,7 @@ def two_all_reduces(r: Rank):
 
 @scenario
 def configurations(r: Rank):
-    """Which configurations are taken, alone."""
+    """Which configurations NCCL takes. The tests run this with one rank."""
     tries = {
         "good": config(),
         "magic": config(magic=1),
@@ -478,7 +478,7 @@ def configurations(r: Rank):
 
 @scenario
 def two_communicators(r: Rank):
-    """On two streams, and rank 1 has them in the other order."""
+    """Use two communicators on two streams; rank 1 calls them in the other order."""
     comms, streams = [r.init(0), r.init(1)], [r.stream, da.new_stream(r.device)]
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)
@@ -516,7 +516,7 @@ def grouped_communicators(r: Rank):
 
 @scenario
 def misuse(r: Rank):
-    """What only a stand-in tells."""
+    """Misuse that only a stand-in reports."""
     nccl, comm = r.nccl, r.init()
     what = r.arguments["what"]
     if what == "threads":

@@ -61,7 +61,7 @@ _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What a library offers for arrays of one type, so that calls on them are cheap; backend: that reaches devices."""
+    """What a library offers for arrays of one type, so that calls on them are cheap. backend: that of its devices."""
 
     plain: Any
     empty: Callable[[Any, tuple[int, ...]], Any]
@@ -184,7 +184,7 @@ def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) ->
 
 
 def assigned(out: Any, made: Any) -> Any:
-    """What has the numbers of made, an array of the same library, then: out, or made where out cannot be written."""
+    """Copy made, an array of out's library, to out, and return out. If out cannot be written, return made."""
     if isinstance(out, np.ndarray):
         out[...] = made
         return out

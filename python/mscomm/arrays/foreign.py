@@ -1,4 +1,4 @@
-"""What the libraries have in common that mscomm knows by a protocol alone: it makes no arrays of theirs."""
+"""Shared code for array libraries that mscomm knows only through a protocol. mscomm cannot make their arrays."""
 
 from __future__ import annotations
 

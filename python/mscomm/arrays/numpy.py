@@ -49,7 +49,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def known_code(dtype: np.dtype[Any]) -> int | None:
-    """The same; None if mscomm does not move such elements."""
+    """Like dtype_code, but None if mscomm does not move such elements."""
     try:
         return dtype_code(dtype)
     except TypeError:

@@ -62,7 +62,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """By its address, because `x.numpy()` makes the storage of x one that can never be resized again."""
+    """The tensor's memory, read by address: after `x.numpy()`, the storage of x could never be resized again."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()
@@ -146,8 +146,9 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(x)
 
 
-# As an operation in place does: a backward pass that needs the old values raises then. The short way is PyTorch's own
-# from 2.10 on, where it passes over tensors of inference mode; it has no public name.
+# Tells autograd that tensors were written, as an operation in place does. A backward pass that needs the old values
+# then raises. From 2.10 on, PyTorch's own function skips tensors of inference mode, so it is called directly. It has no
+# public name.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )

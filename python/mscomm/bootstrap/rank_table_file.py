@@ -95,7 +95,7 @@ def load(path: str, named_by: str = "") -> Table:
 
 
 def parse(content: bytes, path: str) -> Table:
-    """As load(), from the content of a file; `path` is what messages call it."""
+    """Like load(), from the content of a file. `path` is the file's name in messages."""
     document, digest = _document(content, path)
     walk = _Walk()
     with contextlib.suppress(_EnoughError):

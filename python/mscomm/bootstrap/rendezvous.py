@@ -374,7 +374,7 @@ def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_
 
 
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """The same key on another rank, once it is connected; FileNotFoundError if rank 0's file is not there yet."""
+    """The key of _new_key, for another rank that is connected. FileNotFoundError if rank 0's file is not there yet."""
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)

@@ -2,7 +2,7 @@
 
 Everything that such a launcher needs, including the job's key, goes through ssh's stdin, so that none of it is on a
 command line or in an environment. After that, each byte on stdin is the number of a signal for its ranks, and the end
-of stdin ends them. Its output, its ranks' lines with their prefixes, comes back through ssh.
+of stdin ends them. The launcher's output (its ranks' lines with their prefixes) comes back through ssh.
 """
 
 from __future__ import annotations

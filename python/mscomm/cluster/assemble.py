@@ -26,7 +26,7 @@ from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
 _LARGE = 1 << 40  # bytes of a message
-_ADDRESS_SPACE = 1 << 46  # of the 2^47 bytes of a process, what the heaps of a host may map together
+_ADDRESS_SPACE = 1 << 46  # the heaps of a host may together map this much of a process's 2^47 bytes
 
 
 # -- facts about this rank
@@ -388,7 +388,7 @@ def share(
 
 
 def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Accelerator | None:
-    """What this rank has of the backend that the ranks come to by what all have told; None: the CPU core."""
+    """This rank's accelerator of the backend that follows from what all ranks have told; None: the CPU core."""
     chosen = accelerators.choose(asked, everyone, plan.hosts(everyone), rank_names(everyone))
     if rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
         log.info(f"backend {chosen.backend}: {chosen.reason}")
@@ -531,7 +531,9 @@ def _exchange_memory(
 
 
 def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]], names: list[str]) -> list[int]:
-    """By which the core sees at once that a process of this host has ended; -1 for others, and before Linux 5.3."""
+    """Descriptors that show the core at once that a process of this host has ended. -1 for other hosts' ranks, and
+    before Linux 5.3.
+    """
     fds = [-1] * len(everyone)
     with _closing_unless_done(fds):
         for peer in neighbours:

@@ -2,8 +2,8 @@
 group its first failure.
 
 It runs in `mscomm run`, in the MS_SCHED process, or in a small process that rank 0 starts under mpirun. The section
-"Frames" of docs/design/0001-call.md lists its control frames. judge.py decides which failure was the first, meetings.py
-when a meeting is complete, and switchboard.py moves the bytes.
+"Frames" of docs/design/0001-call.md lists its control frames. judge.py decides which failure was the first,
+meetings.py decides when a meeting is complete, and switchboard.py moves the bytes.
 """
 
 from __future__ import annotations

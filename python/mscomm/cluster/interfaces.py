@@ -51,7 +51,9 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 
 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
-    """This host's address for other hosts, while there is no scheduler yet to which a route could be looked up.
+    """The address at which other hosts reach this one.
+
+    It is for use before there is a scheduler, when the route to it cannot be looked up.
 
     It is the chosen interface's address; else the address from which packets for other networks leave; else the address
     of the only interface that is not loopback.

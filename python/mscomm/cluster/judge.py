@@ -13,7 +13,7 @@ from mscomm.errors import KINDS
 BELIEVED_AFTER_S = 0.2  # a symptom becomes the verdict after this long, if the rank that it names stays silent
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # the same with restarts; shorter, because survivors can rejoin only after the verdict
+RESTARTED_WITHIN_S = 0.1  # REASON_WITHIN_S with restarts; shorter, because survivors can rejoin only after the verdict
 ASKED_EVERY_S = 1.0  # at most: otherwise every rank whose call is stuck would start a comparison
 _CALLS_KEPT = 16
 

@@ -100,10 +100,11 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """For links of the hub, on TCP: notice silence also while bytes are on their way. Its verdict ends all others.
+    """For links of the hub, on TCP: notice silence also while bytes are on their way.
 
-    Those must not have it: it also ends a connection whose other side is well and has not read for that long, as a rank
-    that computes does with the data of the next call.
+    Links between ranks must not have this limit; the hub's verdict ends them. The limit would also end a link whose
+    other side is well but has not read for that long, such as a rank that still computes while the next call's data
+    waits.
     """
     if _is_tcp(sock):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))
@@ -134,8 +135,8 @@ _PEERS = {
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
     """The connector's side of the hello; raises what is wrong, naming the address, and leaves closing to the caller."""
-    # A hub accepts at once, but for one that rank 0 has just started, at a unix socket whose name nobody else has: on a
-    # busy host that takes a while. A rank may be busy until it comes to accept.
+    # A hub accepts at once. The exception is a hub that rank 0 has just started: on a busy host it may take a while. It
+    # listens at a unix socket whose name nobody else has. A rank may be busy for any time before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
         _limit_silence(sock)

@@ -206,7 +206,7 @@ class Streams:
         os.eventfd_write(self._wake_fd, 1)
 
     def take_all(self) -> None:
-        """The ranks have ended: read what is left in the pipes, which is not much, even if our outputs are full."""
+        """Read what is left in the pipes, even if our outputs are full. The ranks have ended, so it is not much."""
         self._may_pause = False
         self._resume()
 
