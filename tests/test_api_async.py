@@ -28,7 +28,7 @@ def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
 def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
     x, works = np.full(50_000, rank + 1.0), []
     for _ in range(20):
-        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place: reduces the result before
+        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place: reduces the previous result
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
     assert mscomm.all_reduce(np.ones(1))[0] == 3  # it comes after all of them
     assert all((work.wait(timeout=10) == 3).all() for work in works[::2])

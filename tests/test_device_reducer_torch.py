@@ -219,7 +219,7 @@ def test_a_gradient_that_is_conjugated_by_name_only(rank: int) -> None:
 
 @devices(2)
 def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) -> None:
-    """So the arrays that autograd made can be freed before wait()."""
+    """The arrays that autograd made can then be freed before wait()."""
     import torch
 
     device = join()

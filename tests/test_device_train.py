@@ -133,7 +133,7 @@ def test_arrays_that_are_known_by_their_protocol_alone_are_refused(tmp_path: Pat
 
 
 class LineOnDevice(Line):
-    """The same line, with arrays that compute on the device."""
+    """A Line whose arrays compute on the device."""
 
     def __init__(self, bias: float = 0) -> None:
         super().__init__({name: self.there(x) for name, x in start(bias).items()})

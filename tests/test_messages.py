@@ -445,7 +445,7 @@ def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
         (lambda: mscomm.send(x, other, tag=-1), ValueError, r"send: tag -1 is not in 0 to 2\^31 - 1"),
         (lambda: mscomm.recv(x, other, tag=2**31), ValueError, "recv: tag 2147483648"),
         (lambda: mscomm.recv(x, other, tag=1.5), TypeError, "recv: tag 1.5 is not an integer"),
-        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),  # `rank - 1` on rank 0; no wildcard
+        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),  # rank - 1 on rank 0 is no wildcard
         (lambda: mscomm.recv(x, other, tag=-1), ValueError, "recv: tag -1"),
         (lambda: mscomm.recv(x, mscomm.ANY_TAG), TypeError, "recv: src mscomm.ANY_TAG is not an integer"),
         (lambda: mscomm.send(x, mscomm.ANY_SOURCE), TypeError, "send: dst mscomm.ANY_SOURCE is not an integer"),

@@ -17,8 +17,8 @@ from sessions import mscomm_run
 
 # A loop of collective calls that outlives its ranks. After each rejoin, the ranks continue at the first step that a
 # survivor has not done; new ranks do not count. VICTIMS: "step:rank", the rank dies in its first life, soon after that
-# step. IN_INIT: "rank:seconds", the rank dies in its second life, so long after it called init. IN_REJOIN: the same for
-# a survivor after it called rejoin.
+# step. IN_INIT: "rank:seconds", the rank dies in its second life, so long after it called init. IN_REJOIN:
+# "rank:seconds", that survivor dies so long after it called rejoin.
 LOOP = """
 import json, os, random, signal, sys, threading, time
 import numpy as np

@@ -66,7 +66,7 @@ class Arena {
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? first_line(rank).data : control_.staging(rank) + parity_ * tiny_bytes;
   }
-  // That rank's staging chunk for a step, counted since the group was made. Step + chunks uses the same memory.
+  // That rank's staging chunk for a step; steps are counted since the group was made. Step + chunks uses the same memory.
   char* chunk(int rank, uint64_t step) const { return control_.staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
   // Steps taken so far. A call that used n chunks of each rank adds n, on all ranks.
   uint64_t& steps() { return steps_; }

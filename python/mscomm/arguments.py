@@ -12,7 +12,7 @@ from mscomm.group import Group
 
 
 def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
-    """ValueError if an array of `out` shares memory with another one of `out`, or with another one of `arrays`."""
+    """ValueError if out[i] shares memory with another array of `out`, or with arrays[k], k != i."""
     named = [(y, f"out[{i}]", i) for i, y in enumerate(out) if y is not None]
     if not named:
         return

@@ -195,7 +195,8 @@ def reduce(
 ) -> Any:
     """Combine x elementwise over the ranks, at the root.
 
-    At the root as all_reduce, to the bit: out, or a new array like x. None elsewhere, where out is not looked at.
+    The root gets out, or a new array like x, with the bits that all_reduce would give. Other ranks get None, and their
+    out is not looked at.
 
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
@@ -263,8 +264,8 @@ def gather(
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order, at the root.
 
-    At the root as all_gather: out, or a new array of x's type. None elsewhere, where out is not looked at. Shape and
-    dtype must be the same on all ranks.
+    The root gets out, or a new array of x's type, as from all_gather. Other ranks get None, and their out is not looked
+    at. Shape and dtype must be the same on all ranks.
 
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
@@ -318,7 +319,7 @@ def all_to_all(
 
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
-    """Return when every rank of the group has called it. None; with async_op a Work of None."""
+    """Return when every rank of the group has called it. The result is None; with async_op it is a Work of None."""
     return resolve(group).call(_BARRIER, None, None, None, None, timeout, async_op, None)
 
 

@@ -443,7 +443,7 @@ class Group:
     # -- messages
 
     def send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> None:
-        """One message on checked arguments; failures as in run()."""
+        """Send one message, with checked arguments. A failure becomes the group's first cause, as in run()."""
         with self.failing():
             self.core.send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 

@@ -68,7 +68,9 @@ def gather_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> list[Any] | None:
-    """Every rank's obj, at the root: a list of new objects in rank order; None elsewhere. As all_gather_object.
+    """Every rank's obj, at the root: a list of new objects in rank order; None elsewhere.
+
+    Objects are sent as in all_gather_object.
 
     >>> mscomm.gather_object(mscomm.get_rank() ** 2)                       # on 3 ranks, at rank 0
     [0, 1, 4]
@@ -88,7 +90,9 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The root's obj, on every rank as a new object. obj is read only at the root. As all_gather_object.
+    """The root's obj, on every rank as a new object. obj is read only at the root.
+
+    The object is sent as in all_gather_object.
 
     >>> mscomm.broadcast_object({"lr": 0.1} if mscomm.get_rank() == 0 else None)
     {'lr': 0.1}

@@ -257,7 +257,7 @@ register_object(datetime.timedelta, lambda x: [x.days, x.seconds, x.microseconds
 register_object(datetime.timezone, _timezone_of, _timezone)
 register_object(zoneinfo.ZoneInfo, _zone_of, _zone)
 register_object(OrderedDict, dict, _ordered)
-# Under names that are the same in all Python versions.
+# These are registered under names that are the same in all Python versions.
 for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
     register_object(_cls, str, functools.partial(_path, _cls), name=f"pathlib.{_cls.__name__}")
 

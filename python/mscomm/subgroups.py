@@ -74,7 +74,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
     """Divide a group: the ranks with the same color found a group, ordered by key, then by rank.
 
     All ranks of the group (None: the world) call it. color None: this rank takes part in none, and gets a Group that is
-    False, as a non-member of create_group. As MPI_Comm_split. Raises as create_group.
+    False, as a non-member of create_group. It works like MPI_Comm_split, and raises what create_group raises.
     """
     job = default()
     parent = resolve(group)
@@ -106,7 +106,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 def shrink(group: Group | str | None, name: str) -> Group:
     """After PeerLost: found a group of those ranks of the group that are still there, in their order.
 
-    All of them call it. It lasts until rejoin(). Raises as create_group.
+    All of them call it. The group lasts until rejoin(). shrink raises what create_group raises.
     """
     job = default()
     parent = resolve(group)

@@ -485,7 +485,7 @@ FAKE_EXPORT Result cuMemAlloc_v2(Pointer* memory, size_t bytes) {
   return success;
 }
 
-// Both sides reach it at any time: what the host reads before the stream got there is the old value.
+// Host and device reach this memory at any time: what the host reads before the stream gets there is the old value.
 FAKE_EXPORT Result cuMemAllocManaged(Pointer* memory, size_t bytes, unsigned flags) {
   constexpr unsigned attach_global = 1, attach_host = 2;
   Device device;

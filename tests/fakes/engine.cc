@@ -482,7 +482,7 @@ class Machine : public Engine {
     on.holes[address] = bytes;
   }
 
-  // Never again the same one, and no address: who looks into a handle, or uses a dead one, is found out.
+  // A handle is never used twice and is no address: whoever looks into one, or uses a dead one, is found out.
   Handle next_handle() { return 0x51000000 + 16 * ++handles_; }
 
   void note(const std::string& kind, const std::string& text) {

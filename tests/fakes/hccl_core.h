@@ -44,7 +44,7 @@ struct Wish {
   int64_t root;  // -1: none
 };
 
-// As HcclSendRecvItem.
+// Has the layout of HcclSendRecvItem.
 struct Item {
   int kind;  // 0 sends, 1 receives
   void* data;

@@ -13,7 +13,7 @@ CSRC, CORE = HERE.parent.parent / "csrc", HERE.parent / "core"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing"]
 
-# The few bytes of an nvcc image that the stand-in looks at. For a build without nvcc.
+# The few bytes of an nvcc image that the stand-in looks at; used in a build without nvcc.
 IMAGE = bytes.fromhex("50ed55ba") + b" a stand-in's"
 
 

@@ -43,7 +43,7 @@ class _Managed:
 
 
 def device() -> int:
-    """This rank's."""
+    """The number of this rank's device."""
     return int(os.environ["MSCOMM_RANK"])
 
 

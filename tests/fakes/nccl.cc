@@ -157,7 +157,7 @@ std::map<Handle, std::shared_ptr<Comm>>& comms() {
   return all;
 }
 
-// Never the same number again.
+// Makes a handle whose number was never used before.
 Handle handle_of(std::shared_ptr<Comm> comm) {
   static Handle last = 0x4e000000;
   std::lock_guard lock(comms_mutex);
@@ -210,7 +210,7 @@ struct Group {
   Result error = success;
   std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations;
   std::vector<Init> inits;
-  // Who has begun a group with a communicator is inside it until the group ends.
+  // A thread that has begun a group with a communicator is inside that communicator until the group ends.
   std::vector<std::unique_ptr<Communicator::Inside>> inside;
 };
 thread_local Group group;
@@ -247,9 +247,9 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     return success;
   }
   for (auto& [comm, all] : by_comm) comm->start_polls();
-  // All in one thread: in the order in which the group has its communicators.
+  // One thread launches all, in the order in which the group has its communicators.
   spawn([by_comm = std::move(by_comm)]() mutable {
-    // The stream has nothing of it yet when the call returns.
+    // When the call returns, nothing of it is on the stream yet.
     std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
     for (auto& [comm, all] : by_comm) {
       comm->launch(std::move(all));
@@ -604,7 +604,7 @@ FAKE_EXPORT Result ncclCommInitRank(Handle* comm, int size, UniqueId id, int ran
 }
 
 namespace {
-// All of the host's ranks together, after all of their operations.
+// The host's ranks finalize together, after all of their operations.
 Result finalize(Comm& comm) {
   if (!comm.drain()) return success;  // aborted
   const uint64_t here = this_host();

@@ -1,7 +1,7 @@
 """On a real GPU: NCCL and the driver as they are, CuPy's and PyTorch's arrays; several ranks share one GPU.
 
-NCCL takes processes with different NCCL_HOSTID for those of different hosts, which go by sockets, so that one GPU is
-enough. Nothing here is a measurement. Where there is no GPU these tests skip, and say why.
+NCCL takes processes with different NCCL_HOSTID for processes of different hosts, and connects them by sockets. So one
+GPU is enough. Nothing here is a measurement. Where there is no GPU these tests skip, and say why.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ each_library = pytest.mark.parametrize(
 
 
 def shared(rank: int, **_: Any) -> dict[str, str]:
-    """One GPU for all ranks: docs.nvidia.com has these variables, but NCCL_HOSTID, which NCCL's source has."""
+    """Variables to share one GPU. NVIDIA documents all of them but NCCL_HOSTID, which is only in NCCL's source."""
     told = "NET=Socket IB_DISABLE=1 NVLS_ENABLE=0 MNNVL_ENABLE=0 CUMEM_HOST_ENABLE=0 RAS_ENABLE=0 MAX_CTAS=2"
     own = {f"NCCL_{name}": text for name, text in (one.split("=") for one in told.split())}
     return {

@@ -1,6 +1,7 @@
 """The kernels of csrc/cuda on a real GPU, through Group.pack and unpack in a job of one, against NumPy in float64.
 
-The same sources on the CPU, at more sizes: tests/core/pack_test.cc. Where there is no GPU these skip, and say why.
+tests/core/pack_test.cc tests the same sources on the CPU, at more sizes. Where there is no GPU these tests skip, and
+say why.
 """
 
 from __future__ import annotations

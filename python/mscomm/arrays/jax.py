@@ -23,7 +23,7 @@ def memory(x: jax.Array) -> np.ndarray[Any, Any]:
         raise TypeError(f"is of dtype {x.dtype}, which mscomm does not move; use jax.random.key_data(x)")
     if not x.is_fully_addressable:
         raise TypeError("is an array of which this process has a part alone; give it x.addressable_data(0)")
-    there = np.asarray(x)  # waits until it has been computed; on the CPU no copy
+    there = np.asarray(x)  # waits until x has been computed; copies nothing on the CPU
     there.flags.writeable = False
     return there
 

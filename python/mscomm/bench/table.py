@@ -80,7 +80,7 @@ class Contents:
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
     def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
-        """The same elements, combined over all ranks, or over the first `ranks` of them."""
+        """The elements from start to start + count of all ranks' x combined, or of the first `ranks` of them."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 0 and self._op in ("min", "max"):
             return np.full(count, _limit(self._dtype, self._op), self._dtype)

@@ -197,7 +197,7 @@ def words(error: OSError) -> str:
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """Each different problem once; if there are several, with the ports that have it."""
+    """Names each different problem once. If there are several, it also names the ports that have it."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]

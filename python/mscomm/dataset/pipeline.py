@@ -226,7 +226,7 @@ class Dataset(ABC):
         self._next = self.position = (epoch, 0)
 
     def begin_pass(self) -> tuple[int, int, int]:
-        """For DatasetIterator: seed, epoch, and the batch to begin with. Before the first pass the ranks compare."""
+        """For DatasetIterator: the seed, the epoch and the first batch. Before the first pass the ranks compare."""
         seed = config.get_seed() if self._seed is None else self._seed
         if not self._agreed:
             begin = list(self._next)
@@ -377,7 +377,7 @@ class _Map(_Step):
         return [columns[name] for name in self.columns]
 
     def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """For each operation the random bits of the rows; empty for one that takes none."""
+        """The random bits of the rows, for each operation; empty for an operation that takes none."""
         epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
         return [
             draws.bits(seed, self._place, number, epochs, samples).tolist()

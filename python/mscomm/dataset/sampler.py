@@ -25,7 +25,7 @@ class Sampler(Protocol):
         """The rows of pass number epoch, in order."""
 
     def __str__(self) -> str:
-        """Equal on all ranks that share the rows; for state_dict."""
+        """A text for state_dict, which is the same on all ranks that share the rows."""
 
 
 class DistributedSampler:

@@ -125,7 +125,7 @@ def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
 
 
 def _without_ignored_interrupts(lines: Iterable[bytes]) -> list[bytes]:
-    """Without the tracebacks of a Ctrl-C that Python ignored, as in an atexit callback."""
+    """The lines without the tracebacks of a Ctrl-C that Python ignored, as it does in an atexit callback."""
     kept: list[bytes] = []
     block: list[bytes] = []
     for line in lines:

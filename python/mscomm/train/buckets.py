@@ -102,7 +102,7 @@ class Bucket(ABC):
     """A bucket's memory, and its state in the current step."""
 
     marks_go_along = False
-    """Else Step sends them beside."""
+    """Whether the marks are reduced with the gradients. If not, Step sends them in a call of their own."""
     carries = False
     """Whether a number can go along, `carried`, in a dtype that holds a loss well enough."""
     carried = 0.0

@@ -196,7 +196,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._buffers_due = True  # also on ranks that left early: all make the same calls from here on
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch.nn.Module's; the names in the state may begin with the prefix "module." or not.
+        """Like torch.nn.Module's load_state_dict. Names in the state may begin with the prefix "module.", or not.
 
         ValueError for assign=True, which would replace the parameters.
         """

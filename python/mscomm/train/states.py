@@ -90,9 +90,10 @@ def with_arrays(state: Any, convert: Any) -> Any:
 
 
 def checksum(x: Any, argument: str, function: str) -> int:
-    """CRC-32 of an array's dtype, shape and bits in C order, wherever it lies; of a number or a text by its repr.
+    """CRC-32 of an array's dtype, shape and bits in C order, wherever the array lies.
 
-    For anything else, of its type alone. argument, function: for the error if an array cannot be read.
+    A number or a text counts by its repr, anything else by its type alone. argument, function: for the error if an
+    array cannot be read.
     """
     if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())

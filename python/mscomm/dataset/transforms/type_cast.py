@@ -12,7 +12,7 @@ from mscomm.dataset.operation import Array, Operation
 
 
 class TypeCast(Operation):
-    """The same numbers in another dtype, of any shape; like numpy.ndarray.astype, which cuts the fraction off.
+    """Gives the same numbers in another dtype, in any shape. Like numpy.ndarray.astype, it cuts the fraction off.
 
     output_type: a NumPy dtype, its name, one of mscomm.dtype, mindspore.int32, torch.int32. TypeError for anything
     else.

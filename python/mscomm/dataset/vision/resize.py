@@ -82,8 +82,8 @@ class Resize(Operation):
 
 # -- larger images of uint8, by NumPy: the bits are Pillow's, and rows are computed together ---------------------------
 #
-# As in Pillow's Resample.c: first along the width, then along the height, each result rounded to uint8; weights have 22
-# fraction bits. When an image grows, a pixel depends on two neighbours.
+# Resizing follows Pillow's Resample.c: it goes first along the width, then along the height, and rounds each result to
+# uint8. Weights have 22 fraction bits. When an image grows, a pixel depends on two neighbours.
 
 _FRACTION_BITS = 22
 _BLOCK_BYTES = 1 << 18  # of int32 that are computed at once, so that they stay in the cache
@@ -131,7 +131,7 @@ def _weighed(lines: Array, result: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _neighbours(old: int, new: int) -> tuple[Array, Array]:
-    """For each new line the first of its two old lines, and the weight of the second, of shape (new, 1)."""
+    """For each new line: the first of its two old lines, and the weight of the second, whose shape is (new, 1)."""
     centres = (np.arange(new) + 0.5) * (old / new)
     first = np.maximum((centres - 1.0 + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + 1.0 + 0.5).astype(np.int64), old)

@@ -78,7 +78,7 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def as_tuple(batch: Any) -> tuple[Any, ...]:
-    """A dataset's batch as a tuple; of a dict, its values."""
+    """A dataset's batch as a tuple. If it is a dict, the tuple has its values."""
     if isinstance(batch, dict):
         return tuple(batch.values())
     if isinstance(batch, tuple | list):

@@ -74,7 +74,7 @@ class Network:
         write_over(mine, state)
 
     def _own_parameters(self) -> dict[str, Any]:
-        """Moments, the step's number and a learning rate that changes; not the cell's weights."""
+        """The optimizer's moments, step number and changing learning rate, but not the cell's weights."""
         ours = {id(p) for p in self._cell.get_parameters()}
         return {p.name: p for p in self._optimizer.get_parameters() if id(p) not in ours}
 
