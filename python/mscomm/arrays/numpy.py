@@ -16,7 +16,8 @@ from mscomm import _core
 Array = np.ndarray[Any, Any]
 
 DTYPES = tuple(_core.dtypes())
-CODES: dict[np.dtype[Any], int] = {}  # of the dtypes that dtype_code was asked for
+# bfloat16 comes when dtype_code is first asked for it.
+CODES: dict[np.dtype[Any], int] = {np.dtype(name): code for code, name in enumerate(DTYPES) if name != "bfloat16"}
 
 _NUMBERS: dict[type, type[np.generic]] = {
     bool: np.bool_,
