@@ -232,7 +232,9 @@ StreamHandle stream_of(Function function, std::string_view argument, const Array
     PyErr_Clear();
     type_error(function, "stream " + shown(given) + " is not an integer, the handle of a stream");
   }
-  return PyLong_AsVoidPtr(handle.ptr());
+  const StreamHandle stream = PyLong_AsVoidPtr(handle.ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();  // too large
+  return stream;
 }
 
 bool equal(py::handle one, py::handle other) { return one.is(other) || one.equal(other); }

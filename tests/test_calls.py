@@ -142,11 +142,8 @@ def test_interleaved_arrays_do_not_overlap(alone):
     assert mscomm.all_reduce(x[::2], out=x[1::2]).tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize("timeout", [0, -1, -1.5, float("nan"), "soon", [1], True, 1 << 400])
+@pytest.mark.parametrize("timeout", [0, -1, -1.5, float("nan"), "soon", [1], False])
 def test_a_timeout_is_a_number_of_seconds(alone, timeout):
-    if timeout is True or timeout == 1 << 400:
-        mscomm.barrier(timeout=1.0)
-        return
     with pytest.raises((TypeError, ValueError), match="timeout"):
         mscomm.barrier(timeout=timeout)
 
