@@ -10,6 +10,7 @@
 #include "base/reduce.h"
 #include "src/dlpack.h"
 #include "src/group.h"
+#include "src/works.h"
 
 namespace mscomm {
 
@@ -239,9 +240,6 @@ StreamHandle stream_of(Function function, std::string_view argument, const Array
 
 bool equal(py::handle one, py::handle other) { return one.is(other) || one.equal(other); }
 
-// None if it is gone.
-py::object python_of(const Calls& calls) { return calls.python(); }
-
 void check_device(const Calls& calls, Function function, std::string_view argument, Array& array) {
   if (!array.backend) return;
   if (array.device == calls.device && array.device >= 0 && equal(array.backend, calls.backend)) return;
@@ -396,6 +394,17 @@ py::tuple as_tuple(const Shape& shape) {
   for (int i = 0; i < shape.dims; i++)
     PyTuple_SET_ITEM(extents.ptr(), i, taken(PyLong_FromSsize_t(shape.extents[static_cast<size_t>(i)])).release().ptr());
   return extents;
+}
+
+py::object python_of(const Calls& calls) { return calls.python(); }
+
+double seconds_of(py::handle timeout) {
+  if (PyLong_CheckExact(timeout.ptr()) || PyFloat_CheckExact(timeout.ptr())) {
+    const double seconds = PyFloat_AsDouble(timeout.ptr());
+    if (seconds > 0) return seconds;
+    PyErr_Clear();
+  }
+  return ours("mscomm.cluster.deadline", "seconds_of")(timeout).cast<double>();
 }
 
 py::object memory_of(const Array& array) {
@@ -569,36 +578,7 @@ namespace {
 
 PyObject* given_or_null(PyObject* object) { return object == Py_None ? nullptr : object; }
 
-// Runs the part that may break the group. A failure goes to the Group of Python, which raises what the user gets.
-template <typename Function>
-auto failing(const Calls& calls, const Function& function) {
-  try {
-    try {
-      return function();
-    } catch (const Error& error) {
-      raise(error);  // runs Python code, in which a signal handler may raise something else
-      throw py::error_already_set();
-    }
-  } catch (py::error_already_set& error) {
-    const py::object python = python_of(calls);
-    if (python.is_none()) throw;
-    const py::object value = error.value();
-    if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
-    python.attr("failed")(value);
-    throw;  // not reached: failed() raises
-  }
-}
-
-double seconds_of(py::handle timeout) {
-  if (PyLong_CheckExact(timeout.ptr()) || PyFloat_CheckExact(timeout.ptr())) {
-    const double seconds = PyFloat_AsDouble(timeout.ptr());
-    if (seconds > 0) return seconds;
-    PyErr_Clear();
-  }
-  return ours("mscomm.cluster.deadline", "seconds_of")(timeout).cast<double>();
-}
-
-py::object call_given(const Calls& calls, PyObject* const* arguments) {
+py::object call_given(Calls& calls, PyObject* const* arguments) {
   const auto argument = [&](int i) { return py::handle(given_or_null(arguments[i])); };
   const long number = PyLong_AsLong(arguments[0]);
   if (number < 0 || number >= static_cast<long>(collectives.size())) {
@@ -618,21 +598,8 @@ py::object call_given(const Calls& calls, PyObject* const* arguments) {
   const double timeout_s = argument(5) ? seconds_of(argument(5)) : calls.timeout_s;
   const int async_op = PyObject_IsTrue(arguments[6]);
   if (async_op < 0) throw py::error_already_set();
-  if (async_op) {
-    ready.hold_memory();
-    const auto python = python_of(calls);
-    auto call = py::cast(std::move(ready));
-    auto started = failing(calls, [&] {
-      return calls.group->called([&] { return calls.group->communicator->start(call.cast<PreparedCall&>().call, timeout_s); });
-    });
-    try {
-      return python.attr("begun")(call, py::cast(std::move(started)));
-    } catch (...) {
-      (void)call.release();  // the worker uses its arrays, and there is no Work that would keep them
-      throw;
-    }
-  }
-  if (PySet_GET_SIZE(calls.running.ptr()) > 0) python_of(calls).attr("forget_ended")();
+  if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0));
+  if (!calls.running.empty()) forget_ended(calls);
   if (calls.noted) ready.call.signature.number = python_of(calls).attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (calls.noted) python_of(calls).attr("ended")();
@@ -641,7 +608,7 @@ py::object call_given(const Calls& calls, PyObject* const* arguments) {
 
 struct Bound {
   py::object owner;  // the group's object in Python
-  const Calls* calls;
+  Calls* calls;
 };
 
 PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
@@ -667,7 +634,7 @@ PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_
 
 }  // namespace
 
-py::object call_function(py::object group, const Calls& calls) {
+py::object call_function(py::object group, Calls& calls) {
   static PyMethodDef definition{"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_by_python)),
                                 METH_FASTCALL, nullptr};
   auto bound = std::make_unique<Bound>(Bound{std::move(group), &calls});

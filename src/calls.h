@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -17,6 +18,7 @@ namespace mscomm {
 namespace py = pybind11;
 
 struct Group;
+struct Started;
 
 struct Shape {
   int dims = 0;
@@ -65,19 +67,27 @@ struct PreparedCall {
   void hold_memory();
   // What the user gets. To be called once, when the call has ended without an error.
   py::object result();
+  // Whether result() calls Python, so that other threads may run meanwhile.
+  bool python_makes_result() const { return finish || assigned || out_memory || written; }
 };
 
 // What the calls of a group have in common.
 struct Calls {
   Group* group;
+  py::handle core;  // the object of *group in Python
   double timeout_s;
   py::object python;   // a weak reference to the Group of python/mscomm/group.py, whose methods are called
-  py::set running;     // started calls; some may have ended
   py::dict libraries;  // the type of an array -> Library
   py::str backend;     // of the device that this rank has joined with; "": none
   int device;
-  bool noted;  // Python is asked for the number of each call, and told when it has ended
+  bool noted;                                       // Python is asked for the number of each call, and told when it has ended
+  std::vector<std::shared_ptr<Started>> running{};  // works.h; some may have ended
 };
+
+// The Group of python/mscomm/group.py; None if it is gone.
+py::object python_of(const Calls& calls);
+// The argument `timeout` of a call, in seconds.
+double seconds_of(py::handle timeout);
 
 // What a call is, beside its arrays.
 struct Wanted {
@@ -112,6 +122,6 @@ py::tuple as_tuple(const Shape& shape);
 
 // Returns call(what, x, out, op, root, timeout, async_op, stream). It makes the collective of that number on what the user gave,
 // and returns the result, or with async_op a Work. op and root are None where the collective has none.
-py::object call_function(py::object group, const Calls& calls);
+py::object call_function(py::object group, Calls& calls);
 
 }  // namespace mscomm

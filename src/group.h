@@ -168,6 +168,11 @@ struct Group {
         std::make_unique<Communicator>(name, ranks, rank, peers, std::move(backend), epoch, recorder, std::move(hooks));
   }
 
+  Calls& ready() const {
+    if (!calls) throw Error("RuntimeError", "mscomm: this group has no make_call yet");
+    return *calls;
+  }
+
   // Every rank of the group must call it with the same id. check: called at least every 50 ms; may raise to end the wait.
   void join_device(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id,
                    double timeout_s, const py::function& check) {
@@ -201,5 +206,25 @@ struct Group {
     while (away > 0 && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 };
+
+// Runs the part that may break the group. A failure goes to the Group of Python, which raises what the user gets.
+template <typename Function>
+auto failing(const Calls& calls, const Function& function) {
+  try {
+    try {
+      return function();
+    } catch (const Error& error) {
+      raise(error);  // runs Python code, in which a signal handler may raise something else
+      throw py::error_already_set();
+    }
+  } catch (py::error_already_set& error) {
+    const py::object python = python_of(calls);
+    if (python.is_none()) throw;
+    const py::object value = error.value();
+    if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
+    python.attr("failed")(value);
+    throw;  // not reached: failed() raises
+  }
+}
 
 }  // namespace mscomm

@@ -19,6 +19,7 @@
 #include "src/calls.h"
 #include "src/dlpack.h"
 #include "src/group.h"
+#include "src/works.h"
 #include "transport/arena.h"
 
 using namespace mscomm;
@@ -89,10 +90,9 @@ Received send_and_receive(Group& group, int to, int64_t send_tag, int x_dtype, p
 }
 
 template <bool sends>
-std::shared_ptr<Work> start_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s,
-                                    double spent_s) {
+Handle start_message(Group& group, int peer, int64_t tag, int dtype, py::array array, double timeout_s, double spent_s) {
   const Message one = message(sends, peer, tag, dtype, array);
-  return group.called([&] { return group.communicator->start(one, Deadline(timeout_s, spent_s)); });
+  return start(group.ready(), std::move(array), one, Deadline(timeout_s, spent_s));
 }
 
 // Finds the type by the name that NumPy or ml_dtypes gives it.
@@ -175,7 +175,7 @@ std::vector<py::dict> calls(const Group& group, uint64_t after) {
 py::handle given_or_null(const py::object& object) { return object.is_none() ? py::handle() : py::handle(object); }
 
 Array array_of(const Group& group, int function, py::object x, const std::string& argument, const py::object& stream) {
-  Array array = described(*group.calls, static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
+  Array array = described(group.ready(), static_cast<Function>(function), argument, std::move(x), given_or_null(stream));
   array.memory = memory_of(array);  // the call may come later, see PreparedCall::hold_memory
   return array;
 }
@@ -195,10 +195,10 @@ PreparedCall prepare(const Group& group, int function, const py::object& x, py::
                       .head = head};
   std::optional<Array> array;
   if (py::isinstance<Array>(x)) array = x.cast<const Array&>();
-  else if (!x.is_none()) array = described(*group.calls, wanted.function, "x", x, wanted.stream);
+  else if (!x.is_none()) array = described(group.ready(), wanted.function, "x", x, wanted.stream);
   std::optional<std::pair<Shape, Dtype>> model;
   if (told) model.emplace(shape_of(told->first), static_cast<Dtype>(told->second));
-  PreparedCall ready = prepared(*group.calls, wanted, std::move(array), std::move(out), model);
+  PreparedCall ready = prepared(group.ready(), wanted, std::move(array), std::move(out), model);
   ready.hold_memory();
   return ready;
 }
@@ -338,26 +338,27 @@ PYBIND11_MODULE(_core, module) {
   module.def("open_nccl",
              [](const Places& places) { return unlocked([&] { return std::shared_ptr(open_nccl(candidates_of(places))); }); });
 
-  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
-      .def_property_readonly("number", &Work::number)
-      .def("done", &Work::done)
-      .def("wait",
-           [](Work& work, double timeout_s) {
-             for (const auto start = Clock::now(); !work.done();) {
-               const double left_s = timeout_s - seconds_since(start);
-               if (left_s <= 0) return false;
-               unlocked([&] { return work.wait(std::min(left_s, 0.05)); });
-               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-             }
-             if (const auto error = work.error()) throw *error;
-             return true;
-           })
-      .def("check",
-           [](const Work& work) {
-             if (const auto error = work.error()) throw *error;
-           })
-      .def("matched", [](const Work& work) {
-        const auto matched = work.matched();
+  py::class_<Handle>(module, "Work", R"(A call that runs beside the caller, from `async_op=True`.
+
+It keeps x and out alive. Do not touch them until it has ended; out is complete when wait() has returned. If it is
+dropped before somebody waited, the next call on the group raises its error.
+
+For arrays on a device, wait() returns at once. Work enqueued later on the library's current stream sees a complete
+out. With a timeout, wait() returns when the device is done.
+
+>>> work = mscomm.all_reduce(x, async_op=True)
+>>> y = work.wait())")
+      .def(py::init<>())
+      .def("wait", &Handle::wait, py::arg("timeout") = py::none(),
+           R"(The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
+
+timeout: seconds or a timedelta; None waits as long as the call takes.)")
+      .def("done", &Handle::done, "Whether the call has ended, well or not.")
+      .def("is_completed", &Handle::done, "The same as done().")
+      .def("exception", &Handle::exception, "The error of a call that has ended; None if it ended well, or has not ended yet.")
+      .def("ends_within", &Handle::ends_within)
+      .def("matched", [](const Handle& handle) {
+        const auto matched = handle.matched();
         return matched ? std::optional(received(*matched)) : std::nullopt;
       });
 
@@ -366,14 +367,9 @@ PYBIND11_MODULE(_core, module) {
       .def_property_readonly("dtype", [](const Array& array) { return static_cast<int>(*array.dtype); })
       .def_property_readonly("on_device", [](const Array& array) { return array.backend != nullptr; })
       .def_readonly("given", &Array::given);
-  py::class_<PreparedCall>(module, "Call")
+  py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(module, "Call")
       .def_property_readonly("function", [](const PreparedCall& call) { return static_cast<int>(call.call.signature.function); })
       .def("result", &PreparedCall::result)
-      .def_property_readonly("there",
-                             [](const PreparedCall& call) -> py::object {
-                               if (!call.call.stream) return py::none();
-                               return memory_of(call.x ? *call.x : *call.target);
-                             })
       .def_property_readonly("source",
                              [](const PreparedCall& call) { return call.x->packed ? call.x->packed : memory_of(*call.x); })
       .def_property_readonly("target", [](const PreparedCall& call) { return memory_of(*call.target); });
@@ -385,16 +381,13 @@ PYBIND11_MODULE(_core, module) {
            py::arg("forced"), py::arg("control"), py::arg("spin"), py::arg("links"), py::arg("news_fd"))
       .def("run",
            [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
+             forget_ended(group.ready());
              Call call = prepared.call;
              call.signature.number = number;
              group.called([&] { group.communicator->run(std::move(call), timeout_s); });
            })
-      .def("start",
-           [](Group& group, const PreparedCall& prepared, double timeout_s, uint64_t number) {
-             Call call = prepared.call;
-             call.signature.number = number;
-             return group.called([&] { return group.communicator->start(std::move(call), timeout_s); });
-           })
+      .def("start", [](Group& group, std::shared_ptr<PreparedCall> call, double timeout_s,
+                       uint64_t number) { return start(group.ready(), std::move(call), timeout_s, number); })
       .def("join_device", &Group::join_device)
       .def("order", [](Group& group, uint64_t number,
                        uintptr_t stream) { group.communicator->order(number, reinterpret_cast<StreamHandle>(stream)); })
@@ -409,11 +402,10 @@ PYBIND11_MODULE(_core, module) {
              return group.communicator->converts(static_cast<Dtype>(dtype), static_cast<Dtype>(bucket));
            })
       .def("make_call",
-           [](py::object self, py::object python, double timeout_s, py::set running, py::dict libraries, py::str backend,
-              int device, bool noted) {
+           [](py::object self, py::object python, double timeout_s, py::dict libraries, py::str backend, int device, bool noted) {
              auto& group = self.cast<Group&>();
-             group.calls = std::make_unique<Calls>(Calls{&group, timeout_s, std::move(python), std::move(running),
-                                                         std::move(libraries), std::move(backend), device, noted});
+             group.calls = std::make_unique<Calls>(
+                 Calls{&group, self, timeout_s, std::move(python), std::move(libraries), std::move(backend), device, noted});
              return call_function(std::move(self), *group.calls);
            })
       .def("array", &array_of, py::arg("function"), py::arg("x"), py::kw_only(), py::arg("argument") = "x",
@@ -424,12 +416,12 @@ PYBIND11_MODULE(_core, module) {
            py::arg("out_argument") = "out")
       .def("part",
            [](const Group& group, int function, const py::tuple& shape) {
-             return as_tuple(part_of(*group.calls, static_cast<Function>(function), shape_of(shape)));
+             return as_tuple(part_of(group.ready(), static_cast<Function>(function), shape_of(shape)));
            })
       .def("op", [](const Group&, int function,
                     py::handle op) { return static_cast<int>(checked_op(static_cast<Function>(function), op)); })
       .def("root", [](const Group& group, int function,
-                      py::handle root) { return checked_root(*group.calls, static_cast<Function>(function), root); })
+                      py::handle root) { return checked_root(group.ready(), static_cast<Function>(function), root); })
       .def("reserve", [](Group& group, int count) { return group.communicator->reserve(count); })
       .def("send", &run_send)
       .def("recv", &run_recv)
@@ -470,8 +462,16 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("calls", &calls, py::arg("after") = 0)
       .def("last_look", [](Group& group) { group.communicator->last_look(); })
-      .def("drain", [](Group& group) { group.called([&] { group.communicator->drain(); }); })
-      .def("close", [](Group& group) { unlocked([&] { group.close(); }); })
+      .def("drain",
+           [](Group& group) {
+             drain(group.ready());
+             group.called([&] { group.communicator->drain(); });
+           })
+      .def("close",
+           [](Group& group) {
+             unlocked([&] { group.close(); });
+             if (group.calls) forget_ended(*group.calls);
+           })
       .def(
           "chosen",
           [](const Group& group, size_t bytes) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -130,3 +132,37 @@ def test_a_work_is_of_the_process_that_made_the_call(rank, group):
     work.wait()
     for call in (work.wait, work.done, work.exception):
         assert in_a_forked_child(call).startswith("RuntimeError: mscomm: this call was made by the process that forked")
+
+
+def test_a_work_is_made_by_a_call_only():
+    with pytest.raises(TypeError, match="a Work is made by a call with async_op=True"):
+        mscomm.Work().wait()
+
+
+@ranks(2)
+def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group):
+    out = np.zeros((2, 1000))[:, ::2]  # strided: the result is copied there when the call has ended
+    work = mscomm.all_gather(np.full((1, 500), rank + 1.0), out=out, async_op=True)
+    got: list[Any] = []
+    threads = [threading.Thread(target=lambda: got.append(work.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(one is out for one in got) and len(got) == 4
+    assert (out == [[1.0], [2.0]]).all()
+
+
+@ranks(2)
+def test_an_array_may_make_a_call_when_the_end_of_a_work_frees_it(rank, group):
+    class Loud(np.ndarray[Any, Any]):
+        def __del__(self) -> None:
+            calls.append(mscomm.all_reduce(np.ones(1))[0])
+
+    calls: list[float] = []
+    work = mscomm.all_reduce(np.ones(3).view(Loud), async_op=True)
+    while not work.done():
+        time.sleep(0.001)
+    del work  # nobody has waited for it
+    mscomm.barrier()  # lets go of what has ended
+    assert calls == [2.0]

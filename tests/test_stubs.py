@@ -23,7 +23,7 @@ STUB = ROOT / "python/mscomm/_core.pyi"
 # Things that pybind11 adds to every class, and constructors that are missing: make_heap makes a Heap, and so on.
 PYBIND11 = """
 mscomm\\._core\\.(Array|Call|Group|Heap|Peers|Runtime|Vendor|Work)
-mscomm\\._core\\.(Array|Call|Heap|Runtime|Vendor|Work)\\.__init__
+mscomm\\._core\\.(Array|Call|Heap|Runtime|Vendor)\\.__init__
 """
 
 needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")

@@ -5,6 +5,7 @@ The place of a name in collectives, functions, ops and dtypes() is its number in
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal, final
 
 import numpy as np
@@ -153,21 +154,32 @@ def open_cuda(places: Sequence[tuple[str, str, str]], *, image: bytes | None = N
 def embedded_image() -> tuple[bytes, str]:
     """The image of the kernels, and the devices it is for ("sm_75 ... compute_121"); empty if built without nvcc."""
 
-@final
 class Work:
-    """A call on its group's worker thread or on the device, or a message. number: the call's; 0: a message."""
+    """A call that runs beside the caller, from `async_op=True`."""
 
-    @property
-    def number(self) -> int: ...
-    def done(self) -> bool: ...
-    def wait(self, timeout_s: float, /) -> bool:
-        """Wait at most that long. Returns whether it has ended, and raises its error if it has ended with one.
+    def __init__(self) -> None:
+        """For a subclass, which has all methods of its own."""
+
+    def wait(self, timeout: float | timedelta | None = None) -> Any:
+        """The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
+
+        timeout: seconds or a timedelta; None waits as long as the call takes.
+        """
+
+    def done(self) -> bool:
+        """Whether the call has ended, well or not."""
+
+    def is_completed(self) -> bool:
+        """The same as done()."""
+
+    def exception(self) -> BaseException | None:
+        """The error of a call that has ended; None if it ended well, or has not ended yet."""
+
+    def ends_within(self, seconds: float, /) -> bool:
+        """Wait at most that long. Returns whether the call has ended, and raises its error if it has ended with one.
 
         Signal handlers run meanwhile, and what one raises ends the wait.
         """
-
-    def check(self) -> None:
-        """Raise the error that it ended with, if it did."""
 
     def matched(self) -> tuple[int, int] | None:
         """The source and tag of the message, if this is a recv that has ended without an error."""
@@ -197,9 +209,6 @@ class Call:
     @property
     def target(self) -> np.ndarray[Any, Any]:
         """What is written: the memory of out, or of what result() copies there."""
-    @property
-    def there(self) -> Any:
-        """The memory of an array of the call, an OnDevice; None: the arrays are the CPU's."""
     def result(self) -> Any:
         """What the user gets. To be called once, when the call has ended without an error."""
 
@@ -234,14 +243,13 @@ class Group:
     def start(self, call: Call, timeout_s: float, number: int, /) -> Work:
         """Start it on the worker's thread, or on a stream of the group's own, after what the call's stream has so far.
 
-        The call must live until it has ended. number: as for run; only a call on the device has a reserved one.
+        The group keeps the call until it has ended. number: as for run; only a call on the device has a reserved one.
         """
 
     def make_call(
         self,
         python: weakref.ref[Any],
         timeout_s: float,
-        running: set[Any],
         libraries: Mapping[type, tuple[Any, ...]],
         backend: str,
         device: int,
@@ -250,7 +258,7 @@ class Group:
     ) -> Callable[[int, Any, Any, str | None, int | None, Any, bool, int | None], Any]:
         """call(what, x, out, op, root, timeout, async_op, stream) on arguments as the user gave them: see src/calls.h.
 
-        python: the mscomm.Group. running: its started calls. libraries: type of array -> arrays.Plain. backend, device:
+        python: the mscomm.Group. libraries: type of array -> arrays.Plain. backend, device:
         what this rank has joined with; "" and -1: nothing. noted: Python numbers each call, and is told of its end.
         """
 
@@ -374,7 +382,7 @@ class Group:
     def start_send(
         self, peer: int, tag: int, dtype: int, x: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
     ) -> Work:
-        """Start to send; the mailbox's thread waits for it. x must live until it has ended."""
+        """Start to send; the mailbox's thread waits for it. The group keeps x until it has ended."""
 
     def start_recv(
         self, peer: int, tag: int, dtype: int, out: np.ndarray[Any, Any], timeout_s: float, spent_s: float, /
@@ -424,7 +432,7 @@ class Group:
         """Compare the last headers from the peers with this rank's own calls; raises Mismatch."""
 
     def drain(self) -> None:
-        """Wait until the device has ended what was enqueued, or the group is broken."""
+        """Wait until every started call and what was enqueued on the device have ended, or the group is broken."""
 
     def close(self) -> None: ...
     def chosen(self, bytes: int = 0) -> dict[str, str]:

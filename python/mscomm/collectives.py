@@ -38,7 +38,7 @@ from mscomm.arrays import numpy as host
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code, dtype_named
 from mscomm.errors import Mismatch
-from mscomm.group import Group, Pending
+from mscomm.group import Group
 from mscomm.job import resolve, shared_empty
 
 Timeout = float | timedelta | None
@@ -67,6 +67,7 @@ BUCKET_BYTES = 4 << 20
 PAGE_BYTES = 64 << 10
 
 
+# `call` is looked up on a line of its own, because CPython 3.11 is slower to call an attribute as if it were a method.
 def all_reduce(
     x: Any,
     op: str = "sum",
@@ -88,7 +89,8 @@ def all_reduce(
     >>> mscomm.all_reduce(np.full(3, mscomm.get_rank(), np.float32))       # on 4 ranks
     array([6., 6., 6.], dtype=float32)
     """
-    return resolve(group).call(_ALL_REDUCE, x, out, op, None, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_ALL_REDUCE, x, out, op, None, timeout, async_op, stream)
 
 
 def all_reduce_(
@@ -122,7 +124,8 @@ def all_gather(
     array([[0.],
            [1.]], dtype=float32)
     """
-    return resolve(group).call(_ALL_GATHER, x, out, None, None, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_ALL_GATHER, x, out, None, None, timeout, async_op, stream)
 
 
 def reduce_scatter(
@@ -145,7 +148,8 @@ def reduce_scatter(
     array([0., 2.])
     array([4., 6.])
     """
-    return resolve(group).call(_REDUCE_SCATTER, x, out, op, None, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_REDUCE_SCATTER, x, out, op, None, timeout, async_op, stream)
 
 
 def broadcast(
@@ -166,7 +170,8 @@ def broadcast(
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
     """
-    return resolve(group).call(_BROADCAST, x, out, None, root, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_BROADCAST, x, out, None, root, timeout, async_op, stream)
 
 
 def broadcast_(
@@ -201,7 +206,8 @@ def reduce(
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
     """
-    return resolve(group).call(_REDUCE, x, out, op, root, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_REDUCE, x, out, op, root, timeout, async_op, stream)
 
 
 def scan(
@@ -227,7 +233,8 @@ def scan(
     array([3, 3])
     array([6, 6])
     """
-    return resolve(group).call(_SCAN, x, out, op, None, timeout, async_op, None)
+    call = resolve(group).call
+    return call(_SCAN, x, out, op, None, timeout, async_op, None)
 
 
 def exscan(
@@ -249,7 +256,8 @@ def exscan(
     >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
     >>> begin = mscomm.exscan(rows)
     """
-    return resolve(group).call(_EXSCAN, x, out, op, None, timeout, async_op, None)
+    call = resolve(group).call
+    return call(_EXSCAN, x, out, op, None, timeout, async_op, None)
 
 
 def gather(
@@ -270,7 +278,8 @@ def gather(
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
     """
-    return resolve(group).call(_GATHER, x, out, None, root, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_GATHER, x, out, None, root, timeout, async_op, stream)
 
 
 def scatter(
@@ -315,12 +324,14 @@ def all_to_all(
     array([ 0, 10])
     array([ 1, 11])
     """
-    return resolve(group).call(_ALL_TO_ALL, x, out, None, None, timeout, async_op, stream)
+    call = resolve(group).call
+    return call(_ALL_TO_ALL, x, out, None, None, timeout, async_op, stream)
 
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
     """Return when every rank of the group has called it. The result is None; with async_op it is a Work of None."""
-    return resolve(group).call(_BARRIER, None, None, None, None, timeout, async_op, None)
+    call = resolve(group).call
+    return call(_BARRIER, None, None, None, None, timeout, async_op, None)
 
 
 # -- parts that differ by rank
@@ -414,7 +425,7 @@ def reduce_scatter_v(
     )
     seconds = group.seconds(timeout)
     if async_op:
-        return group.begin(call, seconds)
+        return group.start(call, seconds)
     group.run(call, seconds)
     return call.result()
 
@@ -601,9 +612,6 @@ def all_reduce_many(
     fused = [_fused_call([alone[i] for i in part], given[part[0]]) for part in parts]
     seconds = group.seconds(timeout)
 
-    def start(one: _FusedCall) -> Pending:
-        return group.start(one.filled(group, prepared), seconds)
-
     def result() -> list[Any]:
         for one in fused:
             one.spread(group)
@@ -615,7 +623,7 @@ def all_reduce_many(
         fused = [_FusedCall([empty])]
     with group.committed("all_reduce_many"):
         if async_op:
-            return group.watch((arrays, fused), result, [functools.partial(start, one) for one in fused])
+            return group.together([group.start(one.filled(group, prepared), seconds) for one in fused], result)
         first = group.reserve(len(fused))
         for i, one in enumerate(fused):
             group.run(one.filled(group, prepared), seconds, first + i)

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -31,160 +31,78 @@ _LINES_KEPT = 1024
 
 Array = np.ndarray[Any, Any]
 
-
-_forks = 0  # how many forks lie between the first process and this one
-
-
-def _in_child() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-class Pending(Protocol):
-    """What a Work waits for: a call on the worker's thread, or a thread of Python's."""
-
-    def done(self) -> bool: ...
-
-    def wait(self, timeout_s: float, /) -> bool:
-        """Whether it has ended in that time. Raises its error if it has."""
-        ...
-
-    def check(self) -> None:
-        """Raise its error, if it has ended with one."""
-        ...
+Work = _core.Work
 
 
 class _Beside:
     """A function on a thread of its own."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, group: Group, function: Callable[[], Any]) -> None:
         self.result: Any = None
+        self._group = group
         self._function = function
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        self._process = os.getpid()
         threading.Thread(target=self._run, name="mscomm-call", daemon=True).start()  # Group.drain waits for it
 
     def _run(self) -> None:
         try:
             self.result = self._function()
-        except BaseException as error:  # raised by check()
+        except BaseException as error:  # raised by ends_within()
             self._error = error
         self._ended.set()
 
     def done(self) -> bool:
+        if self._process != os.getpid():
+            raise RuntimeError("mscomm: this call was made by the process that forked this one")
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float, /) -> bool:
-        ended = self._ended.wait(None if timeout_s > threading.TIMEOUT_MAX else timeout_s)
-        self.check()
+    def ends_within(self, timeout_s: float, /) -> bool:
+        ended = self.done() or self._ended.wait(None if timeout_s > threading.TIMEOUT_MAX else timeout_s)
+        if self._error is not None:
+            self._group.raise_cause(self._error)
         return ended
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def exception(self) -> BaseException | None:
+        return self._group.cause_of(self._error) if self.done() and self._error is not None else None
 
 
-class _Enqueued:
-    """A call on the device: it has been enqueued, on a stream of the group's own."""
+class _Several(Work):
+    """A call that consists of several, or whose result is made in Python."""
 
-    def __init__(self, group: Group, work: _core.Work, current: Callable[[], int]) -> None:
-        self.done, self.wait, self.check = work.done, work.wait, work.check
-        self._group, self._number, self._current = group, work.number, current
-
-    def join(self) -> None:
-        """Make later work on the current stream wait for this call."""
-        self._group.core.order(self._number, self._current())
-
-
-class Work:
-    """A call that runs beside the caller, from `async_op=True`.
-
-    It keeps x and out alive. Do not touch them until it has ended; out is complete when wait() has returned. If it is
-    dropped before somebody waited, the next call on the group raises its error.
-
-    For arrays on a device, wait() returns at once. Work enqueued later on the library's current stream sees a complete
-    out. With a timeout, wait() returns when the device is done.
-
-    >>> work = mscomm.all_reduce(x, async_op=True)
-    >>> y = work.wait()
-    """
-
-    __slots__ = ("__weakref__", "_forks", "_group", "_keeps", "_parts", "_result", "_starting", "_value")
-
-    def __init__(
-        self, group: Group, keeps: Any, result: Callable[[], Any], parts: tuple[Pending, ...], starting: bool = False
-    ) -> None:
+    def __init__(self, group: Group, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> None:
+        super().__init__()
         self._group = group
-        self._forks = _forks
         self._parts = parts
-        self._starting = starting  # more parts may come
-        self._keeps = keeps
         self._result: Callable[[], Any] | None = result
         self._value: Any = None  # what result returned
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
-        """The call's result. Raises the call's error; TimeoutError if it has not ended in time: then it goes on.
-
-        timeout: seconds or a timedelta; None waits as long as the call takes.
-        """
-        deadline = None if timeout is None else Deadline(seconds_of(timeout))
-        self._check_process()
-        group = self._group
-        try:
-            for part in self._parts:
-                if deadline is not None:
-                    if not part.wait(deadline.rest()):
-                        raise TimeoutError(
-                            f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on"
-                        )
-                elif isinstance(part, _Enqueued):
-                    part.join()
-                else:
-                    part.wait(math.inf)
-        except Error as symptom:
-            group.fail(symptom)
-        if group._traced is not None:
-            group.ended()
+        deadline = Deadline(math.inf if timeout is None else seconds_of(timeout))
+        for part in self._parts:
+            if timeout is None and isinstance(part, Work):
+                part.wait()
+            elif not part.ends_within(deadline.rest()):
+                raise TimeoutError(f"Work.wait: the call has not ended within {deadline.seconds:g} s; it goes on")
         if self._result is not None:
-            with group.collecting:  # of two threads that wait, one copies the result out
+            with self._group.collecting:  # of two threads that wait, one makes the result
                 result, self._result = self._result, None
                 try:
                     self._value = self._value if result is None else result()
                 except BaseException:
                     self._result = result
                     raise
-        if self.done():  # a device may still be reading x, whose library would use its memory again
-            self._keeps = None
-            group._running.discard(self)
         return self._value
 
-    def _check_process(self) -> None:
-        if self._forks != _forks:
-            raise RuntimeError("mscomm: this call was made by the process that forked this one")
-
     def done(self) -> bool:
-        """Whether the call has ended, well or not."""
-        self._check_process()
-        return not self._starting and all(part.done() for part in self._parts)
+        return all(part.done() for part in self._parts)
 
     is_completed = done
 
     def exception(self) -> BaseException | None:
-        """The error of a call that has ended; None if it ended well, or has not ended yet."""
-        self._check_process()
-        for part in self._parts:
-            if part.done():
-                try:
-                    part.check()
-                except Error as symptom:
-                    self._group.raised = True
-                    return self._group.settle(symptom)
-                except BaseException as error:  # of an uneven call's allocation: the group has been told
-                    return error
-        return None
+        errors = (part.exception() for part in self._parts)
+        return next((error for error in errors if error is not None), None)
 
 
 class Group:
@@ -214,7 +132,7 @@ class Group:
         self.raised = False  # the user has seen the failure
         self._cause: Error | None = None  # what every call raises from now on
         self._lines: dict[int, str] | None = {} if self.record_dir else None  # by call number
-        self._running: set[Work] = set()  # started calls that nobody has seen the end of
+        self._beside: list[_Beside] = []  # some may have ended
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
@@ -223,13 +141,11 @@ class Group:
         self.call = founded.core.make_call(
             weakref.ref(self),  # the garbage collector does not see what the core's function refers to
             self.timeout_s,
-            self._running,
             plain_types,
             mine.name if mine else "",
             mine.device if mine else -1,
             self._lines is not None or self._traced is not None,
         )
-        self._interrupted_starts: list[Any] = []  # what they keep alive
         self.buckets: list[Array] = []  # of fused calls, kept from one to the next
         self._message_links = MessageLinks(epoch, self.core, id, self.ranks)
         if self.member:
@@ -238,7 +154,6 @@ class Group:
     def leave(self) -> None:
         """End this rank's part; the memory that it lent goes back when all have ended theirs."""
         self.core.close()
-        self._running.clear()  # these refer to this group, which the garbage collector does not see in the core
         if self._traced is not None:
             self._trace()
         log.info(f"group {self.name} ({self.id}): ended on this rank, after {self.core.where()[0]} calls")
@@ -255,24 +170,6 @@ class Group:
         return f"<mscomm.Group {self.name}: rank {self.rank} of {self.size}>"
 
     # -- calls
-
-    def begin(self, call: _core.Call, seconds: float) -> Work:
-        """Start the call; a Work of it."""
-        return self.watch(call, call.result, [lambda: self.start(call, seconds)])
-
-    def begun(self, call: _core.Call, started: _core.Work) -> Work:
-        """The Work of a call that the core has started."""
-        work = Work(self, call, call.result, (self._started(call, started),))
-        if self._running:
-            self.forget_ended()
-        self._running.add(work)
-        return work
-
-    def _started(self, call: _core.Call, started: _core.Work) -> Pending:
-        if self._lines is not None:
-            self._note_line(started.number)
-        there = call.there
-        return started if there is None else _Enqueued(self, started, there.current)
 
     def call_after(
         self,
@@ -316,9 +213,10 @@ class Group:
         with self.committed(f"{function} #{first}"):
             if on_device:
                 call, result = second()
-                return self.watch((call, then), result, [lambda: self.start(call, left(), first + 1)])
-            beside = _Beside(both)
-        return self.watch((head, then), lambda: beside.result, [lambda: beside])
+                return self.together([self.start(call, left(), first + 1)], result)
+            beside = _Beside(self, both)
+        self._beside = [one for one in self._beside if not one.done()] + [beside]
+        return self.together([beside], lambda: beside.result)
 
     def check_device(self, function: str, argument: str, there: OnDevice) -> None:
         """TypeError unless the array is on the device with which this rank has joined."""
@@ -367,51 +265,25 @@ class Group:
 
     def run(self, call: _core.Call, seconds: float, number: int = 0) -> None:
         """One collective call; every failure becomes the group's first cause here. number: reserved, 0: the next."""
-        if self._running:
-            self.forget_ended()
         number = number or self.next_number()
         with self.failing():
             self.core.run(call, seconds, number)
         self.ended()
 
-    def start(self, call: _core.Call, seconds: float, number: int = 0) -> Pending:
-        """Like run(), on the group's worker thread or beside the device's stream. `watch` then keeps the arrays."""
-        try:
-            return self._started(call, self.core.start(call, seconds, number))
-        except Error as symptom:
-            self.fail(symptom)
+    def start(self, call: _core.Call, seconds: float, number: int = 0) -> Work:
+        """Like run(), on the group's worker thread or beside the device's stream. The core keeps the arrays alive."""
+        return self.core.start(call, seconds, number)
 
-    def watch(self, keeps: Any, result: Callable[[], Any], starts: Iterable[Callable[[], Pending]]) -> Work:
-        """The user's handle of the parts that are started here.
-
-        What it keeps, and what result refers to, lives until they have ended, also if the user drops it, or if a later
-        part cannot be started.
-        """
-        work = Work(self, keeps, result, (), starting=True)
-        self.forget_ended()
-        self._running.add(work)
-        try:
-            for start in starts:
-                work._parts += (start(),)
-        except BaseException:
-            self._interrupted_starts.append((keeps, result))  # what was started last may not be among the parts
-            raise
-        finally:
-            work._starting = False
-        return work
-
-    def forget_ended(self) -> None:
-        """Let go of the started calls that have ended."""
-        for work in tuple(self._running):
-            if work.done():
-                self._running.discard(work)
+    def together(self, parts: Sequence[Work | _Beside], result: Callable[[], Any]) -> Work:
+        """A Work of several parts. result() makes what its wait() returns."""
+        return _Several(self, parts, result)
 
     def drain(self) -> None:
         """Wait until the calls that nobody waits for have ended. The group remembers how they ended."""
-        for work in tuple(self._running):
-            while not work.done():
+        for one in self._beside:
+            while not one.done():
                 time.sleep(0.001)
-        self.core.drain()  # of calls on the device, also those that were enqueued by a caller
+        self.core.drain()
 
     def _interrupted(self, error: BaseException) -> None:
         """A signal handler raised `error`. The group is broken, the other ranks learn why, and `error` goes on."""
@@ -460,14 +332,12 @@ class Group:
         with self.failing():
             return self.core.sendrecv(*sending, *receiving, seconds, self._reach(peer, tag, x, seconds))
 
-    def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> _core.Work:
-        """Start a send beside the caller; `watch` makes the user's handle of it. The first one to a peer waits for the
-        link to that peer.
-        """
+    def start_send(self, peer: int, tag: int, dtype: int, x: Array, seconds: float) -> Work:
+        """Start a send beside the caller. The first one to a peer waits for the link to that peer."""
         with self.failing():
             return self.core.start_send(peer, tag, dtype, x, seconds, self._reach(peer, tag, x, seconds))
 
-    def start_recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> _core.Work:
+    def start_recv(self, peer: int, tag: int, dtype: int, out: Array, seconds: float) -> Work:
         with self.failing():
             return self.core.start_recv(peer, tag, dtype, out, seconds, 0.0)
 
@@ -526,6 +396,24 @@ class Group:
         """Raise what the user gets for what a call has raised."""
         with self.failing():
             raise error
+
+    def raise_cause(self, error: BaseException) -> NoReturn:
+        """Raise what the user gets for the error of a call that ran beside the caller."""
+        if isinstance(error, Error):
+            self.fail(error)
+        raise error
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What raise_cause() would raise."""
+        if not isinstance(error, Error):
+            return error
+        self.raised = True
+        return self.settle(error)
+
+    def noted(self, number: int) -> None:
+        """A call of that number has been started."""
+        if self._lines is not None:
+            self._note_line(number)
 
     def ended(self) -> None:
         """A call has ended."""

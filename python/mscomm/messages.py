@@ -104,7 +104,7 @@ def send(
     if not async_op:
         group.send(*sending, seconds)
         return None
-    return group.watch(sending, lambda: None, [lambda: group.start_send(*sending, seconds)])
+    return group.start_send(*sending, seconds)
 
 
 def recv(
@@ -144,18 +144,14 @@ def recv(
     seconds = group.seconds(timeout)
     if not async_op:
         return receiving.result(group.recv(*receiving.message, seconds))
-    works: list[_core.Work] = []
-
-    def start() -> _core.Work:
-        works.append(group.start_recv(*receiving.message, seconds))
-        return works[0]
+    work = group.start_recv(*receiving.message, seconds)
 
     def result() -> Any:
-        matched = works[0].matched()
+        matched = work.matched()
         assert matched is not None
         return receiving.result(matched)
 
-    return group.watch(receiving, result, [start])
+    return group.together([work], result)
 
 
 def sendrecv(
