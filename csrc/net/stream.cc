@@ -29,8 +29,8 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
     close(fd_);
     throw system_error("fcntl of the link to " + peer_, cause);
   }
-  // Keeps unsent data here rather than in the kernel, so that a rank that sends to several peers decides what goes first. A unix
-  // socket has no such option; the error is ignored.
+  // This keeps unsent data in this process rather than in the kernel, so that a rank that sends to several peers decides whose
+  // data goes first. Unix sockets do not have the option, so an error is ignored.
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
@@ -55,17 +55,20 @@ size_t Stream::receive(void* data, size_t bytes) {
 
 bool Stream::waits_for_reader() const {
   int unacknowledged = 0, unsent = 0;
-  // In this order: what is acknowledged or sent in between makes bytes that are on the way look like more, never like none.
+  // The bytes on the way are unacknowledged - unsent. Ask for unacknowledged first: bytes that are sent or acknowledged between
+  // the two calls then make this difference too large, but never zero by mistake.
   if (ioctl(fd_, SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd_, SIOCOUTQNSD, &unsent) < 0) return true;
   return unsent > 0 && unacknowledged == unsent;
 }
 
 void Stream::deliver(const Deadline& deadline) {
-  // On a unix socket, sent data is in the receiver's queue already, but counts as unsent until the receiver has read it.
+  // On a unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The kernel counts it as
+  // unsent until the receiver has read it.
   int domain = 0;
   socklen_t length = sizeof domain;
   if (getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain == AF_UNIX) return;
-  // Closing with unread bytes would make the kernel drop what we sent, so read until the peer's kernel has all of it.
+  // If we closed the socket while received bytes are unread, the kernel would drop what we sent. So read until the peer's kernel
+  // has all of our data.
   char scrap[4096];
   try {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {
@@ -76,7 +79,7 @@ void Stream::deliver(const Deadline& deadline) {
       poll(&one, 1, 1);
     }
   } catch (const Broken&) {
-    // The other side has ended too: nothing more to deliver.
+    // The peer has closed the link, too, so there is nothing left to deliver.
   }
 }
 

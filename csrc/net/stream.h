@@ -1,5 +1,5 @@
-// Bytes over one connected, authenticated, non-blocking socket. TLS will be a second kind of Stream: the mesh moves bytes only
-// through send and receive.
+// A Stream moves bytes over one connected, authenticated, non-blocking socket. TLS can be added as a second kind of Stream,
+// because the mesh moves bytes only through send and receive.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace mscomm {
 
 class Stream {
  public:
-  // Takes ownership of the descriptor. peer names the other end in error texts: "rank 3 (10.0.0.7:41022)".
+  // Takes ownership of the descriptor. peer: the name of the other end in error messages, such as "rank 3 (10.0.0.7:41022)".
   Stream(int fd, std::string peer);
   ~Stream();
   Stream(Stream&& other) noexcept : fd_(std::exchange(other.fd_, -1)), peer_(std::move(other.peer_)) {}
@@ -21,16 +21,18 @@ class Stream {
   int fd() const { return fd_; }
   const std::string& peer() const { return peer_; }
 
-  // Move as many bytes as possible without waiting, and return how many, possibly 0. Throw Broken when the link has ended.
+  // These two move as many bytes as possible without waiting, and return that number, which may be 0. They throw Broken if the
+  // link has ended.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
-  // Whether the kernel holds bytes for a reader that takes none, so that nothing is on the way to the other host. Always true on
-  // a unix socket, which has no wire.
+  // Whether the kernel holds unsent bytes only because the peer does not read, so that no bytes are on the wire. Always true on a
+  // unix socket, which has no wire.
   bool waits_for_reader() const;
-  // To be called after the sending side was shut down. Waits until the other side's kernel has all that was sent, so that closing
-  // loses none of it, or until the link or the time ends. Drops what it receives.
+  // Call this after shutting down the sending side of the socket. It waits until the peer's kernel has all sent bytes, so that
+  // closing the socket loses none of them. It stops earlier if the link ends or the deadline passes. It drops the bytes that it
+  // receives.
   void deliver(const Deadline& deadline);
-  // Ends the link in both directions, for both sides, and wakes a thread that polls it.
+  // Ends the link in both directions, so that both sides notice. Wakes a thread that polls the socket.
   void shut_down() const;
 
   struct Broken {
