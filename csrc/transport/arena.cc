@@ -22,7 +22,7 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
     populate(control_.staging(rank), 2 * tiny_bytes);
     pulls_.introduce();
   } catch (...) {
-    control_.common().closed.fetch_add(1);  // because there will be no destructor to do it
+    control_.common().closed.fetch_add(1);  // the destructor would do this, but does not run after an exception here
     throw;
   }
 }
@@ -43,7 +43,7 @@ void Arena::abandon(Heap& heap, uint64_t control, int size) {
   try {
     populate(&common, sizeof common);
   } catch (const Error&) {
-    return;  // no memory even for that: the range is never used again
+    return;  // no memory even for this one page: the range is never used again
   }
   common.closed.fetch_add(1);
   release(heap, control, size);

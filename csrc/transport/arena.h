@@ -1,7 +1,7 @@
-// The arena: what the ranks of one host share for one group. In a call each rank posts what it does, and they keep in step by
-// the rounds of the gate.
+// An arena is the memory that a group's ranks on one host share. At the start of a call each rank posts which call it makes. The
+// rounds of the gate then keep the ranks in step.
 //
-// docs/design/0001-call.md describes the protocol, and which rank may touch what in which state.
+// docs/design/0001-call.md describes the protocol, and which rank may touch which memory in which state.
 #pragma once
 
 #include <unistd.h>
@@ -22,66 +22,70 @@ namespace mscomm {
 
 class Arena {
  public:
-  // ranks: those of the group on this host, as ranks of the job. rank: this rank's place among them. control: the offset of the
-  // control memory in the lowest rank's heap. spin: whether the host has a CPU for each rank; the same on all ranks.
+  // ranks: the group's ranks on this host, by their numbers in the job. rank: this rank's index in `ranks`. control: the offset
+  // of the control memory in the lowest rank's heap. spin: whether the host has a CPU for each rank; it is the same on all ranks.
   Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uint64_t control, bool spin);
-  // Tells the others that this rank no longer looks at the control memory.
+  // Tells the other ranks that this rank no longer looks at the control memory.
   ~Arena();
 
-  // The lowest rank calls these three, the first before any rank makes an Arena there. Reserves control memory for a group of
-  // that size, ready for use, and returns its offset.
+  // Only the lowest rank calls reserve(), release() and abandon(). reserve() comes before any rank makes an Arena. It reserves
+  // zero-filled control memory for a group of `size` ranks, and returns its offset.
   static uint64_t reserve(Heap& heap, int size);
-  // The memory is used again when all arenas there are gone. It is never used again if one of them stays, because a late rank may
-  // still look at it.
+  // Lets the heap use the memory again after all ranks have destroyed their Arenas in it. If one rank never does, the memory is
+  // never used again, because that rank may wake late and look at it.
   static void release(Heap& heap, uint64_t control, int size);
-  // release() by a rank that made no Arena there, although the others may have made theirs.
+  // Replaces release() on a lowest rank that made no Arena itself, although the other ranks may have made theirs.
   static void abandon(Heap& heap, uint64_t control, int size);
 
   int rank() const { return rank_; }
   int size() const { return control_.size(); }
 
-  // State ENTERED: tells the others about this call, and offers them x and out, if they are in the heap and not small. The first
-  // round must follow.
+  // Enters the state ENTERED: tells the other ranks about this call, and offers them x and out if these are in the heap and not
+  // small. The first round of the call must follow.
   void post(const Call& call, Pulled pulled = Pulled::nothing);
-  // To be called after that round: whether all ranks posted the same signature.
+  // Whether all ranks posted the same signature. Valid after the first round.
   bool agreed() const;
-  // To be called when the group is broken: takes what was offered for the call out of the others' reach. Throws if that fails for
-  // some of it; then no later call offers anything.
+  // Call this when the group is broken. It makes the arrays that the call offered unreachable for the other ranks. If that fails
+  // for an array, withdraw() throws, and no later call offers any array.
   void withdraw(const Call& call);
-  // What that rank posted for the current call. Valid after the first round, until this rank's next call.
+  // What the given rank posted for the current call. Valid from the first round until this rank's next call.
   const Post& posted(int rank) const { return control_.slot(rank).post[parity_]; }
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait) { gate_.round(wait); }
-  // Ranks that have not arrived in the current round.
+  // The ranks that have not arrived at the current round.
   std::vector<int> missing() const { return gate_.missing(); }
-  // Wakes every rank that sleeps in this arena, so that it looks around.
+  // Wakes every rank that sleeps in this arena, so that it calls look().
   void ring() const { gate_.ring(); }
 
-  // Arrays of at most so many bytes are not offered: copying them costs less than another round, the more so if there are more
-  // ranks than CPUs, so that each round waits for the scheduler.
+  // Arrays of at most this many bytes are not offered to other ranks, because copying them takes less time than another round.
+  // The limit is higher if there are more ranks than CPUs, because each round then waits for the scheduler.
   size_t unoffered_bytes() const { return spin_ ? unshared_bytes : 2 * unshared_bytes; }
-  // Where that rank's message of the current call lies, if no rank's message is larger than `bytes`, at most tiny_bytes. Each
-  // rank writes its own before the first round. All may be read after it, until the next round.
+  // The buffer for the given rank's tiny message of the current call. bytes: the size of the largest message of all ranks, at
+  // most tiny_bytes. Each rank writes its own message before the first round. After that round all ranks may read it, until the
+  // next round.
   char* tiny(int rank, size_t bytes) const {
     return bytes <= inline_bytes ? first_line(rank).data : control_.staging(rank) + parity_ * tiny_bytes;
   }
-  // That rank's staging chunk for a step; steps are counted since the group was made. Step + chunks uses the same memory.
+  // The given rank's staging chunk for a step. Steps are counted from the group's creation. Steps s and s + chunks use the same
+  // memory.
   char* chunk(int rank, uint64_t step) const { return control_.staging(rank) + 2 * tiny_bytes + (step % chunks) * chunk_bytes; }
-  // Steps taken so far. A call that used n chunks of each rank adds n, on all ranks.
+  // The number of steps so far. After a call that used n chunks of each rank, every rank adds n.
   uint64_t& steps() { return steps_; }
 
-  // Whether each rank can read the memory of every other one (process_vm_readv). All ranks must call it at the same point of a
-  // call, after the first round, because the first time they try it, which takes a round.
+  // Whether each rank can read the memory of every other rank by process_vm_readv. The first call of this function tries it,
+  // which takes a round. So all ranks must call the function at the same point of a collective call, after that call's first
+  // round.
   bool can_pull(const Wait& wait) { return pulls_.possible(gate_, wait); }
-  // What can_pull has found; false before that.
+  // The result of can_pull(); false before its first call.
   bool pulls() const { return pulls_.known_possible(); }
-  // Copies so many bytes from that address in that rank's process.
+  // Copies `bytes` bytes at `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {
     pulls_.pull(rank, address, to, bytes, wait);
   }
 
-  // That rank's memory at an offset that it posted. Checks that the bytes from there on lie in its heap. nullptr: not_in_heap.
+  // The address of the given rank's memory at an offset that it posted; nullptr if the offset is not_in_heap. Throws if the bytes
+  // from there on are not all in that rank's heap.
   char* at(int rank, uint64_t offset, size_t bytes) const {
     return offset == not_in_heap ? nullptr : heaps_->at(ranks_[rank], offset, bytes);
   }
@@ -101,10 +105,10 @@ class Arena {
   const bool spin_;
   Gate gate_;
   Pulls pulls_;
-  uint64_t first_round_ = 0;  // of the current call
+  uint64_t first_round_ = 0;  // the first round of the current call
   uint64_t steps_ = 0;
   unsigned parity_ = 0;
-  const int owner_ = getpid();  // a forked child has the mapping, but is not a rank
+  const int owner_ = getpid();  // this rank's process id; a forked child has the mapping, too, but is not a rank
 };
 
 }  // namespace mscomm

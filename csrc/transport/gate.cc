@@ -13,14 +13,14 @@ namespace mscomm {
 
 namespace {
 
-// How long a waiter stays awake before it sleeps. See docs/performance.md.
+// How long a waiting rank polls before it sleeps. See "Waiting" in docs/performance.md.
 constexpr std::chrono::microseconds awake{100};
-// With more ranks than CPUs a yield can be in vain: a rank that has had less than its share of the CPU gets it back at once, or
-// keeps it to the end of its time slice, while the rank that all wait for cannot run. Such a rank sleeps after it has yielded in
-// vain for as long as a sleep and its wake take.
+// With more ranks than CPUs, a yield can be in vain: if a rank has had less than its share of the CPU, or its time slice is not
+// over, the kernel gives the CPU back to it at once. Meanwhile the rank that all others wait for cannot run. So a rank sleeps
+// after its yields in vain have taken as long as a sleep and a wake take.
 constexpr std::chrono::microseconds as_long_as_a_sleep{5};
-constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that returns sooner than that was in vain
-constexpr int polls_a_turn = 64;                        // about a microsecond: most partners of a small call arrive within it
+constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that takes less time than two context switches was in vain
+constexpr int polls_a_turn = 64;  // they take about a microsecond, in which most peers of a small call arrive
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ void pause_briefly() {
 #endif
 }
 
-// Shared between processes, so without FUTEX_PRIVATE_FLAG.
+// The word is shared between processes, so FUTEX_PRIVATE_FLAG must not be set.
 long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout = nullptr) {
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
@@ -40,18 +40,18 @@ long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, con
 void Gate::round(const Wait& wait) {
   round_++;
   here_ = 0;
-  // seq_cst here, in open() and for the sleepers: if one rank arrives while another goes to sleep, at least one of them sees the
-  // other.
+  // This store, the loads in open() and all accesses to the count of sleepers are seq_cst. So if one rank arrives while another
+  // goes to sleep, at least one of the two sees the other.
   control_.slot(rank_).lines[round_ & 1].arrived.store(round_);
   if (open()) {
     if (control_.common().gate.sleepers.load() > 0) ring();
     return;
   }
-  // Between polls this rank yields its CPU to the others. It does so even if there is a CPU for each rank, because the kernel may
-  // have put two ranks on one.
+  // Between polls this rank yields its CPU to other ranks, even if there is a CPU for each rank, because the kernel may have put
+  // two ranks on one CPU.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
-  Clock::duration in_vain{};  // how long the last yields took, in which nobody else got the CPU
+  Clock::duration in_vain{};  // the total time of the latest yields that were in vain
   while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
       if (open()) return;
@@ -80,7 +80,7 @@ void Gate::sleep(const Wait& wait) {
   auto& [bell, sleepers] = control_.common().gate;
   const timespec longest{wait.sleep_ms / 1000, wait.sleep_ms % 1000 * 1'000'000};
   while (!open()) {
-    const uint32_t rung = bell.load();  // first, so that a ring after this line ends the sleep
+    const uint32_t rung = bell.load();  // load the bell first, so that a ring() after this line ends the sleep
     wait.look({[this] { return missing(); }, true});
     sleepers.fetch_add(1);
     if (!open()) futex(bell, FUTEX_WAIT, rung, &longest);

@@ -1,4 +1,4 @@
-// The gate of an arena, where its ranks wait for each other in rounds.
+// The ranks of an arena wait for each other at its gate, in rounds.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@ namespace mscomm {
 
 class Gate {
  public:
-  // spin: whether the host has a CPU for each rank; the same on all ranks.
+  // spin: whether the host has a CPU for each rank; it is the same on all ranks.
   Gate(const Control& control, int rank, bool spin) : control_(control), rank_(rank), spin_(spin), parting_(control, rank) {}
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait);
-  // The round that this rank arrived at last.
+  // The last round at which this rank arrived.
   uint64_t last_round() const { return round_; }
-  // Ranks that have not arrived in that round.
+  // The ranks that have not arrived at this rank's last round.
   std::vector<int> missing() const;
-  // Wakes every rank that sleeps at the gate, so that it looks around.
+  // Wakes every rank that sleeps at the gate, so that it calls look().
   void ring() const;
   uint64_t partings() const { return parting_.number(); }
 
  private:
-  // Whether all have arrived in the current round.
+  // Whether all ranks have arrived at the current round.
   bool open();
   void sleep(const Wait& wait);
 
@@ -34,7 +34,7 @@ class Gate {
   const int rank_;
   const bool spin_;
   uint64_t round_ = 0;
-  int here_ = 0;  // all ranks below this number are known to have arrived in the current round
+  int here_ = 0;  // all ranks below this number are known to have arrived at the current round
   Parting parting_;
 };
 

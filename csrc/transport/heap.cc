@@ -35,7 +35,7 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    populate(memory, need);  // without the mutex, which calls need to look up their arrays: it takes long
+    populate(memory, need);  // takes long, so the mutex is not held: calls need it to look up their arrays
   } catch (...) {
     release(memory);
     throw;
@@ -54,9 +54,9 @@ void Heap::release(void* memory) {
     const uint64_t bytes = found->second.bytes;
     split(offset, offset + bytes, shared, withdrawn);
     used_.erase(found);
-    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays or control memory may be next here
+    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays or control memory may use these pages next
   }
-  // This takes long, so the mutex is not held. The range is neither used nor free now, so nobody else touches it.
+  // This takes long, so the mutex is not held. The range is neither in used_ nor in free_ now, so no other thread touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
   for (const auto& [begin, end] : shared) give_pages_back(begin, end);
   const std::lock_guard lock(mutex_);
@@ -70,7 +70,7 @@ uint64_t Heap::reserve(size_t bytes) {
     const auto found = reserved_.find(one.offset);
     const uint64_t end = one.offset + found->second;
     reserved_.erase(found);
-    give_pages_back(one.offset, end);  // takes little time: only the part that was used has pages
+    give_pages_back(one.offset, end);  // takes little time, because only the part that was used has pages
     give(one.offset, end);
     return true;
   });
@@ -78,7 +78,7 @@ uint64_t Heap::reserve(size_t bytes) {
   const uint64_t need = round_up(std::max<uint64_t>(bytes, give_back_from), page);
   const auto start = take(need, page);
   if (!start) throw Error("MemoryError", "no room for a group's control memory in the shared heap");
-  // Small arrays may have left their contents here.
+  // Small arrays may have left their contents in this range, so clear it.
   if (madvise(mapping_.begin() + *start, need, MADV_REMOVE) < 0) std::memset(mapping_.begin() + *start, 0, need);
   reserved_[*start] = need;
   return *start;
@@ -101,7 +101,7 @@ std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
   return std::nullopt;
 }
 
-// Splits a range into what is shared and what was withdrawn. Peers do not see withdrawn pages, so these are not used again.
+// Splits a range into its shared and its withdrawn parts. Withdrawn pages are never used again, because peers do not see them.
 void Heap::split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const {
   for (const auto& [first, last] : withdrawn_) {
     if (end <= first || last <= begin) continue;
@@ -149,7 +149,7 @@ std::optional<uint64_t> Heap::exclusive(const void* memory, size_t bytes) const 
   if (after == used_.begin()) return std::nullopt;
   const auto& [start, room] = *std::prev(after);
   const uint64_t end = offset + bytes, last = start + room.asked;
-  const bool to_the_end = end == last && (start + room.bytes) % page == 0;  // then the rest of the last page is unused
+  const bool to_the_end = end == last && (start + room.bytes) % page == 0;  // if so, nothing else is on the last page
   return offset % page == 0 && end <= last && (end % page == 0 || to_the_end) ? std::optional(offset) : std::nullopt;
 }
 

@@ -16,8 +16,8 @@ namespace mscomm {
 
 namespace {
 
-constexpr size_t piece_bytes = 256u << 10;  // at most in one system call, during which mutex_ is held
-constexpr int messages_a_turn = 64;         // at most read from one link before the other links get their turn
+constexpr size_t piece_bytes = 256u << 10;  // the most bytes that one system call moves; mutex_ is held meanwhile
+constexpr int messages_a_turn = 64;         // the most messages that are read from one link before the other links' turn
 
 using Kind = Envelope::Kind;
 
@@ -25,7 +25,7 @@ size_t payload_bytes(const Envelope& envelope) {
   return envelope.kind == Kind::announce ? 0 : envelope.count * size_of(envelope.dtype);
 }
 
-// How much of the eager window a whole message takes.
+// How many bytes of the eager window a whole message uses.
 size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
 
 void end_stream(const std::optional<Stream>& stream) {
@@ -53,7 +53,7 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
 }
 
 Mailbox::~Mailbox() {
-  if (wake_fd_ < 0) return;  // closed; in a forked child the copy of the mutex may be locked for ever
+  if (wake_fd_ < 0) return;  // already closed, or a forked child, whose copy of the mutex may be locked for ever
   shut_down();
   stop_thread();
   ::close(wake_fd_);
@@ -89,7 +89,7 @@ void Mailbox::check_peer(int peer) const {
 
 std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes) {
   check_peer(peer);
-  // A send only reads; Transfer has one pointer for both directions.
+  // Transfer has one pointer for both directions; a send only reads from it.
   auto send = std::make_shared<Transfer>(true, peer, tag, dtype, const_cast<char*>(static_cast<const char*>(data)), bytes);
   const auto lock = enter();
   if (shut_) {
@@ -125,7 +125,7 @@ std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype
     finish(recv, shut_);
     return recv;
   }
-  // Find the first message that fits.
+  // Find the first message that this recv accepts.
   int source = any_source;
   std::deque<Unexpected>::iterator early;
   for (int from = 0; static_cast<size_t>(from) < ranks_.size(); from++) {
@@ -179,7 +179,7 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, const Wait& wait) 
     changed_->notify_all();
     throw;
   }
-  changed_->notify_all();  // another thread may drive now
+  changed_->notify_all();  // another thread may become the driver now
   if (transfer->error_) throw *transfer->error_;
 }
 
@@ -196,22 +196,23 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
   detaching_->notify_one();
   if (!done) return;
-  // The transfer ended before it was in the list. The mailbox's own thread may be waiting for other transfers, or driving them.
+  // The transfer had ended before it was put into the list, so wake the mailbox's own thread, which may be waiting for other
+  // transfers.
   wake_driver();
   changed_->notify_all();
 }
 
-// The mailbox's own thread. An exception that left it would end the process.
+// The main function of the mailbox's own thread. It catches all exceptions, because one that left it would end the process.
 void Mailbox::serve() {
   while (true) try {
       return serve_detached();
     } catch (...) {
-      // Most likely there was no memory to handle an error. All transfers end now, and their waiters are told.
+      // Most likely there was no memory to handle an error. End all transfers, and wake the threads that wait for them.
       shut_down(Error("Error", "the thread for messages failed: out of memory?"));
     }
 }
 
-// Waits for the transfers that nobody else waits for.
+// Waits for the detached transfers, for which no other thread waits.
 void Mailbox::serve_detached() {
   std::unique_lock lock(mutex_);
   auto looked = Clock::now();
@@ -232,7 +233,7 @@ void Mailbox::serve_detached() {
     }
     if (stopping_) return;
     if (detached_.empty()) {
-      changed_->notify_all();  // another thread may drive now
+      changed_->notify_all();  // another thread may become the driver now
       detaching_->wait(lock, [this] { return stopping_ || !detached_.empty(); });
       looked = Clock::now();
       continue;
@@ -261,7 +262,7 @@ void Mailbox::serve_detached() {
   }
 }
 
-// --- the end ---
+// --- ending the mailbox ---
 
 void Mailbox::shut_down() { shut_down(Error("Aborted", "the group's links for messages were shut down")); }
 
@@ -297,7 +298,7 @@ void Mailbox::close(double timeout_s) {
       link.stream.reset();
     }
     for (Incoming& link : incoming_) link.stream.reset();
-    // There is no driver any more.
+    // There is no driver any more, so no thread polls this descriptor.
     if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
   for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
@@ -321,8 +322,8 @@ void Mailbox::close_descriptors() {
   for (Outgoing& link : outgoing_) link.stream.reset();
   for (Incoming& link : incoming_) link.stream.reset();
   ::close(std::exchange(wake_fd_, -1));
-  // These are the parent's: a thread that does not exist here, and condition variables whose destructors would wait for the
-  // parent's waiters.
+  // Leak these copies. The thread does not exist in the child, and the destructors of the condition variables would wait for
+  // threads of the parent.
   (void)thread_.release();
   (void)changed_.release();
   (void)detaching_.release();
@@ -347,7 +348,8 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves what can move now, for all transfers. If nothing can, waits until something may. False: nothing happened meanwhile.
+// Moves the bytes that can move now, for all transfers. If there are none, waits until some can move or another thread wakes this
+// one. Returns false if neither happens within longest_sleep_ms.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();
@@ -374,12 +376,12 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   return ready > 0;
 }
 
-// Waits while another thread drives. False: nothing changed.
+// Waits while another thread is the driver. Returns false if nothing changes within longest_sleep_ms.
 bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
-// The ranks that the transfer waits for. For a recv from any source: all other ranks, or this one if there is no other.
+// The ranks that the transfer waits for. For a recv from any source these are all other ranks, or this rank if there is no other.
 std::vector<int> Mailbox::missing(const Transfer& transfer) const {
   if (transfer.done()) return {};
   const int peer = transfer.matched_peer();
@@ -399,11 +401,11 @@ bool Mailbox::move_some() {
     try {
       moved |= read_some(peer);
       moved |= write_returns(peer);
-      // Credit that came back counts for what is written next.
+      // Read before writing, because credit that comes back lets more messages be sent whole.
       moved |= read_returns(peer);
       moved |= write_some(peer);
     } catch (const std::bad_alloc&) {
-      // A header may lack its payload, or a list may be half changed: these links cannot go on.
+      // The state of the two links may be half changed, such as a header that has no buffer for its payload. So end both.
       const Ending ending{"MemoryError", "out of memory"};
       end_stream(outgoing_[peer].stream);
       end_outgoing(peer, ending);
@@ -546,7 +548,8 @@ bool Mailbox::read_some(int peer) {
   return moved;
 }
 
-// To be called when a header is complete: decides where its payload goes. False: the header is invalid, and the link has ended.
+// Called when a header is complete. Decides where its payload goes. Returns false if the header is invalid; the link has then
+// ended.
 bool Mailbox::open(int peer) {
   Incoming& link = incoming_[peer];
   const Envelope& header = link.inbox;
@@ -589,7 +592,7 @@ bool Mailbox::open(int peer) {
   return true;
 }
 
-// To be called when a payload is complete.
+// Called when a payload is complete. Ends its recv, or keeps the message if there is no recv for it.
 void Mailbox::deliver(int peer) {
   Incoming& link = incoming_[peer];
   link.inbox_got = link.payload_got = 0;
@@ -598,7 +601,7 @@ void Mailbox::deliver(int peer) {
   std::vector<char> kept = std::move(link.kept);
   link.kept.clear();
   if (!recv) {
-    // A recv that fits may have been posted while the payload came.
+    // A matching recv may have been posted while the payload came.
     recv = match(peer, link.inbox);
     if (!recv) {
       keep(peer, link.inbox, std::move(kept));
@@ -610,8 +613,8 @@ void Mailbox::deliver(int peer) {
   finish(recv);
 }
 
-// Takes the recv for this source and tag that was called first, if there is one. A recv that expects another type or size ends
-// with Mismatch, and the next one is tried.
+// Removes and returns the first recv, in the order of calls, that accepts this source and tag; nullptr if there is none. If that
+// recv expects another type or size, it ends with Mismatch, and the next recv is tried.
 std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   auto& from_peer = incoming_[peer].posted;
   const auto first_of = [&](std::deque<Shared>& posted) {
@@ -629,7 +632,7 @@ std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   }
 }
 
-// Matches the recv to the message if both have the same type and size. False: they have not, and the recv ends with Mismatch.
+// Matches the recv to the message if both have the same type and size. Otherwise ends the recv with Mismatch and returns false.
 bool Mailbox::fits(const Shared& recv, int peer, const Envelope& envelope) {
   const uint64_t expected = recv->bytes / size_of(recv->dtype);
   if (recv->dtype == envelope.dtype && expected == envelope.count) {
@@ -657,7 +660,7 @@ void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Returns credit, but not for each message, because credit costs a header.
+// Returns credit to the sender, but only when half of the window is used, because each return costs a header.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;
@@ -678,7 +681,7 @@ bool Mailbox::write_returns(int peer) {
       link.outbox_sent += sent;
       moved = true;
     } catch (const Stream::Broken&) {
-      link.deaf = true;  // what the peer sent before is still to be read, and then the link's end
+      link.deaf = true;  // go on reading what the peer sent before, and then the link's end
       return true;
     }
     if (link.outbox_sent == sizeof(Envelope)) link.outbox.pop_front(), link.outbox_sent = 0;
@@ -686,7 +689,7 @@ bool Mailbox::write_returns(int peer) {
   return moved;
 }
 
-// --- ends ---
+// --- the end of a transfer or a link ---
 
 void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   if (transfer->done()) return;
@@ -695,7 +698,7 @@ void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   finished_ = true;
 }
 
-// To be called when the waiter gives up.
+// Called when the waiter gives up. If the transfer has begun, its link ends, too.
 void Mailbox::drop(const Shared& transfer, const Error& error) {
   if (transfer->done()) return;
   finish(transfer, error);
@@ -732,7 +735,8 @@ void Mailbox::end_incoming(int peer, Ending ending) {
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, recv] : std::exchange(link.cleared, {})) fail(recv);
   for (const Shared& recv : std::exchange(link.posted, {})) fail(recv);
-  // If the peer is lost, others may still send. Any other end may have lost a message that such a recv would have taken.
+  // If the peer is lost, a recv from any source may still get a message from another peer. If the link ended otherwise, a message
+  // for such a recv may be lost, so the recv fails.
   if (link.ended->kind != "PeerLost")
     for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
 }

@@ -18,10 +18,10 @@ namespace mscomm {
 
 namespace {
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-// From linux/mman.h of kernel 5.14; the build machine's headers may be older.
+// MADV_POPULATE_WRITE from linux/mman.h of kernel 5.14; the headers of the build machine may be older.
 constexpr int advise_populate_write = 23;
 
-// The kernel's setting for huge pages in memfds, such as "advise"; empty if the kernel does not tell.
+// The kernel's setting for huge pages in memfds, such as "advise"; empty if it cannot be read.
 std::string shmem_enabled() {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
   std::string word;
@@ -36,8 +36,8 @@ struct Opened {
   std::string about;
 };
 
-// "never" is the kernel's default, so we look for a way around it. "deny" was set by somebody who wants huge pages for no file in
-// memory.
+// "never" is the kernel's default, so we try a tmpfs of our own instead. If the setting is "deny", an administrator wants no huge
+// pages in any file in memory, so we use a memfd with small pages.
 Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);
@@ -53,8 +53,8 @@ Opened open_memory(const char* label, bool own_tmpfs) {
   return {fd, true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
 }
 
-// Whether it is a file in a tmpfs as open_in_own_tmpfs makes it. Its size cannot be sealed, but only ranks of this user have its
-// descriptor, and they could do worse.
+// Whether fd is a file such as open_in_own_tmpfs makes. The size of such a file cannot be sealed. We accept that, because only
+// this user's ranks have its descriptor, and they could kill each other anyway.
 bool own_file_in_tmpfs(int fd, const struct stat& status) {
   struct statfs system{};
   return fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC && status.st_nlink == 0 && status.st_uid == geteuid();
@@ -94,12 +94,12 @@ void populate(void* begin, size_t bytes) {
   const auto first = reinterpret_cast<uintptr_t>(begin) / page * page;
   const auto last = (reinterpret_cast<uintptr_t>(begin) + bytes + page - 1) / page * page;
   if (madvise(reinterpret_cast<void*>(first), last - first, advise_populate_write) == 0) return;
-  if (errno == EINVAL) return;  // before Linux 5.14: pages are allocated when first touched
+  if (errno == EINVAL) return;  // Linux before 5.14 does not know the advice, and allocates pages when they are first touched
   throw Error("MemoryError", "shared memory: cannot have " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
 }
 
 void want_huge_pages(void* begin, size_t bytes, bool wanted) {
-  madvise(begin, bytes, wanted ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a kernel without huge pages refuses, which is fine
+  madvise(begin, bytes, wanted ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // fails on a kernel without huge pages, which is fine
 }
 
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {

@@ -1,4 +1,5 @@
-// Memory that processes of one host share: files in memory, mapped whole, without a name in any file system.
+// Memory that processes of one host share. It is a file in memory that has no name in any file system, and each process maps it
+// as a whole.
 #pragma once
 
 #include <cstddef>
@@ -7,24 +8,26 @@
 
 namespace mscomm {
 
-// Makes memory of that size and returns its descriptor, which is close-on-exec. The memory is sparse: a page is allocated when it
-// is first touched. It is a memfd, sealed against shrinking and growing. If own_tmpfs, and the kernel denies memfds huge pages
-// but allows a tmpfs of our own, it is a file there instead.
+// Makes shared memory of `bytes` bytes and returns its descriptor, which is close-on-exec. The memory is sparse: a page is
+// allocated when it is first touched. It is a memfd that is sealed against shrinking and growing. If own_tmpfs is true, and the
+// kernel's default denies huge pages to memfds but a tmpfs of our own can have them, it is a file in such a tmpfs instead.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
-// Tells which of the two it would be, and whether it has huge pages: "memfd, huge pages (shmem_enabled: advise)".
+// Says which of the two make_memory() would make, and whether it would have huge pages: "memfd, huge pages (shmem_enabled:
+// advise)".
 std::string describe_memory(bool own_tmpfs);
 
-// The size of memory that a peer sent, after checking what it is: a memfd that is sealed against shrinking, so that reading it
-// cannot raise SIGBUS; or a nameless file of this user in a tmpfs, which cannot be sealed.
+// Checks a descriptor of shared memory that a peer sent, and returns the size of the memory. It must be a memfd that is sealed
+// against shrinking, so that reading it cannot raise SIGBUS, or a nameless file of this user in a tmpfs, which cannot be sealed.
+// Throws if it is neither.
 size_t check_memory(int fd);
 
-// Makes sure that the pages of [begin, begin + bytes) exist. If memory is short this throws MemoryError, instead of a later
-// SIGBUS.
+// Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if memory is short. Without this check, a later
+// access would raise SIGBUS.
 void populate(void* begin, size_t bytes);
 
-// Sets whether pages of [begin, begin + bytes) that do not exist yet become huge, if the kernel can do that. Without this they do
-// not: a huge page for every few bytes would cost more memory than it is worth.
+// Sets whether pages of [begin, begin + bytes) that do not exist yet become huge pages, if the kernel can do that. Only large
+// arrays ask for huge pages: a huge page for every few bytes would waste memory.
 void want_huge_pages(void* begin, size_t bytes, bool wanted);
 
 class Mapping {
@@ -37,7 +40,8 @@ class Mapping {
     std::swap(begin_, other.begin_), std::swap(bytes_, other.bytes_), std::swap(owned_, other.owned_);
     return *this;
   }
-  // A mapping of the same memory at the same address, which this object still owns: for tests in which the ranks are threads.
+  // A second Mapping of the same memory at the same address; this object still owns the memory. For tests in which the ranks are
+  // threads.
   Mapping borrow() const { return Mapping(begin_, bytes_); }
 
   char* begin() const { return begin_; }

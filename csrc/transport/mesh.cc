@@ -11,11 +11,11 @@
 namespace mscomm {
 
 namespace {
-// At most so many bytes are moved over one link before the other links, and the other direction, are served.
+// At most this many bytes are moved over one link before the other links, and the other direction, are served.
 constexpr size_t at_once_bytes = 256 << 10;
-// At most so many bytes are sent to one peer before the next peer has its turn.
+// At most this many bytes are sent to one peer before it is the turn of the next peer.
 constexpr size_t turn_bytes = 128 << 10;
-// While one peer's turn holds up the others: how often to check whether that peer still reads.
+// How often to check whether a peer still reads, while its turn holds up the other peers.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 
@@ -92,7 +92,8 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, const Done& don
     link.receive_left = piece.bytes;
   }
   while (!done()) {
-    // Look around also while bytes flow. Do so before they move, so that a call that is complete does not fail.
+    // Call look() also while bytes flow. Call it before bytes move, so that it cannot throw when this transfer is already
+    // complete.
     if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
     if (!move_some()) poll_links(wait);
   }
@@ -137,7 +138,7 @@ bool Mesh::move_some() {
   return moved;
 }
 
-// Sends in the order of turns, and sets others_. Returns how many bytes it sent.
+// Sends queued pieces in the order of their turns, and sets others_. Returns how many bytes it sent.
 size_t Mesh::send_in_turn() {
   size_t bytes = 0;
   others_ = Others::none;
@@ -172,7 +173,8 @@ bool Mesh::send_some(int peer) {
     if (link.outbox_sent == sizeof(Header)) link.outbox.pop_front(), link.outbox_sent = 0;
     return moved > 0;
   } catch (const Stream::Broken& broken) {
-    // If this header announced no data, the peer may have sent all that we wait for and exited: what it sent can still be read.
+    // If this rank has announced no data, the failure does not matter yet: the peer may have sent all that we wait for and
+    // exited, and its data can still be read.
     if (link.announced) throw lost(peer, broken);
     link.outbox.clear();
     link.outbox_sent = 0;
@@ -226,8 +228,8 @@ bool Mesh::compare_inbox(int peer) {
     if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
     link.due = header.payload;
   } else {
-    // The header of an earlier call. It is right if it equals our own call of that number and announces no data: then we did not
-    // wait for it. Data that we did not expect shows that the peer made another call.
+    // This is the header of an earlier call. It is valid if it equals our own call of that number and announces no data. Our call
+    // then had no reason to wait for it. Data that our call did not receive shows that the peer made another call.
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }
@@ -255,8 +257,8 @@ void Mesh::poll_links(const Wait& wait) {
   const bool looks_at_wire = others_ == Others::wait;
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
-  // Nothing came: tell the peers that we wait for which call we are in. Not earlier, because a peer may have sent its part and
-  // exited, and then anything sent to it makes its kernel throw away what we have not read.
+  // No data came, so tell the peers whose data is missing which call this rank is in. Do not tell them earlier: a peer may have
+  // sent its part and exited, and its kernel drops what we have not received yet if we send anything to it.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);
@@ -266,7 +268,7 @@ void Mesh::poll_links(const Wait& wait) {
 
 std::vector<int> Mesh::missing() const {
   std::vector<int> ranks;
-  // A peer that accepts no data may be waiting for the same ranks as we are, so name it only if no data is missing.
+  // A peer that accepts no data may be waiting for the same ranks as we are, so name such a peer only if no data is missing.
   const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[peer];

@@ -1,6 +1,8 @@
-// The mesh: a link to every other rank of the group, and the exchange of a call's bytes over them by the caller's own thread.
+// A mesh is a set of links, one to every other rank of the group. The thread that runs a call moves the call's bytes over these
+// links.
 //
-// A call opens each link that it uses with its header; data counts only after the header was compared with this rank's own call.
+// The first bytes of a call on a link are the call's header. A rank uses the data that follows only after it has compared the
+// header with its own call.
 #pragma once
 
 #include <cstdint>
@@ -17,49 +19,50 @@
 
 namespace mscomm {
 
-// One direction of one link within an exchange.
+// The data that an exchange moves over one link in one direction.
 struct Piece {
   int peer;
-  char* data;  // sent from, or received to
+  char* data;  // where the data is sent from, or received to
   size_t bytes;
 };
 
 class Mesh {
  public:
-  // ranks: the group's ranks, as ranks of the job, for errors. links: by rank; all ranks of the group but this one have one.
-  // recorded: finds this rank's own call of that number.
+  // ranks: the group's ranks by their numbers in the job, for error messages. links: indexed by rank in the group; only this rank
+  // has none. recorded: finds this rank's own call with that number.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
   Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Starts a call, and compares the headers that peers have already sent, without waiting.
+  // Starts a call. Compares `mine` with the headers that peers have already sent, without waiting.
   void begin(const Signature& mine);
-  // Queues the pieces. They are sent while a later receive or exchange waits. The peers take turns, a part of a piece each, so
-  // that one stream at a time has the wire. If the peer whose turn it is does not read, so that the wire is free, data goes to
-  // the others as well. The pieces must stay unchanged until the next exchange has ended, or until the peer has sent something
-  // that shows that it has them.
+  // Queues the pieces, which are sent during later calls of receive(), exchange() and progress(). The peers take turns. In its
+  // turn, a peer gets a part of its piece, so that only one stream at a time uses the wire. If the peer whose turn it is does not
+  // read, the wire is free, so data goes to the other peers as well. A piece must stay unchanged until the next exchange() has
+  // ended, or until the peer has sent something which shows that it has received the piece.
   void send(std::span<const Piece> out);
-  // Receives all pieces, in any order, at most one from each peer. When it has waited for a while, it tells the peers that have
-  // not sent their pieces which call this rank is in.
+  // Receives all pieces, in any order, at most one from each peer. If no data comes for a while, it tells the peers whose pieces
+  // are missing which call this rank is in.
   void receive(std::span<const Piece> in, const Wait& wait);
-  // Sends and receives in full duplex. Returns when everything was received, and everything that was ever queued is sent.
+  // Sends and receives at the same time. Returns when all pieces of `in` were received, and all pieces of `out` and all earlier
+  // queued pieces were sent.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
-  // Compares the headers that peers have sent since, without waiting.
+  // Compares the headers that peers have sent since begin(), without waiting.
   void last_look();
-  // Sends as much of what is queued as it can without waiting.
+  // Sends as much of the queued data as it can without waiting.
   void progress();
   // Whether everything that was ever queued has been sent.
   bool all_sent() const;
   // The peers that this rank waits for.
   std::vector<int> missing() const;
 
-  // From any thread: ends all links at once, so that both sides stop waiting.
+  // Ends all links at once, so that both sides stop waiting. Any thread may call this.
   void shut_down() const;
-  // Ends all links. Before that, waits at most timeout_s until the peers' kernels have all that was sent.
+  // Waits at most timeout_s until the peers' kernels have all sent bytes, and then ends all links.
   void close(double timeout_s);
-  // In a forked child: closes the child's copies of the sockets, so that the peers notice when the parent ends.
+  // For a forked child: closes its copies of the sockets. If these stayed open, the peers would not notice when the parent ends.
   void close_descriptors();
 
  private:
@@ -72,14 +75,14 @@ class Mesh {
     std::optional<Stream::Broken> ended;  // the link has ended; that is a failure only if we wait for data from this peer
 
     bool greeted = false;    // the peer was told which call we are in
-    bool announced = false;  // ... and that data follows
+    bool announced = false;  // the peer was also told that data follows
     std::deque<Header> outbox;
     size_t outbox_sent = 0;    // bytes of outbox.front() that were sent
-    std::deque<Queued> queue;  // sent after the outbox; the first piece is what is left of it
+    std::deque<Queued> queue;  // sent after the outbox; the first piece holds only its unsent rest
 
     Header inbox;
-    size_t inbox_got = 0;  // bytes of inbox that came
-    bool due = false;      // the peer's header for the current call was compared and announced data
+    size_t inbox_got = 0;  // bytes of inbox that were received
+    bool due = false;      // the peer's header for the current call agrees with ours and announces data
     bool receiving = false;
     char* receive_at = nullptr;
     size_t receive_left = 0;
@@ -92,12 +95,13 @@ class Mesh {
   template <typename Done>
   void transfer(std::span<const Piece> in, const Wait& wait, const Done& done);
   void greet(Link& link, bool payload);
-  // The peer whose piece is sent next; -1: none.
+  // The peer to which the next piece is sent; -1: no piece is queued.
   int next();
   bool send_some(int peer);
   size_t send_piece(Link& link);
   bool receive_some(int peer);
-  // Compares a complete inbox with our own calls. False: the peer is in a later call; the header stays for that call.
+  // Compares the complete header in a link's inbox with our own calls. Returns false if the peer is in a later call; the header
+  // then stays in the inbox until this rank begins that call.
   bool compare_inbox(int peer);
   bool move_some();
   size_t send_in_turn();
@@ -113,11 +117,12 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
-  Clock::time_point looked_;                    // when this call last called look(): it may consist of many short exchanges
-  std::deque<std::pair<int, uint64_t>> turns_;  // peers and turns, in order; some of the pieces may have been sent already
+  Clock::time_point looked_;                    // when look() was last called in this call, which may have many short exchanges
+  std::deque<std::pair<int, uint64_t>> turns_;  // peers and their turns, in order; some turns' pieces may have been sent already
   uint64_t last_turn_ = 0;
-  Clock::time_point turn_moved_;  // when bytes were last sent to the peer whose turn it is, or queued with nothing before them
-  // If the peer whose turn it is accepts no more data now, and pieces for others are queued: whether these wait or are sent, too.
+  Clock::time_point turn_moved_;  // when bytes were last sent in turn, or were queued while the queue was empty
+  // What happens to pieces for other peers while the peer whose turn it is accepts no data. wait: they stay queued. go: they are
+  // sent as well. none: no piece has to wait for that peer.
   enum class Others { none, wait, go } others_ = Others::none;
 };
 

@@ -17,28 +17,30 @@ namespace mscomm {
 
 namespace {
 
-// From linux/mount.h and the system call table of kernel 5.2, the same on all machines; the build machine's headers may be older.
+// These numbers are from linux/mount.h and the system call table of kernel 5.2. They are the same on all machines. The headers of
+// the build machine may be older.
 constexpr long sys_fsopen = 430, sys_fsconfig = 431, sys_fsmount = 432;
 constexpr int fsopen_cloexec = 1, fsmount_cloexec = 1;
 constexpr int set_string = 1, create = 6;
 constexpr int nosuid_nodev_noexec = 2 | 4 | 8;
 
-// ThreadSanitizer treats a child that shares our memory like one that has a copy.
+// ThreadSanitizer assumes that a child process has a copy of our memory, so under it the child must not share our memory.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool may_share_memory_with_a_child = false;
 #else
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// The child's task and its result. The child shares our memory and our descriptors, but must not allocate or throw.
+// What the child process has to do, and its result. The child shares our memory and our descriptors, but must not allocate or
+// throw.
 struct Task {
   const char* label;
-  std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is this user outside of it
+  std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is user 1000 outside
   int fd = -1;
-  const char* failed = nullptr;  // the step that failed
+  const char* failed = nullptr;  // the first step that failed
   int error = 0;
 
-  // Notes the first failure.
+  // Returns whether the step succeeded. Records the first failure.
   bool ok(long result, const char* what) {
     if (result >= 0) return true;
     if (!failed) failed = what, error = errno;
@@ -74,7 +76,7 @@ bool write_file(const char* path, const char* text) {
   return written;
 }
 
-// user_namespaces(7), "Defining user and group ID mappings".
+// See "Defining user and group ID mappings" in user_namespaces(7).
 int in_namespace(void* argument) {
   Task& task = *static_cast<Task*>(argument);
   if (task.ok(write_file("/proc/self/uid_map", task.users.data()) ? 0 : -1, "uid_map of a user namespace") &&
@@ -84,16 +86,16 @@ int in_namespace(void* argument) {
   return 0;
 }
 
-// Only a process with one thread can enter a user namespace. So a short-lived child does it for us, which shares our memory and
-// our table of descriptors. No fork handler runs, no page table is copied, and no SIGCHLD is sent.
+// Only a process with one thread can enter a user namespace, so a short-lived child makes the file for us. The child shares our
+// memory and our table of descriptors. No fork handler runs, no page table is copied, and no SIGCHLD is sent.
 void make_file_in_namespace(Task& task) {
   std::snprintf(task.users.data(), task.users.size(), "0 %u 1", geteuid());
   std::snprintf(task.groups.data(), task.groups.size(), "0 %u 1", getegid());
-  std::array<char, 64 << 10> stack;  // grows down
+  std::array<char, 64 << 10> stack;  // the stack of the child, which grows down
   const auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) / 16 * 16;
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // else a signal handler could run in the child
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // otherwise a signal handler could run in the child
   const pid_t child = clone(in_namespace, reinterpret_cast<void*>(top),
                             CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER | CLONE_NEWNS, &task);
   const int error = errno;

@@ -1,13 +1,14 @@
-// A file in a tmpfs of this process's own, which is mounted nowhere. It can have huge pages where memfds have none.
+// Makes a file in a tmpfs that belongs to this process and is mounted nowhere. The file can have huge pages even if memfds
+// cannot.
 #pragma once
 
 #include <string>
 
 namespace mscomm {
 
-// Opens a nameless, empty file, close-on-exec. Its mappings get huge pages by MADV_HUGEPAGE, even if shmem_enabled is "never" for
-// memfds. Needs Linux 5.2, and CAP_SYS_ADMIN or the right to make a user namespace. Returns -1 if it cannot; then `why` says what
-// the kernel refused. label: what /proc/self/maps calls the file.
+// Opens a nameless, empty file and returns its descriptor, which is close-on-exec. MADV_HUGEPAGE gives mappings of the file huge
+// pages, even if shmem_enabled is "never" for memfds. This needs Linux 5.2, and CAP_SYS_ADMIN or the right to make a user
+// namespace. If it fails, it returns -1, and `why` says what the kernel refused. label: the name of the file in /proc/self/maps.
 int open_in_own_tmpfs(const char* label, std::string& why);
 
 }  // namespace mscomm

@@ -1,4 +1,4 @@
-// Two ranks that wait on one CPU part: the higher one leaves it.
+// If two ranks wait on the same CPU, the higher one moves to another CPU.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ class Parting {
  public:
   Parting(const Control& control, int rank) : control_(control), rank_(rank) {}
 
-  // To be called when this rank has polled in vain in that round. If a lower rank waits on the same CPU, this rank leaves it.
+  // Call this when this rank has polled in vain in the given round. If a lower rank waits on the same CPU, this rank moves to
+  // another one.
   void waits_awake(uint64_t round);
   void sleeps() const { control_.slot(rank_).place.store(0, std::memory_order_relaxed); }
   // How often this rank has left a CPU.
@@ -22,7 +23,7 @@ class Parting {
   const Control control_;
   const int rank_;
   uint64_t number_ = 0;
-  Clock::time_point looked_, parted_;  // when it last looked which ranks share its CPU, and when it last left that CPU
+  Clock::time_point looked_, parted_;  // when this rank last looked for ranks on its CPU, and when it last left a CPU
 };
 
 }  // namespace mscomm

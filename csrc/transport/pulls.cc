@@ -13,7 +13,7 @@ namespace mscomm {
 
 namespace {
 
-// Like read(): may return less than asked for, or -1 with errno.
+// Like read(), this may return fewer bytes than asked for, or -1 with errno set.
 ssize_t read_process(pid_t process, uint64_t address, void* to, size_t bytes) {
   const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
   return process_vm_readv(process, &here, 1, &there, 1, 0);
@@ -41,7 +41,8 @@ bool Pulls::possible(Gate& gate, const Wait& wait) {
   return all;
 }
 
-// In another pid namespace the same process id means another process.
+// Whether this rank can read the given rank's token. If the process id means another process here, because that rank is in
+// another pid namespace, the token does not match.
 bool Pulls::reads_token_of(int rank) const {
   const Control::Slot& other = control_.slot(rank);
   uint64_t token = 0;
@@ -53,8 +54,8 @@ void Pulls::offer(const Call& call, Pulled pulled, Post& post) {
   if (pulled == Pulled::x_and_out) post.out_address = readable(call.out, call.out_bytes, out_);
 }
 
-// The address of memory, or 0 if other processes cannot read it, such as memory that a driver has mapped. Tests only the first
-// and the last byte.
+// Returns the address of `memory`, or 0 if other processes cannot read it, as is the case for memory that a driver has mapped.
+// Tests only the first and the last byte.
 uint64_t Pulls::readable(const void* memory, size_t bytes, Tested& last) const {
   if (bytes == 0 || possible_ == Tried::no) return 0;
   if (const Tested now{memory, bytes}; now != last) {
@@ -78,7 +79,7 @@ void Pulls::pull(int rank, uint64_t address, void* to, size_t bytes, const Wait&
     }
     const int error = now < 0 ? errno : EFAULT;
     const std::string what = "reading the array of rank " + std::to_string(ranks_[rank]);
-    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // throws how the rank was lost, if it was
+    wait.look({[rank] { return std::vector<int>{rank}; }, true});  // throws if the rank was lost, and says how
     if (error == ESRCH) throw peer_lost(ranks_[rank], what + ": its process is gone");
     throw system_error(what, error);
   }

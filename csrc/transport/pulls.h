@@ -1,4 +1,5 @@
-// Pulls: a rank reads private memory of another rank in that rank's process, if the kernel lets it (process_vm_readv).
+// In a pull, a rank reads another rank's private memory directly from that rank's process (process_vm_readv), if the kernel
+// allows it.
 #pragma once
 
 #include <atomic>
@@ -12,26 +13,26 @@
 
 namespace mscomm {
 
-// Which arrays of a call peers may read in this rank's process, if they are in private memory.
+// Which of a call's arrays the peers may read in this rank's process if the arrays are in private memory.
 enum class Pulled { nothing, x, x_and_out };
 
 class Pulls {
  public:
-  // ranks: those of the arena, as ranks of the job.
+  // ranks: the arena's ranks, by their numbers in the job.
   Pulls(const Control& control, int rank, const std::vector<int>& ranks) : control_(control), rank_(rank), ranks_(ranks) {}
   // Tells the peers how to find this process.
   void introduce();
 
-  // Whether each rank can read the memory of every other one. See Arena::can_pull.
+  // Whether each rank can read the memory of every other rank. See Arena::can_pull.
   bool possible(Gate& gate, const Wait& wait);
   bool known_possible() const { return possible_ == Tried::yes; }
-  // Posts the addresses of those arrays of the call.
+  // Writes the addresses of the arrays that `pulled` names into the post.
   void offer(const Call& call, Pulled pulled, Post& post);
-  // Copies so many bytes from that address in that rank's process.
+  // Copies `bytes` bytes at `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
  private:
-  // The array that readable() tested last: most programs use the same arrays again.
+  // The array that readable() tested last. Most programs use the same arrays again, which then need no new test.
   struct Tested {
     const void* memory = nullptr;
     size_t bytes = 0;
