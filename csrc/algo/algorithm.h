@@ -1,4 +1,5 @@
-// An algorithm is one file here and one row in registry.cc. select() picks the row for a call.
+// Each algorithm is one file in this folder and one row in registry.cc. select() lists the rows for a collective, and pick()
+// chooses one of them for a call.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +17,11 @@ namespace mscomm {
 class Arena;
 class Mesh;
 
-// Which rank runs on which host. Equal on all ranks except for `rank`.
+// Which rank runs on which host. All members except `rank` are equal on all ranks.
 struct Layout {
   int rank = 0;
   int size = 1;
-  std::vector<int> host;  // by rank; hosts are numbered in the order of their lowest ranks
+  std::vector<int> host;  // the host of each rank; hosts are numbered in the order of their lowest ranks
 
   int hosts() const;
   // This rank's host.
@@ -29,8 +30,9 @@ struct Layout {
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 
-// What an algorithm may use, depending on its carrier. The arena joins the ranks of this host: the whole group, or some of it if
-// there is a mesh as well; nullptr if this rank is alone on its host.
+// What an algorithm may use. Its carrier says whether it uses the arena, the mesh or both. The arena has the ranks of the group
+// on this host. Without a mesh, these are all ranks of the group. With a mesh, arena is nullptr if this rank is alone on its
+// host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
@@ -52,7 +54,7 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
-  // Whether it is the best algorithm of its carrier for a message of that many bytes; nullptr: it is used if none before it fits.
+  // Whether this is the best algorithm of its carrier for a message of that many bytes. nullptr: it accepts any size.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 
@@ -61,9 +63,9 @@ std::span<const Algorithm> algorithms();
 // The algorithm that MSCOMM_ALGO names for each collective; empty: select() chooses.
 using Forced = std::array<std::string, collectives.size()>;
 
-// Rows in the order in which their `fits` is asked; the last row needs no `fits`. select() is pure: all ranks with the same
-// layout and forced names get the same rows. Throws Error("ValueError") for an unknown name, or one that the layout does not
-// allow.
+// The rows that a collective may use, in the order in which pick() asks their `fits`. If no other row fits, pick() chooses the
+// last row without asking it. select() is pure: all ranks with the same layout and forced names get the same rows. It throws
+// Error("ValueError") for a name that is unknown or that the layout does not allow.
 using Choice = std::vector<const Algorithm*>;
 Choice select(Collective what, const Layout& layout, const Forced& forced);
 inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {

@@ -1,4 +1,4 @@
-// All-gather over the mesh in one latency: every rank sends its x to every other.
+// All-gather over the mesh in one latency: every rank sends its x to every other rank.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

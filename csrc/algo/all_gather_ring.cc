@@ -1,4 +1,5 @@
-// All-gather around a ring in n-1 steps: in each step a rank passes on what it received in the step before. Only neighbours talk.
+// All-gather around a ring in n-1 steps. In each step, every rank passes on to its right neighbour what it received from its left
+// neighbour in the step before.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

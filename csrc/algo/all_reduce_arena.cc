@@ -1,10 +1,13 @@
-// All-reduce and reduce in shared memory. Each rank reduces its part of everybody's message, for all ranks or for the root.
+// All-reduce and reduce in shared memory. Each rank reduces one part of the message, for all ranks or for the root.
 //
-// Heap memory: rank r reads part r of every x and writes the result into part r of every out: two rounds, and nothing is copied.
-// Foreign memory: the same in chunks through staging, with one round for each chunk. While the slowest peer still copies chunk
-// k-1 out, chunk k is reduced and chunk k+1 is copied in. A rank reads its own part from its x and writes that result to its out.
-// Two ranks read long foreign memory in each other's process, if the kernel lets them.
-// Tiny messages that are not all in heaps: every rank reads every slot, in one round.
+// If all arrays are in heaps, rank r reads part r of every x and writes the result into part r of every out. This takes two
+// rounds and no staging.
+// Arrays in foreign memory go through staging in chunks, with one round for each chunk. While the slowest peer still copies chunk
+// k-1 out, chunk k is reduced and chunk k+1 is copied in. A rank's own part needs no staging: the rank reads it from its x and
+// writes the result to its out.
+// Two ranks with long arrays in foreign memory read these in each other's process, if the kernel allows it.
+// For tiny messages that are not all in heaps, every rank reads every rank's slot. This takes one round, or two if some arrays
+// are in heaps.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -16,13 +19,13 @@ namespace mscomm {
 
 namespace {
 
-// Bytes of each input that are read, reduced and written to all outputs while they are in the cache. If a rank's part is too long
-// for any cache, longer pieces take less time.
+// How many bytes of each input are reduced and written to all outputs at a time, so that they stay in the cache. If a rank's part
+// is too long for any cache, longer pieces take less time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
-// To be called after the first round. All ranks get the same answer.
+// Call this after the first round. All ranks get the same answer.
 bool all_in_heaps(const Call& call, const Arena& arena) {
   for (int rank = 0; rank < arena.size(); rank++)
     if (!arena.x_in_heap(rank) || (receives(call, rank) && arena.posted(rank).out_offset == not_in_heap)) return false;
@@ -51,8 +54,8 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// Up to so many bytes in all messages together, every rank combines all of them itself, which takes less time than another round.
-// Each message must also fit into its slot, which has room for tiny_bytes.
+// If all messages together have at most this many bytes, every rank reduces all of them itself, which takes less time than
+// another round. Each message must also fit into its slot, which has room for tiny_bytes.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -67,7 +70,8 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// A rank whose x is in a heap has not copied it to its slot, because nobody needs the copy if all arrays are in heaps.
+// Copies this rank's x to its slot if x is in a heap, and runs a round. Such an x was not copied before the first round, because
+// no rank needs the copy if all arrays are in heaps.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -76,8 +80,8 @@ void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   arena.round(wait);
 }
 
-// The way through staging. A rank stages only the parts of its x that the others reduce, and of the results only those that
-// others need.
+// The all-reduce through staging, chunk by chunk. A rank stages only the parts of its x that other ranks reduce, and only the
+// results that other ranks need.
 class Chunks {
  public:
   Chunks(const Call& call, const Ranks& ranks)
@@ -108,7 +112,7 @@ class Chunks {
       char* const staged_at = staged(me_, k) + at;
       char* const result = receives(call_, me_) ? call_.result() + whole.begin + at : staged_at;
       reduce_in_order(call_.signature, ranks_.layout, in_.data(), result, now);
-      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, it is already where it is needed
+      if (call_.signature.root < 0) copy(staged_at, result, now);  // with a root, the result is already where the root needs it
     }
   }
   void take(size_t k) const {
@@ -133,8 +137,9 @@ class Chunks {
   std::vector<const void*> in_;
 };
 
-// From so many bytes on, two ranks that can read each other's memory need no staging: each reads the peer's x for its own part,
-// and then the peer's result for the other part. More than two ranks would all read the same results, which takes longer.
+// From this many bytes on, two ranks that can read each other's memory need no staging. Each reads the peer's x for its own part,
+// and then the peer's result for the other part. More than two ranks would all read the same results, which takes longer than
+// staging.
 constexpr size_t pulled_bytes = 2 << 20;
 
 bool all_readable(const Arena& arena) {
@@ -170,7 +175,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    // Nobody offers messages below this size, so the peers' posts, a cache line or two each, need not be read.
+    // No rank offers an array of at most unoffered_bytes(), so for such messages the posts, a cache line or two for each rank,
+    // need not be read.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);
@@ -189,7 +195,7 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     pulled(call, ranks, wait);
     return;
   }
-  if (!staged) {  // an array of this call cannot be read in its process
+  if (!staged) {  // some array of this call cannot be read in its owner's process
     chunks.put(0);
     arena.round(wait);
   }

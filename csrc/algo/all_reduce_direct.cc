@@ -1,9 +1,9 @@
-// All-reduce over the mesh in two latencies: every rank gets its part of the message from all others, reduces it in the canonical
-// order, and sends the result to all. 2 (n-1)/n of the message leave each rank, as in a ring (Thakur, Rabenseifner, Gropp 2005,
-// "pairwise"). A rank queues all its inputs at once, and each window's result right behind them, so that the wire has something
-// to carry in both directions from the first byte to the last.
+// All-reduce over the mesh in two latencies: every rank gets its part of the message from all other ranks, reduces it in the
+// canonical order, and sends the result to all. Each rank sends 2 (n-1)/n of the message, as in a ring (Thakur, Rabenseifner,
+// Gropp 2005, "pairwise"). A rank queues all its inputs at once, and the result of each window right behind them, so that the
+// wire is busy in both directions from the first byte to the last.
 //
-// Small messages take one latency: every rank sends its whole message to every other.
+// Small messages take one latency: every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"
 #include "algo/order.h"
 
@@ -44,7 +44,7 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_window(call, ranks, parts, k, mine + now.begin, wait);
     send_to_all(mesh, mine + now.begin, now.bytes());
   }
-  // This is safe in place, too: a result from a rank overwrites only what that rank has received from us already.
+  // This is safe in place, too: the result from a peer overwrites only data that this peer has already received from this rank.
   receive_blocks(call, mesh, parts, wait);
 }
 

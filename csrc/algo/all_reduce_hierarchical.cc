@@ -1,11 +1,12 @@
 // All-reduce over several hosts, some of which have several ranks. On each host, every rank reduces one slice of the message in
 // the arena. Then the ranks that own the same slice on the different hosts do what all_reduce_direct does, and each gives the
-// result to the ranks of its host. Each of H hosts sends 2 (H-1)/H of the message, however many ranks it has; with 16-bit floats
-// it sends half as much again, because partial sums are wider.
+// result to the ranks of its host. Each of H hosts sends 2 (H-1)/H of the message, however many ranks it has. With 16-bit floats
+// it sends 1.5 times as much, because partial sums are wider.
 //
-// The message moves in chunks, several of them at a time. In step k a host reduces chunk k and sends its partial sums, merges the
-// other hosts' partial sums of chunk k-1 and sends the result, receives the results of chunk k-2, and gives those of chunk k-3 to
-// its ranks. One round of the arena serves both the first and the last of these.
+// The message moves in chunks, and several chunks are on their way at a time. In step k, the ranks of a host reduce chunk k and
+// send its partial sums to the other hosts. They merge the other hosts' partial sums of chunk k-1, and send the result. They
+// receive the results of chunk k-2. They share the results of chunk k-3 with all ranks of their host. The first and the last of
+// these four tasks need the arena, and use one round of it together.
 #include <algorithm>
 #include <array>
 
@@ -19,14 +20,14 @@ namespace {
 
 // One half of a staging chunk is for x, the other half for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
-// Buffers of a slice: several, because data of one chunk may still be unsent when later chunks arrive. A buffer of partial sums
-// is free once the receiver's result of the same chunk has arrived, two steps later. A buffer of results is free once the
-// receiver's partial sums of three chunks later have arrived.
+// The number of buffers for a slice. Several are needed, because data of one chunk may still be unsent when later chunks arrive.
+// The buffer for partial sums of chunk k is free when the result of chunk k has arrived from the receiver, two steps later. The
+// buffer for the result of chunk k is free when the partial sums of chunk k+3 have arrived from the receiver.
 constexpr size_t buffers = 4;
-// For messages up to this size, one rank of each host sends all.
+// A message of at most this many bytes is not cut into slices: one rank of each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;
 
-// The ranks of each host, and the slices of a chunk.
+// The ranks of each host, and how many slices a chunk has.
 struct House {
   House(const Layout& layout, size_t bytes) : hosts(layout.hosts()) {
     here = layout.here();
@@ -40,20 +41,21 @@ struct House {
   }
   const std::vector<int>& mine() const { return hosts[here]; }
 
-  std::vector<std::vector<int>> hosts;  // ranks of each host, in order
+  std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
   size_t here = 0;                      // this rank's host
-  int place = 0;                        // ... and its place among the host's ranks
-  int slices;                           // of a chunk; on every host, slice i belongs to the rank at place i
+  int place = 0;                        // this rank's place among its host's ranks
+  int slices;                           // the number of slices of a chunk; on every host, slice i belongs to the rank at place i
 };
 
-// While this rank waits for other ranks of its host, it goes on sending to the other hosts, and reads what they said.
+// The Watch for waits in the arena. While this rank waits for ranks of its own host, it goes on sending to other hosts, and reads
+// the headers that have come from them.
 class AtHome final : public Watch {
  public:
   AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
   void look(const Deadline& deadline, const Missing& missing) override {
     mesh_.last_look();
     mesh_.progress();
-    // Those two are quick. The outer watch is not, and may need the GIL, so it looks less often.
+    // The two calls above are quick. The outer watch is slower and may need the GIL, so it is called less often.
     if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
     looked_ = Clock::now();
     const auto in_group = [this, &missing] {
@@ -83,7 +85,7 @@ class Hierarchy {
         house_(ranks.layout, call.bytes()),
         at_home_(wait, house_, mesh_),
         row_(reduction(call.signature.dtype, call.signature.op)),
-        // An average is divided once, at the end.
+        // Partial results of an average are sums. They are divided once, at the end.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
         first_(arena_ ? arena_->steps() : 0) {
     // The first chunk, slice and share are the largest.
@@ -105,7 +107,8 @@ class Hierarchy {
       if (arena_ && (k < steps || k >= 3)) meet_here(k);
       if (k < steps) add_up(k);
       if (k >= 3) take(k - 3, k);
-      // All ranks send in the same order, because a link keeps it: the partial sums of chunk k, then the result of chunk k - 1.
+      // A link keeps the order of what is sent, so all ranks send in the same order: the partial sums of chunk k, then the result
+      // of chunk k - 1.
       if (k < steps) send_partial(k);
       if (k >= 1 && k - 1 < steps) merge(k - 1);
       if (k >= 2 && k - 2 < steps) collect(k - 2);
@@ -120,23 +123,25 @@ class Hierarchy {
   bool owns() const { return house_.place < house_.slices; }
   int owner(size_t host) const { return house_.hosts[host][house_.place]; }
   Range chunk(size_t k) const { return piece(call_.bytes(), step_bytes, k); }
-  // Slice `place` of chunk k, as a range of the message; empty if the rank at that place owns none.
+  // Slice `place` of chunk k, as a range of the message. It is empty if the rank at that place owns no slice.
   Range slice(size_t k, int place) const {
     const Range whole = chunk(k);
     if (place >= house_.slices) return {whole.begin, whole.begin};
     const Range one = part(whole.bytes(), house_.slices, place);
     return {whole.begin + one.begin, whole.begin + one.end};
   }
-  // Whether every host has a share of a whole chunk that is not empty: parts are cut at multiples of 64 bytes.
+  // Whether every host has a non-empty share of each slice of a full chunk. Shares can be empty, because parts are cut at
+  // multiples of 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / house_.slices >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
-  // Small messages: every host gets all partial sums of every other, so that there is no result to send.
+  // Whether the message is small. If so, every host gets all partial sums of every other host and merges them itself, so no
+  // result is sent.
   bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
-  // In elements.
+  // A range of elements.
   struct Span {
     size_t begin, count;
   };
-  // The host's share of this rank's slice of chunk k.
+  // The share of this rank's slice of chunk k that `host` merges.
   Span share(size_t k, size_t host) const {
     const size_t all = elements(slice(k, house_.place));
     return in_one_latency() ? Span{0, all} : share_of(all, host);
@@ -183,7 +188,7 @@ class Hierarchy {
       sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
       return;
     }
-    constexpr size_t block = 1024;  // elements that stay in the cache from one input to the next
+    constexpr size_t block = 1024;  // elements, few enough to stay in the cache from one input to the next
     for (size_t at = 0; at < elements(own); at += block) {
       const size_t now = std::min(block, elements(own) - at);
       for (size_t i = 0; i < in.size(); i++) {
@@ -199,14 +204,14 @@ class Hierarchy {
     for (size_t i = 1; i < hosts(); i++) {
       const size_t host = (house_.here + i) % hosts();
       const Span now = share(k, host);
-      // The first piece is sent even when it is empty: its header says which call this is.
+      // The first piece is sent even if it is empty, because its header says which call this is.
       if (k == 0 || now.count > 0)
         out.push_back(
             {owner(host), partial_[k % buffers] + now.begin * row_.accumulator_bytes, now.count * row_.accumulator_bytes});
     }
     mesh_.send(out);
   }
-  // Merges the partial sums of all hosts for this host's share of chunk k's slice, and sends the result to all.
+  // Merges the partial sums of all hosts for this host's share of chunk k's slice, and sends the result to the other hosts.
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);
@@ -217,7 +222,8 @@ class Hierarchy {
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     }
     mesh_.receive(in, wait_);
-    // Merges in the order of the hosts, in place, but leaves alone what may still be on its way to other hosts.
+    // Merge in the order of the hosts, in place. If in_one_latency(), first copy our own partial sums, because they may still be
+    // on their way to other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
     if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
     const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
@@ -231,7 +237,7 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Receives the results of the other hosts' shares of chunk k's slice.
+  // Receives what the other hosts have merged: the results for their shares of this rank's slice of chunk k.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
@@ -241,12 +247,12 @@ class Hierarchy {
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
     }
-    // Data from a host shows that it has received what we sent it before, so that buffer is free. A host whose share is empty
-    // sends nothing; then wait until all is sent.
+    // Data from a host shows that it has received what we sent before, so the buffer with that data is free. A host with an empty
+    // share sends nothing, so in that case wait until all our data is sent.
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // Gives this rank's slice of the result of chunk k to all ranks of the host, in round `step`.
+  // Gives this rank's slice of the result of chunk k to all ranks of the host. They take it after the round of step `step`.
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);
@@ -271,7 +277,7 @@ class Hierarchy {
 
   const Call& call_;
   const Layout& layout_;
-  Arena* const arena_;  // of this host; nullptr: this rank is alone on it
+  Arena* const arena_;  // the arena of this host; nullptr if this rank is alone on it
   Mesh& mesh_;
   const Wait& wait_;
   const House house_;
@@ -279,7 +285,7 @@ class Hierarchy {
   const Reduction &row_, &sum_;
   const uint64_t first_;
   std::array<char*, buffers> partial_, result_;
-  std::vector<char*> coming_;  // by host
+  std::vector<char*> coming_;  // buffers for the partial sums from each host
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
-// All-reduce around a ring: reduce-scatter in n-1 steps, then all-gather in n-1 steps (Patarasuk, Yuan 2009). Only neighbours
-// talk.
+// All-reduce around a ring: reduce-scatter in n-1 steps, then all-gather in n-1 steps (Patarasuk, Yuan 2009). Each rank sends
+// only to its right neighbour.
 //
-// The sum of an element starts at the rank that its position gives, so the bits differ from the other algorithms'. Partial
-// results travel in the accumulator type and are rounded once.
+// The position of an element decides at which rank its sum starts. So the order of additions differs from that of the other
+// algorithms, and the last bits of a result can differ, too. Partial results travel in the accumulator type and are rounded once.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

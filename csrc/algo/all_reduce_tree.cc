@@ -1,5 +1,5 @@
-// All-reduce over a binomial tree in 2 log2(n) latencies, for small messages. Inputs travel up uncombined and rank 0 reduces
-// them, so that the order of the sum, and with it the bits, are those of all algorithms but the ring.
+// All-reduce over a binomial tree in 2 log2(n) latencies, for small messages. Inputs travel up without being combined, and rank 0
+// reduces them in the canonical order. So results have the same bits as with all other algorithms except the ring.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

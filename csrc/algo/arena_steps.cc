@@ -26,7 +26,7 @@ Staging::Staging(Arena& arena, const void* x, Blocks blocks)
       left_out_(blocks_.size()),
       piece_bytes_(std::max<size_t>(64, chunk_bytes / blocks_.size() / 64 * 64)),
       first_(arena.steps()) {
-  if (blocks_.size() > 1) leave_out(arena.rank());  // a rank reads its own block from x
+  if (blocks_.size() > 1) leave_out(arena.rank());  // a rank reads its own block directly from x
 }
 
 void Staging::enter(const Call& call, Pulled pulled, const Wait& wait) {
@@ -52,20 +52,20 @@ const char* Staging::at(int rank, size_t k) const {
 
 namespace {
 
-// How a destination gets what a source has for it.
+// How data gets from its source to its destination.
 enum class Way { own, read, staged, pulled };
 
 struct Plan {
   Move move;
   Way way;
-  size_t share;  // bytes at the end of the move that the source writes itself
+  size_t share;  // how many bytes at the end of the move the source writes to the destination itself
 };
 
-// All ranks read the same posts, so all of them find the same ways.
+// Decides for each pair of ranks how data moves between them. All ranks read the same posts, so all of them decide alike.
 class Ways {
  public:
-  // root: -1 if the collective has none. pull: whether private memory is read in the process of its owner, if the owner has
-  // posted the address.
+  // root: -1 if the collective has none. pull: whether private memory is read in its owner's process if the owner has posted its
+  // address.
   Ways(const Moves& moves, const Arena& arena, int root, bool pull)
       : moves_(moves), arena_(arena), root_(root), pull_(pull), for_all_(moves.blocks.size() == 1) {
     if (root >= 0) look_at_the_root();
@@ -80,20 +80,20 @@ class Ways {
     const bool pullable = pull_ && arena_.posted(source).x_address != 0;
     const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
     if (!writable) return {move, way, 0};
-    // If the root has one message for all, it writes only its share of it to each rank: to write all of it many times would take
-    // too long.
+    // If the root sends one message to all ranks, it writes only a share of it to each rank, and each rank copies the rest. The
+    // root would take too long if it wrote all of the message to every rank.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // Otherwise, if both ranks could copy, the one that is not the root does, because there is only one root.
+    // Otherwise, if both ranks could copy, the rank that is not the root copies, so that the root need not copy for all ranks.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
-  // The bytes of the largest move that goes through staging; 0: none does.
+  // The bytes of the largest move that goes through staging; 0 if none does.
   size_t largest_staged() const { return largest_staged_; }
-  // Whether a rank may read or write an array of another one.
+  // Whether any rank may read or write another rank's array directly.
   bool touched() const { return touched_; }
 
  private:
-  // With a root nothing moves between two other ranks.
+  // With a root, data moves only between the root and another rank.
   void look_at_the_root() {
     for (int peer = 0; peer < arena_.size(); peer++)
       for (const auto& [move, way, share] : {between(root_, peer), between(peer, root_)}) {
@@ -102,11 +102,11 @@ class Ways {
         else touched_ = true;
       }
   }
-  // Without a root, the way depends on what the source can offer and on whether it can write to the destination. So it is enough
-  // to count the ranks, and the n squared pairs need not be looked at.
+  // Without a root, the way depends only on what the source offers and on whether the destination can be written. So this looks
+  // once at each rank instead of at all n squared pairs.
   void look_at_all() {
-    int sources = 0, staging = 0, fetching = 0;  // sources with data, those that must stage it, destinations that must fetch
-    bool both = false;                           // a rank stages and fetches
+    int sources = 0, staging = 0, fetching = 0;  // ranks with data; ranks that must stage it; ranks whose out no other can write
+    bool both = false;                           // whether one rank is counted in staging and in fetching
     size_t largest = 0;
     for (int rank = 0; rank < arena_.size(); rank++) {
       const size_t bytes = moves_.largest_from(rank);
@@ -129,9 +129,9 @@ class Ways {
   bool touched_ = false;
 };
 
-// Foreign memory that only one rank needs is read in its owner's process, if the kernel lets us: one copy takes less time than
-// two through staging. This does not pay if several ranks need the same data, or if the owner would only wait while one other
-// rank copies a long message. Measured, see docs/performance.md.
+// If only one rank needs a piece of foreign memory, it reads the piece in the owner's process, if the kernel allows it: one copy
+// takes less time than two through staging. Staging takes less time if several ranks need the same data, or if the owner would
+// only wait while one other rank copies a long message. See the measurements in docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, const Moves& moves, int n) {
@@ -144,9 +144,11 @@ bool worth_pulling(const Call& call, const Moves& moves, int n) {
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  // A call for the counts or the shape that go ahead of the data may carry the data's root, but has none itself.
+  // The head of a call tells the counts or the shape. Its signature may carry the root of the data's call, but the head itself
+  // has no root.
   const int root = rooted(call.signature.what) ? call.signature.root : -1;
-  // In place, all_to_all overwrites data that others still need. Then the array is not offered, so that nobody else touches it.
+  // An in-place all_to_all overwrites data that other ranks still need. So its array is not offered, and no other rank touches
+  // it.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
   const Call unoffered{.signature = call.signature};
   const Call& posted = hidden ? unoffered : call;
@@ -164,7 +166,7 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
   std::optional<Ways> ways(std::in_place, moves, arena, root, false);
   if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, root, true);
 
-  // Each rank starts with another peer, so that they do not all write to the same one at once.
+  // Each rank starts with a different peer, so that they do not all write to the same rank at once.
   for (int i = 1; i < n; i++) {
     const int destination = (me + i) % n;
     const auto [move, way, share] = ways->between(me, destination);
@@ -181,7 +183,8 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
       const auto [move, way, share] = ways->between(source, me);
-      // What is read directly goes piece by piece, too: in place, out may be written only where x has been staged before.
+      // Data that is read directly moves piece by piece, too: in an in-place call, out may be written only where x has already
+      // been staged.
       Range now = piece(move.bytes - share, staging.piece_bytes(), k);
       if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;

@@ -1,4 +1,4 @@
-// What the algorithms in the arena share: the first round, moving x through staging, and the collectives that combine nothing.
+// What the algorithms in the arena share: the first round, moving x through staging, and the collectives that only move data.
 #pragma once
 
 #include <cstddef>
@@ -14,24 +14,25 @@ namespace mscomm {
 
 // Runs the first round of a call that was posted. Throws Differs unless all ranks posted the same signature.
 void meet(Arena& arena, const Wait& wait);
-// Posts the call together with a tiny message, and runs the first round. The message is x, of x_bytes; nullptr: this rank gives
-// nothing. largest_bytes: the bytes of the largest x of all ranks.
+// Posts the call together with a tiny message, and runs the first round. x: the message; nullptr if this rank sends nothing.
+// largest_bytes: the bytes of the largest message of all ranks.
 void meet_with(const void* x, size_t x_bytes, size_t largest_bytes, const Call& call, Arena& arena, const Wait& wait);
 
-// Moves x through staging if x is foreign memory: step k holds piece k of each block of x, side by side.
+// Moves x through staging if x is in foreign memory. In step k, the staging chunk holds piece k of each block of x, side by side.
 class Staging {
  public:
-  // x: what this rank gives; nullptr: nothing. blocks of x: a single one for all ranks, or one for each rank.
+  // x: what this rank sends; nullptr if it sends nothing. blocks: those of x, either a single one for all ranks or one for each
+  // rank.
   Staging(Arena& arena, const void* x, Blocks blocks);
 
-  // Posts the call, copies x's first pieces into staging, and runs the first round. When it returns, all ranks are known to make
-  // the same call. pulled: as for Arena::post; an x that peers are known to pull is not staged.
+  // Posts the call, copies the first piece of each block of x into staging, and runs the first round. When it returns, all ranks
+  // are known to make the same call. pulled: as for Arena::post. If the peers are known to pull x, it is not staged.
   void enter(const Call& call, Pulled pulled, const Wait& wait);
-  // Says that no peer reads this block from staging.
+  // Tells put() to skip this block, because no peer reads it from staging.
   void leave_out(int block) { left_out_[block] = true; }
   // Copies piece k of each block into staging; does nothing if x is in a heap.
   void put(size_t k) const;
-  // Where piece k of rank's block for this rank is staged.
+  // The staged piece k of the block that the given rank has for this rank.
   const char* at(int rank, size_t k) const;
 
   size_t piece_bytes() const { return piece_bytes_; }
@@ -46,22 +47,24 @@ class Staging {
   uint64_t first_;
 };
 
-// The data that goes from a source to a destination: its offset in the source's x, and its offset in the destination's out.
+// The data that goes from one rank to another. from: its offset in the x of the source. to: its offset in the out of the
+// destination.
 struct Move {
   size_t from, to, bytes;
 };
 
-// A collective that combines nothing, described by what each rank sends to each other.
+// A collective that only moves data, described by what each rank sends to each other rank.
 struct Moves {
   std::function<Move(int source, int destination)> between;
-  const char* x;     // what this rank gives; nullptr: nothing
-  Blocks blocks;     // of x, as for Staging
+  const char* x;     // what this rank sends; nullptr if it sends nothing
+  Blocks blocks;     // the blocks of x, as for Staging
   size_t largest_x;  // bytes of the largest x of all ranks
-  // Without a root: bytes of the largest move from that source to another rank.
+  // Needed only without a root: the bytes of the largest move from that source.
   std::function<size_t(int source)> largest_from = nullptr;
 };
-// Moves the data of each pair of ranks by the shortest way. One rank copies it directly if the other's array is in a heap, or can
-// be read from the other's process and that is worth it. Otherwise both copy, through staging.
+// Moves the data of each pair of ranks in the fastest way. One rank copies it directly if the array of the other rank is in a
+// heap, or if reading it in the process of the other rank is possible and takes less time. Otherwise both ranks copy, through
+// staging.
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait);
 
 }  // namespace mscomm

@@ -17,13 +17,14 @@ struct Range {
   size_t bytes() const { return end - begin; }
 };
 
-// Part `index` of a message cut into `parts`, at multiples of 64 bytes, so that no element and no cache line has two owners.
+// Part `index` of a message that is cut into `parts` parts. It is cut at multiples of 64 bytes, so that no element and no cache
+// line belongs to two parts.
 Range part(size_t bytes, int parts, int index);
-// Piece `index` of a message cut into pieces of piece_bytes.
+// Piece `index` of a message that is cut into pieces of piece_bytes.
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
 size_t pieces(size_t bytes, size_t piece_bytes);
 
-// Copies unless there is nothing to copy, or to and from are the same.
+// Copies bytes. Does nothing if there are none, or if `to` and `from` are the same.
 inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes && to != from) std::memcpy(to, from, bytes);
 }
@@ -33,7 +34,7 @@ class Blocks {
  public:
   // n parts of the same size.
   Blocks(size_t each_bytes, int n);
-  // counts: elements of each part; stride: the distance in counts from one part to the next.
+  // counts: the number of elements of each part. stride: the distance in `counts` between the numbers of two consecutive parts.
   Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes);
   // A message cut by part() for n ranks; the first part is the largest.
   static Blocks parts(size_t bytes, int n);
@@ -42,11 +43,12 @@ class Blocks {
   static Blocks gathered(const Call& call, int n);
   // The parts of the x that reduce_scatter and scatter divide, by destination.
   static Blocks divided(const Call& call, int n);
-  // all_to_all: what `rank` sends, by destination, and what it gets, by source.
+  // For all_to_all: the parts that `rank` sends, by destination, and the parts that it gets, by source.
   static Blocks sent_by(const Call& call, int n, int rank);
   static Blocks got_by(const Call& call, int n, int rank);
 
-  // Piece k of each part, side by side, in the order of the ranks from `first` on, and then from 0.
+  // The layout of piece k of each part, side by side. They lie in the order of the ranks, starting at rank `first` and going on
+  // at rank 0 after the last rank.
   Blocks window(size_t piece_bytes, size_t k, int first) const;
 
   int size() const { return static_cast<int>(ends_.size()); }
@@ -62,8 +64,8 @@ class Blocks {
   std::vector<size_t> ends_;
 };
 
-// The buffer that all_to_all sends from. It is x, or a copy of x if the call is in place and the block that a peer gets does not
-// lie at the same place as the block that comes from it.
+// The buffer that all_to_all sends from. It is x, except in some in-place calls: if the block for a peer does not lie at the same
+// place as the block from that peer, the buffer is a copy of x.
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got);
 
 }  // namespace mscomm

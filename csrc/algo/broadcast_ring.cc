@@ -1,4 +1,5 @@
-// Broadcast along a chain that starts at the root, in windows: the best bandwidth for large messages, at n-1 latencies.
+// Broadcast along a chain of ranks that starts at the root, window by window. It has the best bandwidth for large messages, but
+// takes n-1 latencies.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -10,7 +10,7 @@ namespace mscomm {
 
 Tree::Tree(int rank, int size, int root) : relative((rank - root + size) % size), span(size), size(size), root(root) {
   const auto absolute = [&](int r) { return (r + root) % size; };
-  int reach = 1;  // distance to the next child; ends at the lowest set bit of `relative`
+  int reach = 1;  // distance to the next child; the loop ends at the lowest set bit of `relative`
   for (; relative + reach < size && (relative & reach) == 0; reach *= 2) children.push_back(absolute(relative + reach));
   if (relative == 0) return;
   const int low = relative & -relative;
@@ -67,7 +67,7 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
   for (int i = 1; i < mesh.size(); i++) {
     const int to = (mesh.rank() + i) % mesh.size();
     const Range now = piece(blocks.bytes(to), piece_bytes, k);
-    // The first pieces are sent even when they are empty: their header says which call this is.
+    // The first pieces are sent even if they are empty, because their headers say which call this is.
     if (k == 0 || now.bytes()) out.push_back({to, const_cast<char*>(call.in()) + blocks.begin(to) + now.begin, now.bytes()});
   }
   mesh.send(out);
@@ -105,7 +105,7 @@ void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, s
 }
 
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait) {
-  constexpr size_t ring_window_bytes = 1 << 20;  // a step's latency is short compared with its time on the link
+  constexpr size_t ring_window_bytes = 1 << 20;  // large, so that a step's latency is short compared with its time on the link
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const int right = (me + 1) % n, left = (me - 1 + n) % n;

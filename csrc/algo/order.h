@@ -1,4 +1,4 @@
-// The canonical order of reduction, in which all algorithms but the rings add.
+// The canonical order of reduction, which all algorithms except the rings use.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace mscomm {
 
 struct Layout;
 
-// Reduces in[rank] over all ranks in the canonical order: within a host in rank order, then over hosts in the order of their
-// lowest ranks, with partial results in the accumulator type. out may be one of the inputs.
+// Reduces in[rank] over all ranks in the canonical order: first the ranks of each host in rank order, then the hosts in the order
+// of their lowest ranks. Partial results have the accumulator type. out may be one of the inputs.
 void reduce_in_order(const Signature& signature, const Layout& layout, const void* const* in, void* out, size_t bytes);
 
 // Writes the result of exscan on rank 0, which has no rank before it.

@@ -1,4 +1,4 @@
-// Reduce-scatter in shared memory: rank r reduces block r of every x. It reads an x that is in a heap in place, and any other
+// Reduce-scatter in shared memory: rank r reduces block r of every x. It reads an x that is in a heap directly, and any other x
 // piece by piece from staging.
 #include "algo/arena_steps.h"
 #include "algo/order.h"
@@ -33,7 +33,7 @@ void reduce_scatter_arena(const Call& call, const Ranks& ranks, const Wait& wait
       else from = staging.at(rank, k);
     }
     reduce_in_order(call.signature, ranks.layout, in.data(), call.result() + now.begin, now.bytes());
-    if (!last || any_shared) arena.round(wait);  // the last round is for ranks whose x was read in place
+    if (!last || any_shared) arena.round(wait);  // after the last round, ranks whose x was read directly may change it
   }
   arena.steps() += steps;
 }

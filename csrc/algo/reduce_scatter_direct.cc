@@ -1,4 +1,5 @@
-// Reduce-scatter over the mesh in one latency: every rank gets its block from all others and reduces it in the canonical order.
+// Reduce-scatter over the mesh in one latency: every rank gets its block from all other ranks and reduces it in the canonical
+// order.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

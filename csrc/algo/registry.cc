@@ -22,15 +22,15 @@ Run scan_arena, scan_chain;
 
 namespace {
 
-// In a tree of n ranks the root sends the message log2(n) times. In a chain it sends the message once, and the last rank has it
-// n-2 windows later.
+// Whether a chain takes less time than a tree. In a tree of n ranks the root sends the message log2(n) times. In a chain it sends
+// the message once, and the last rank has it n-2 windows later.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const size_t n = layout.size, times = std::bit_width(n - 1);
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 
-// For each collective in order of preference: the first row that fits and whose carrier the layout has is chosen. Carrier `both`
-// needs several hosts, at least one of them with several ranks.
+// The rows of a collective are in order of preference: of the rows whose carrier the layout has, the first that fits is chosen.
+// Carrier `both` needs several hosts, at least one of them with several ranks.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
@@ -46,7 +46,7 @@ constexpr Algorithm table[] = {
     {"arena", Collective::broadcast, Carrier::arena, broadcast_arena},
     {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, in_a_long_chain},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
-    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // all ranks, or the root alone, get the result
+    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // it also implements reduce
     {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
     {"tree", Collective::reduce, Carrier::mesh, reduce_tree},
     {"arena", Collective::gather, Carrier::arena, gather_arena},
@@ -85,8 +85,8 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// All collectives of a group use one carrier, so that ranks that make different calls meet and find out. A rank that waits in the
-// arena in a call with carrier `both` also reads what comes over the mesh.
+// All collectives of a group use one carrier, so that ranks that make different calls by mistake meet and find out. In a call
+// with carrier `both`, a rank that waits in the arena also reads what comes over the mesh, for the same reason.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

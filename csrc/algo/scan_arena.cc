@@ -1,7 +1,7 @@
-// Scan in shared memory. Each rank combines its part of the message for all ranks: it adds one rank's x after the other and
+// Scan in shared memory. Each rank computes one part of the results of all ranks: it adds the ranks' x one after the other, and
 // writes each rank's result on the way. So every x is read once, every result is written once, and the ranks share the work
-// evenly. Foreign memory goes through staging, where the result overwrites x, with one round per chunk as in all_reduce_arena.cc.
-// A tiny message travels in the slot itself: each rank reads the slots of the ranks before it, in one round.
+// evenly. Arrays in foreign memory go through staging, where the result overwrites x, with one round per chunk as in
+// all_reduce_arena.cc. Tiny messages travel in the slots: each rank reads the slots of the ranks before it, in one round.
 #include <utility>
 
 #include "algo/arena_steps.h"
@@ -55,7 +55,8 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const Reduction& row = reduction(call.signature.dtype, call.signature.op);
   const uint64_t first = arena.steps();
   const auto staged = [&](int rank, size_t k) { return arena.chunk(rank, first + k); };
-  // Calls move for what other ranks combine. A rank reads its own part from x and writes it to out, without staging.
+  // Calls move() for the two ranges of chunk k that other ranks combine. This rank's own part between them needs no staging: the
+  // rank reads it from x and writes the result to out.
   const auto but_mine = [&](size_t k, const auto& move) {
     const Range whole = piece(bytes, chunk_bytes, k), mine = part(whole.bytes(), n, me);
     move(whole.begin, size_t{0}, mine.begin);
@@ -73,7 +74,7 @@ void scan_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.post(call);
   put(0);
   meet(arena, wait);
-  bool any_staged = false;  // equal on all ranks, because it depends on the posts only
+  bool any_staged = false;  // equal on all ranks, because it depends only on the posts
   std::vector<const char*> whole_x;
   std::vector<char*> whole_out;
   for (int rank = 0; rank < n; rank++) {

@@ -1,6 +1,6 @@
-// Scan over the mesh, along the chain of ranks: each rank receives, window by window, what the ranks before it have combined,
-// adds its x, and passes the result on. It combines one window while the next is on its way. This takes n-1 latencies, and each
-// link carries the message once, in the accumulator type.
+// Scan over the mesh, along the chain of ranks. Window by window, each rank receives what the ranks before it have combined, adds
+// its own x, and passes the result on. It combines one window while the next one is on its way. This takes n-1 latencies, and
+// each link carries the message once, in the accumulator type.
 #include "algo/mesh_steps.h"
 #include "algo/order.h"
 #include "base/reduce.h"
@@ -13,7 +13,7 @@ void scan_chain(const Call& call, const Ranks& ranks, const Wait& wait) {
   const bool inclusive = call.signature.what == Collective::scan;
   const Reduction& row = reduction(call.signature.dtype, call.signature.op);
 
-  const size_t count = call.signature.count, window = window_bytes / row.accumulator_bytes;  // elements
+  const size_t count = call.signature.count, window = window_bytes / row.accumulator_bytes;  // both in elements
   char* const before = ranks.scratch_of(2 * window_bytes);
   char* const with_mine = before + window_bytes;
   std::vector<Piece> out, in;
@@ -25,7 +25,7 @@ void scan_chain(const Call& call, const Ranks& ranks, const Wait& wait) {
     in.clear();
     if (me > 0) in.push_back({me - 1, before, bytes});
     mesh.exchange(out, in, wait);
-    // Read x before the result is written, which may overwrite it.
+    // Read x before writing the result, which may overwrite x.
     if (me == 0) {
       row.widen(x, with_mine, elements);
     } else {
