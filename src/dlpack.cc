@@ -22,7 +22,7 @@ struct Tensor {
   uint8_t code, bits;
   uint16_t lanes;
   int64_t* shape;
-  int64_t* strides;  // in elements; nullptr: in C order
+  int64_t* strides;  // in elements; nullptr: the array is in C order
   uint64_t byte_offset;
 };
 static_assert(sizeof(Tensor) == 48);
@@ -36,7 +36,7 @@ struct Versioned {
 };
 static_assert(offsetof(Versioned, tensor) == 32);
 
-// DLPack's number of a kind of types -> the core's types of that kind.
+// The core's type for the elements of this tensor; nullopt if there is none. `kinds` is in the order of DLPack's type codes.
 std::optional<Dtype> dtype_of(const Tensor& tensor) {
   static constexpr std::array<Dtype, 15> all = [] {
     std::array<Dtype, 15> list{};
@@ -90,7 +90,7 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   const auto* api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   while (api && api->major != 1) api = api->previous;
   Tensor tensor;
-  // If this protocol cannot describe the array, its library's module describes or refuses it.
+  // If this protocol cannot describe the array, the Python module for the array's library describes or refuses it.
   if (!api || !api->describe || api->describe(array.given.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;
@@ -109,7 +109,7 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
     array.shape.extents[static_cast<size_t>(i)] = extent;
     step *= extent;
   }
-  if (!in_order && step != 0) return false;  // without elements any strides will do
+  if (!in_order && step != 0) return false;  // if the array has no elements, any strides will do
   array.begin = static_cast<char*>(tensor.data) + tensor.byte_offset;
   if (!on_device) return true;
   void* stream = nullptr;

@@ -1,5 +1,5 @@
-// A backend moves the bytes of a valid, numbered call: host.h moves those of arrays in the CPU's memory, vendor.h those of a
-// device's arrays.
+// A backend moves the bytes of a call that is valid and has its number. host.h does this for arrays in CPU memory, vendor.h for
+// arrays on a device.
 #pragma once
 
 #include <memory>
@@ -12,18 +12,20 @@ namespace mscomm {
 class Backend {
  public:
   virtual ~Backend() = default;
-  // Returns when x may be reused and out is complete. Throws Error, or Differs when ranks made different calls.
+  // On the CPU, returns when x may be reused and out is complete; on a device, when the call is enqueued. Throws Error, or
+  // Differs if ranks made different calls.
   virtual void run(const Call& call, const Wait& wait) = 0;
-  // From any thread: wakes every waiter on this rank and on its peers, so that it looks around; nothing is sent any more.
+  // Wakes every thread that waits in a call, on this rank and on its peers, so that it sees that the group is broken. After that
+  // nothing is sent any more. May be called from any thread.
   virtual void shut_down() = 0;
-  // Called when the group is broken, by the thread that ran the failed call: takes the memory that the call had given to the
-  // peers out of their reach.
+  // Called by the thread whose call failed, after the group was broken. Makes sure that no peer can reach the call's arrays any
+  // more.
   virtual void withdraw(const Call& call) = 0;
-  // Compares headers of peers that no call has read yet with this rank's own calls, without waiting. Throws Differs.
+  // Compares headers that peers have sent, and no call has read yet, with this rank's own calls. Does not wait. Throws Differs.
   virtual void last_look() = 0;
-  // Called when this rank leaves the group well: delivers what is still on its way.
+  // Called when this rank leaves the group without an error. Delivers what is still on its way to the peers.
   virtual void close() = 0;
-  // In a forked child: closes the child's copies of the descriptors, and nothing else. Takes no lock.
+  // Called in a forked child. Only closes the child's copies of the descriptors, and takes no lock.
   virtual void close_descriptors() = 0;
 };
 

@@ -18,14 +18,14 @@ namespace {
 
 using Comm = void*;
 
-// Numbers from hccl_types.h. Those of types beyond 11 have changed from one release to the next.
+// Numbers from hccl_types.h. Beyond 11, the numbers of types differ between releases.
 constexpr int success = 0;
 constexpr size_t root_info_bytes = 4108;
 enum Type { t_int8 = 0, t_int16 = 1, t_int32 = 2, t_float16 = 3, t_float32 = 4, t_int64 = 5, t_bfloat16 = 11 };
 enum RedOp { r_sum = 0, r_prod = 1, r_max = 2, r_min = 3 };
 
 struct Item {
-  int receives;  // 0: sends
+  int receives;  // 1: receives; 0: sends
   void* data;
   uint64_t count;
   int type;
@@ -104,15 +104,15 @@ struct Functions {
 // The library takes non-const pointers even to memory that it only reads.
 void* read_only(const void* x) { return const_cast<void*>(x); }
 
-// In the order of Dtype and of Op.
+// HCCL's types in the order of Dtype, and its operations in the order of Op.
 constexpr Numbers numbers{
     {-1, t_int8, t_int16, t_int32, t_int64, -1, -1, -1, -1, t_float16, t_bfloat16, t_float32, -1, -1, -1},
     {r_sum, r_prod, r_min, r_max, -1, -1, -1, -1},
     t_int8,
 };
 
-// The documentation of HcclAllReduce and HcclReduce says which types a device has: the first generation, "Ascend910A" and
-// "Ascend910ProB", has no int16 and no bfloat16, and no device multiplies these two.
+// The documentation of HcclAllReduce and HcclReduce says which types a device can reduce. The first generation ("Ascend910A" and
+// "Ascend910ProB") cannot reduce int16 and bfloat16. No device can multiply these two types.
 std::optional<VendorReduction> reduction_on(bool first_generation, Dtype dtype, Op op) {
   const auto found = reduction_of(numbers, dtype, op);
   const bool newer = found && (found->type == t_int16 || found->type == t_bfloat16);
@@ -128,7 +128,7 @@ class Hccl final : public Vendor {
         functions(collectives_, communicators_ ? &*communicators_ : nullptr) {}
 
   std::string_view name() const override { return "hccl"; }
-  // The library tells no version. It does tell how many settings its communicators have, which grows from version to version.
+  // The library has no function for its version. But it tells how many settings a communicator has, and newer versions have more.
   std::string version() const override {
     return functions.capability ? "capability " + std::to_string(functions.capability()) : "without a version";
   }
@@ -177,11 +177,11 @@ class Hccl final : public Vendor {
   const Functions functions;
 };
 
-// The library's function for joining waits for the other ranks. So a thread of its own calls it, and is left behind if it does
-// not end.
+// The library's function for joining waits for the other ranks. So a separate thread calls it, and that thread is left behind if
+// the function does not return. A Joining is what this thread and the group share.
 class Joining {
  public:
-  // Called by the thread when the function has returned.
+  // The thread calls this when the library's function has returned.
   void end(int result, Comm comm, std::exception_ptr thrown, const Functions& functions) {
     const std::lock_guard lock(mutex_);
     done_ = true, result_ = result, thrown_ = std::move(thrown);
@@ -197,8 +197,8 @@ class Joining {
     if (thrown_) std::rethrow_exception(thrown_);
     return result_;
   }
-  // Returns the communicator, once; nullptr if there is none, or none yet. gives_up: one that comes later is destroyed by the
-  // thread.
+  // Returns the communicator the first time, later nullptr; also nullptr if there is none yet. gives_up: if a communicator is
+  // made later, the thread destroys it.
   Comm take(bool gives_up) {
     const std::lock_guard lock(mutex_);
     given_up_ = given_up_ || gives_up;
@@ -240,7 +240,7 @@ class HcclGroup final : public VendorGroup {
   const std::shared_ptr<Joining> joining_ = std::make_shared<Joining>();
   Comm comm_ = nullptr;
   std::atomic<bool> aborted_{false};
-  std::vector<void*> scratch_;  // the last is the largest; the device may still be using the others
+  std::vector<void*> scratch_;  // the last buffer is the largest; the device may still be using the others
   size_t scratch_bytes_ = 0;
 };
 
@@ -253,7 +253,7 @@ HcclGroup::HcclGroup(const Hccl& library, const std::string& id, int size, int r
   if (id.size() != root_info_bytes)
     throw Error("Error",
                 "hccl: the group's id has " + std::to_string(id.size()) + " bytes, expected " + std::to_string(root_info_bytes));
-  // The thread has a copy of the functions. The libraries are never closed, so it may outlive this object.
+  // The thread may outlive this object, because it has a copy of the functions, and the libraries are never closed.
   std::thread([joining = joining_, functions = functions_, runtime = runtime_, id, size, rank, device] {
     int result = success;
     Comm comm = nullptr;
@@ -312,7 +312,7 @@ void HcclGroup::all_gather(const void* x, void* out, size_t bytes, StreamHandle 
 }
 
 void HcclGroup::broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) {
-  if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library takes one array for both
+  if (rank_ == root && x != out) runtime_->copy(out, x, bytes, stream);  // the library has one argument for x and out
   library_.check(functions_.broadcast(out, bytes, t_int8, static_cast<uint32_t>(root), comm_, stream), "HcclBroadcast");
 }
 
@@ -326,7 +326,7 @@ void HcclGroup::exchange(std::span<const Part> parts, StreamHandle stream) {
 void HcclGroup::abort(bool beside) noexcept {
   if (!comm_ || aborted_.exchange(true)) return;
   // HCCL has no abort. If it has no suspend either, what the device is doing ends after HCCL_EXEC_TIMEOUT. A communicator cannot
-  // be destroyed while another thread is inside one of its calls; it is then leaked.
+  // be destroyed while another thread is inside one of its calls; in that case it is leaked.
   if (functions_.suspend) (void)functions_.suspend(comm_);
   if (!beside) (void)functions_.destroy(comm_);
 }
@@ -343,7 +343,7 @@ void* HcclGroup::scratch(size_t bytes) {
 
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc) {
-  // These libraries look up each other's functions.
+  // The two libraries look up each other's functions by name.
   Dynlib first("libhccl.so, CANN's HCCL", collectives, Dynlib::Names::everybodys);
   std::optional<Dynlib> second;
   if (!first.find("HcclCommInitRootInfo"))

@@ -1,4 +1,5 @@
-// Huawei's HCCL for Ascend NPUs, opened at run time. The declarations are ours, after the headers of hccl and hcomm.
+// Huawei's HCCL for Ascend NPUs, which is opened at run time. The declarations are our own, made after the headers of hccl and
+// hcomm.
 #pragma once
 
 #include <memory>
@@ -9,8 +10,8 @@
 
 namespace mscomm {
 
-// communicators: where the library may be that holds the functions of communicators; only newer releases have one. soc: the
-// device's name, which decides HCCL's limits. Throws BackendUnavailable.
+// communicators: where libhcomm may be. In newer releases of CANN this library has the functions of communicators. soc: the
+// device's name, on which HCCL's limits depend. Throws BackendUnavailable.
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc);
 

@@ -1,4 +1,4 @@
-// The cpu backend: picks an algorithm and gives it the arena or the mesh.
+// The cpu backend: picks an algorithm for each call, and gives it the arena, the mesh or both.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class HostBackend final : public Backend {
   // For each collective, the name of the algorithm that runs it for a message of that many bytes.
   std::vector<std::pair<std::string_view, std::string_view>> chosen(size_t bytes) const;
   const Arena* arena() const { return arena_.get(); }
-  // Bytes of x and out of all calls so far, by carrier; a call that uses both carriers counts for each.
+  // The bytes of x and out of all calls so far, for each carrier. A call that uses both carriers counts for each of them.
   struct Carried {
     std::atomic<uint64_t> arena{0}, mesh{0};
   };

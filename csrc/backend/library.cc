@@ -31,7 +31,7 @@ Batch::~Batch() {
   try {
     group_.end_batch();
   } catch (const Error&) {
-    // The error that has ended the batch early is the one to report.
+    // The caller reports the error that ended the batch early, not this one.
   }
 }
 

@@ -21,31 +21,31 @@ struct Part {
   size_t bytes;
 };
 
-// The library's numbers for the types and operations that it can reduce; -1: it cannot.
+// The library's numbers for the types and operations that it can reduce; -1: it cannot reduce this type or by this operation.
 struct Numbers {
-  std::array<int, dtypes.size()> types;            // by Dtype; bool and complex numbers have none
+  std::array<int, dtypes.size()> types;            // by Dtype; -1 for bool and complex numbers
   std::array<int, mscomm::ops.size()> operations;  // by Op
   int byte;                                        // the type for bools, which are bytes that are 0 or 1
 };
 
-// A type and an operation, in the library's numbers. factor: elements of that type for one element of ours.
+// A type and an operation, in the library's numbers. factor: how many elements of that type make up one of our elements.
 struct VendorReduction {
   int type, op;
   size_t factor = 1;
 };
 
-// How the library can compute op on dtype; nullopt: it cannot. Complex numbers are summed part by part. For bools, the maximum is
-// the or and the sum, and the minimum is the and and the product.
+// How the library can compute op on dtype; nullopt: it cannot. Complex numbers are summed part by part. For bools, the maximum
+// serves as `or` and as sum, and the minimum serves as `and` and as product.
 std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op);
 
 // One rank's communicator of the library, on one device. All functions but abort() are called by one thread at a time, with the
-// device current. They throw Error if the library refuses.
+// device current. They throw Error if the library returns an error.
 class VendorGroup {
  public:
   virtual ~VendorGroup() = default;
 
-  // Each of these enqueues and returns at once. Afterwards busy() must have returned false before anything else is called. Counts
-  // are in elements. x may be out.
+  // Each of these functions enqueues its operation and returns at once. After it, or after a whole batch, nothing else is called
+  // until busy() has returned false. Counts are in elements. x may be out.
   virtual void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   virtual void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) = 0;
   // count: elements of out.
@@ -56,22 +56,22 @@ class VendorGroup {
   virtual void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) = 0;
   // Moves all parts at once. There is at most one part from a rank to another, and none from this rank to itself.
   virtual void exchange(std::span<const Part> parts, StreamHandle stream) = 0;
-  // What is called between these two is one operation of the library.
+  // All calls between begin_batch() and end_batch() become one operation of the library.
   virtual void begin_batch() = 0;
   virtual void end_batch() = 0;
 
-  // Whether the library is still setting up the last call. Throws the error that the group has met, whenever that was.
+  // Whether the library is still setting up the last call. Throws if the group has failed, in this call or an earlier one.
   virtual bool busy() = 0;
-  // Ends what the device is doing for this group. May be called by any thread, once; nothing is called afterwards. It may take
+  // Ends what the device is doing for this group. Any thread may call this, but only once, and it is the last call. It may take
   // long. beside: another thread is inside a call, and abort() must make it return.
   virtual void abort(bool beside) noexcept = 0;
-  // Called when the group has ended without an error: begins to free it. Once busy() returns false, the destructor frees the
-  // rest.
+  // Begins to free the group. Called when the group has ended without an error. Once busy() returns false, the destructor frees
+  // the rest.
   virtual void finish() = 0;
 };
 
-// All calls during its life are one operation of the library. If one of them throws, the destructor closes the operation and
-// ignores its errors.
+// While this object lives, all calls on the group become one operation of the library. If a call throws, the destructor ends this
+// operation and ignores the operation's errors.
 class Batch {
  public:
   explicit Batch(VendorGroup& group);
@@ -96,9 +96,10 @@ class Vendor {
 
   // Why the library cannot reduce elements of this type by this operation; empty: it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
-  // The id of a new group. One of its ranks makes it, with its device current, and gives it to the others.
+  // Makes the id of a new group. One rank of the group calls this with its device current, and gives the id to the others.
   virtual std::string make_id() = 0;
-  // Joins that group as one rank, on the device, which is current. The group can be used once busy() returns false.
+  // Joins the group with that id as one rank, on the device, which must be current. The group can be used once busy() returns
+  // false.
   virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                             int device) = 0;
 };

@@ -65,7 +65,7 @@ struct Functions {
   int (*group_end)();
 };
 
-// In the order of Dtype and of Op.
+// NCCL's types in the order of Dtype, and its operations in the order of Op.
 constexpr Numbers numbers{
     {-1, int8, -1, int32, int64, uint8, -1, uint32, uint64, float16, bfloat16, float32, float64, -1, -1},
     {sum, prod, min, max, avg, -1, -1, -1},
@@ -210,7 +210,8 @@ bool NcclGroup::busy() {
 }
 
 void NcclGroup::abort(bool) noexcept {
-  // An error of the abort itself would tell nothing new. The library frees the communicator in a thread of its own.
+  // The result is ignored, because an error of the abort itself would tell nothing new. The library frees the communicator in a
+  // thread of its own.
   if (comm_ && !aborted_.exchange(true)) (void)functions_.abort(comm_);
 }
 

@@ -1,4 +1,4 @@
-// NVIDIA's NCCL, opened at run time. The declarations are ours, after nccl.h; tests/core/nccl_abi.cc compares the two.
+// NVIDIA's NCCL, which is opened at run time. The declarations are our own; tests/core/nccl_abi.cc compares them with nccl.h.
 #pragma once
 
 #include <climits>
@@ -31,8 +31,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as it was in 2.14, and the first field that was added later. Newer libraries read the fields that the given
-// version had, and fill in the rest.
+// The fields that ncclConfig_t had in NCCL 2.14, and the first one that was added later. A newer library reads the fields of the
+// version that is given here, and uses defaults for the rest.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -41,7 +41,7 @@ struct Config {
   int cga_cluster_size = INT_MIN;  // unset
 };
 
-// "2.28.9" of 22809; before 2.9 the major version had one digit less.
+// The version in words: "2.28.9" for 22809. Codes of versions before 2.9 have four digits: "2.7.8" for 2708.
 std::string version_text(int code);
 
 }  // namespace nccl

@@ -15,7 +15,7 @@ using namespace std::chrono_literals;
 // An abort waits at most this long for the thread that is in the library.
 constexpr auto call_takes_at_most = 1s;
 
-// Keeps a group that cannot be freed until the process ends.
+// Keeps a group that cannot be freed. It then lives until the process ends.
 void leave_behind(std::unique_ptr<VendorGroup> group) {
   static std::mutex mutex;  // protects left
   static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;
@@ -32,7 +32,8 @@ void SharedGroup::look() {
 void SharedGroup::abort() {
   std::unique_ptr<VendorGroup> group;
   {
-    // A caller is inside the library for microseconds, unless the library hangs; then this abort makes it return.
+    // A caller is inside the library only for microseconds, unless the library hangs. In that case the abort makes the caller
+    // return.
     std::unique_lock calling(calling_, call_takes_at_most);
     if (!calling) {
       aborted_ = true;
@@ -48,7 +49,7 @@ void SharedGroup::finish(bool captured) {
   const std::lock_guard calling(calling_);
   if (!group_) return;
   if (captured) {
-    // The library would wait for the graph to be destroyed.
+    // Freeing the group would wait until the graph is destroyed.
     leave_behind(std::move(group_));
     return;
   }
@@ -58,7 +59,7 @@ void SharedGroup::finish(bool captured) {
     while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
     if (deadline.passed()) group_->abort(false);
   } catch (const Error&) {
-    group_->abort(false);  // another rank did not end well, which its own calls and the hub report
+    group_->abort(false);  // another rank has failed; that rank's calls and the hub report it
   }
   group_.reset();
 }

@@ -17,7 +17,7 @@ namespace mscomm {
 // How long we wait for the library to free a group, and to abort it.
 inline constexpr double frees_within_s = 5, aborts_within_s = 10;
 
-// A mutex that can be waited for with a time limit. Not std::timed_mutex, which ThreadSanitizer does not understand.
+// A mutex whose lock can have a timeout. It replaces std::timed_mutex, which ThreadSanitizer does not understand.
 class Turn {
  public:
   void lock() {
@@ -46,7 +46,7 @@ class Turn {
   bool taken_ = false;
 };
 
-// One thread at a time calls the library for the group.
+// Lets only one thread at a time call the library for the group.
 class SharedGroup {
  public:
   // Joins the group; see Vendor::join.
@@ -62,10 +62,11 @@ class SharedGroup {
     if (!group_ || aborted_) throw Error("Aborted", "the group was aborted");
     return question(*group_);
   }
-  // Throws the error that the group has met. Does nothing while another thread is in the library: that thread finds it itself.
+  // Throws if the group has failed. Does nothing while another thread is inside the library, because that thread sees the error
+  // itself.
   void look();
   void abort();
-  // Frees the group after it has ended without an error. captured: a graph may contain calls of it.
+  // Frees the group after it has ended without an error. captured: a graph may contain calls of the group.
   void finish(bool captured);
 
  private:

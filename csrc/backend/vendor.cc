@@ -15,14 +15,15 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// For this long the library is asked without a pause whether it has set up a call; a thread that it starts for that takes about
-// as long. After that we sleep in between, and each sleep takes 50 us longer than asked for.
+// After a call we ask the library for this long, without a pause, whether it has set up the call. If the library starts a thread
+// for that, the thread takes about as long. After that we sleep between questions. Each sleep takes 50 us longer than asked for.
 constexpr auto asks_at_once = 200us;
 
-// One turn for each device of the process, so that several groups enqueue there one after the other. An abort does not take it.
+// One turn for each device of the process, so that several groups enqueue there one after the other. An abort does not take the
+// turn.
 Turn& issuing_on(const Runtime* runtime, int device) {
-  static std::mutex mutex;                                                 // protects all
-  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use one
+  static std::mutex mutex;                                                 // protects `all`
+  static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use a turn
   const std::lock_guard lock(mutex);
   return all[{runtime, device}];
 }
@@ -56,7 +57,7 @@ VendorBackend::~VendorBackend() {
   if (!thread_) return;  // in a forked child
   observe(nullptr);
   if (watcher_->stop()) thread_->join();
-  else thread_->detach();  // it is inside the library, and shares ownership of what it uses
+  else thread_->detach();  // the thread hangs in the library; it shares ownership of what it uses
 }
 
 void VendorBackend::observe(Observer* observer) { watcher_->observe(observer); }
@@ -93,8 +94,8 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
   }
 }
 
-// Waits until the library has set up what was enqueued. In the first call of a kind it may connect to other ranks, which may be
-// in a call of another group before. So the device's turn is released meanwhile.
+// Waits until the library has set up what was enqueued. In the first call of a kind the library may connect to other ranks, and
+// those may first have to finish a call of another group. So the device's turn is released meanwhile.
 void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;
@@ -167,7 +168,7 @@ void VendorBackend::exchange(const Call& call, StreamHandle stream) {
   const size_t element = call.element_bytes();
   const size_t root = call.signature.root;
   const bool divides = what == Collective::scatter || what == Collective::all_to_all;
-  // Bytes from one rank to another.
+  // How many bytes one rank sends to another.
   const auto bytes = [&](size_t from, size_t to) {
     if ((what == Collective::gather && to != root) || (what == Collective::scatter && from != root)) return size_t{0};
     if (call.counts.empty()) return call.bytes() / (divides ? size_ : 1);
@@ -184,7 +185,7 @@ void VendorBackend::exchange(const Call& call, StreamHandle stream) {
     if (peer == rank_) {
       if (sent && x != out) runtime_->copy(out, x, sent, stream);
     } else {
-      // A part to send is only read.
+      // The library only reads a part that is sent, so the const_cast is safe.
       if (sent) parts.push_back({true, peer, const_cast<char*>(x), sent});
       if (received) parts.push_back({false, peer, out, received});
     }

@@ -1,4 +1,4 @@
-// The vendor backend: enqueues the calls of a group on arrays of a device, by a vendor's library.
+// The vendor backend: enqueues the calls of a group on arrays of a device, with a vendor's library.
 #pragma once
 
 #include <cstdint>
@@ -22,18 +22,18 @@ class VendorBackend final : public Backend {
  public:
   using Observer = Watcher::Observer;
 
-  // Joins the group, as every rank of it does with the same id. check: called at least every 50 ms; may throw to end the wait.
-  // Throws CollectiveTimeout.
+  // Joins the group with that id, and waits until every rank has joined it. `check` is called at least every 50 ms, and may throw
+  // to end the wait. Throws CollectiveTimeout at the deadline.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
   ~VendorBackend() override;
 
-  // To be called before the first call, and with nullptr before the observer is destroyed.
+  // Sets the observer. Must be called before the first call, and with nullptr before the observer is destroyed.
   void observe(Observer* observer);
 
-  // Returns when the call has been enqueued, on its stream or beside it. The observer is told when the call has ended.
+  // Returns when the call has been enqueued. The observer is told when the call has ended.
   void run(const Call& call, const Wait& wait) override;
-  // Makes what is enqueued on the stream from now on wait for that call.
+  // Makes work that is enqueued on the stream from now on wait for that call.
   void order(uint64_t number, StreamHandle stream);
   // Packs or unpacks, in the order of the stream, with the device's kernels if it has them, else by copies. Throws RuntimeError
   // if copies would have to scale or cast.
@@ -62,7 +62,7 @@ class VendorBackend final : public Backend {
   const std::shared_ptr<Runtime> runtime_;
   const int device_, size_, rank_;
   Turn& issuing_;
-  // Both are shared with the watching thread, which may hang in the library.
+  // The group and the watcher are shared with the watching thread, which may hang in the library and outlive this object.
   std::shared_ptr<SharedGroup> group_;
   std::shared_ptr<Watcher> watcher_;
   std::unique_ptr<std::thread> thread_;  // nullptr in a forked child

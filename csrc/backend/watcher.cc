@@ -14,8 +14,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How often the watching thread looks at the calls on the device: first_look until looks_often_s after something last happened,
-// then later_look. It also looks for that long when no call is pending, because waking it costs the next caller a system call.
+// How often the watching thread looks at the calls on the device: every first_look until looks_often_s after a call last ended,
+// then every later_look. It also goes on looking for looks_often_s when no call is pending, because the next caller would need a
+// system call to wake it.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
 // When no call has ended on the device for this long, the ranks compare their calls.
@@ -75,7 +76,7 @@ void Watcher::captured(const Signature& call) {
 }
 
 void Watcher::order(uint64_t number, StreamHandle stream) {
-  const std::lock_guard lock(mutex_);  // the event must not be reused meanwhile
+  const std::lock_guard lock(mutex_);  // so that the event is not reused meanwhile
   for (const Pending& one : pending_)
     if (one.call.number == number) return runtime_->wait(stream, one.event);
 }
@@ -107,7 +108,7 @@ bool Watcher::stop() {
   return changed_.wait_for(lock, std::chrono::duration<double>(aborts_within_s), [this] { return ended_; });
 }
 
-// An error that ends it early must end the group, because nobody else would see a failure.
+// If an error ends this function early, the group must end, too, because no other thread would notice a failure.
 void Watcher::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);
@@ -143,7 +144,7 @@ void Watcher::watch_pending() {
   if (beside_) runtime_->destroy_stream(std::exchange(beside_, nullptr));
 }
 
-// A group that is not aborted ends well only by finish().
+// Frees the group: with finish() if the group has ended without an error, otherwise with abort().
 void Watcher::free_group(std::unique_lock<std::mutex>& lock) {
   const bool well = finishing_ && !aborting_, captured = captured_;
   lock.unlock();

@@ -18,7 +18,7 @@ namespace mscomm {
 
 class Watcher {
  public:
-  // Is told what becomes of calls. It may call VendorBackend::shut_down().
+  // The watcher tells an observer what becomes of the calls. The observer may call VendorBackend::shut_down().
   class Observer {
    public:
     virtual ~Observer() = default;
@@ -31,28 +31,28 @@ class Watcher {
   Watcher(std::shared_ptr<Runtime> runtime, int device, std::shared_ptr<SharedGroup> group)
       : runtime_(std::move(runtime)), device_(device), group_(std::move(group)) {}
 
-  // What the watching thread runs, until finish() or stop().
+  // The watching thread runs this until finish() or stop() is called.
   void watch();
   void observe(Observer* observer);
 
-  // The callers of these have made the device current.
+  // To be called with the device current, like all functions down to order().
   EventHandle take_event();
-  // The stream for calls beside the caller's.
+  // The group's own stream, for calls that run beside the caller's stream.
   StreamHandle beside();
-  // Watches a call that has been enqueued. before: of a call beside the caller's stream, the event that it waits for.
+  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that it waits for.
   void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
-  // A graph contains the call. It will run as often as the graph does, but does not run now.
+  // Says that a graph has captured the call. The call does not run now, but every time the graph runs.
   void captured(const Signature& call);
-  // Makes what is enqueued on the stream from now on wait for that call.
+  // Makes work that is enqueued on the stream from now on wait for that call.
   void order(uint64_t number, StreamHandle stream);
 
   // How many calls have not ended.
   size_t pending() const;
-  // Has the group aborted.
+  // Makes the watching thread abort the group.
   void abort();
-  // Has the group freed, and waits for that.
+  // Makes the watching thread free the group, and waits until that is done, at most frees_within_s + aborts_within_s.
   void finish();
-  // Ends the watching thread. False: it hangs in the library.
+  // Ends the watching thread. Returns false if the thread hangs in the library.
   bool stop();
 
  private:
@@ -69,7 +69,7 @@ class Watcher {
     const std::lock_guard lock(telling_);
     if (observer_) words(*observer_);
   }
-  void give_back(const Pending& call);  // with mutex_
+  void give_back(const Pending& call);  // to be called with mutex_
   void watch_pending();
   void look_at_pending(std::unique_lock<std::mutex>& lock);
   void free_group(std::unique_lock<std::mutex>& lock);
@@ -82,15 +82,15 @@ class Watcher {
   mutable std::mutex mutex_;  // protects what follows; never held while the library is called
   std::condition_variable changed_;
   std::deque<Pending> pending_;      // in the order of their numbers
-  std::vector<EventHandle> events_;  // that are not in use
+  std::vector<EventHandle> events_;  // events that are not in use
   bool aborting_ = false, finishing_ = false, stopping_ = false;
-  bool asleep_ = false;      // the thread looks again only when a caller that enqueues wakes it
+  bool asleep_ = false;      // the thread sleeps until a caller that enqueues wakes it
   bool captured_ = false;    // a graph may contain calls of the group
   Clock::time_point moved_;  // when a call last ended, or was enqueued while none was pending
   bool over_ = false;        // the library has freed the group
   bool ended_ = false;       // the thread has ended, and has freed the rest
 
-  std::mutex telling_;  // protects observer_, and is held while it is called; the observer may take mutex_ then
+  std::mutex telling_;  // protects observer_; held while the observer is called, which may take mutex_
   Observer* observer_ = nullptr;
 };
 

@@ -15,7 +15,7 @@ struct Elements {
   uint64_t x = 0, out = 0;
 };
 
-// nullopt: the number does not fit into 64 bits. What is computed from it is nullopt, too.
+// A number of elements or bytes; nullopt if it does not fit into 64 bits. Anything computed from nullopt is nullopt, too.
 using Size = std::optional<uint64_t>;
 
 Size product(Size a, uint64_t b) {
@@ -30,18 +30,18 @@ Size sum(const std::vector<uint64_t>& counts, size_t first, size_t number, size_
   return total;
 }
 
-// "gather on rank 1 of 4"
+// The error for a refused call. Its text begins with words like "gather on rank 1 of 4: ".
 Error refused(const Call& call, int rank, int size, const std::string& why) {
   return {"ValueError", std::string(name(call.signature.function)) + " on rank " + std::to_string(rank) + " of " +
                             std::to_string(size) + ": " + why};
 }
 
-// What rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the root.
+// How much rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the root.
 Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;
   const uint64_t count = call.signature.count;
   const std::vector<uint64_t>& counts = call.counts;
-  // The sums cannot overflow: check() has added up all counts before.
+  // The sums cannot overflow, because check() has added up all counts before.
   const uint64_t own = counts.empty() ? count / (divides(what) ? n : 1) : counts[me];
   const uint64_t whole = counts.empty() ? count * (gathers(what) ? n : 1) : *sum(counts, 0, counts.size(), 1);
   switch (what) {
@@ -76,8 +76,8 @@ void check(const Call& call, int rank, int size) {
   const Collective what = signature.what;
   const size_t n = size, me = rank;
 
-  // The head of a call with a root carries that root, too, although the collective that moves the head may have none. A head that
-  // is a reduction may not: there a root would mean that only the root gets the result.
+  // If a call has a root, its head carries this root, too, even if the collective that moves the head has none itself. Reductions
+  // are an exception: a reduction with a root would give the result to the root alone.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +
@@ -88,7 +88,7 @@ void check(const Call& call, int rank, int size) {
 
   Size count = what == Collective::barrier ? 0 : 1;
   for (int i = 0; i < signature.dims; i++) count = product(count, signature.shape[i]);
-  // The size in bytes of the largest array on any rank.
+  // Even the largest array on any rank must have a size in bytes that fits into 64 bits.
   if (!product(product(count, call.element_bytes()), n)) refuse("the shape is of more bytes than this machine can count");
   if (*count != signature.count)
     refuse(std::to_string(signature.count) + " elements, expected " + std::to_string(*count) + ", the product of the shape");

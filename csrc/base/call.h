@@ -13,22 +13,22 @@ namespace mscomm {
 
 inline constexpr int max_dims = 12;
 
-// Compared between ranks, field by field or by its fingerprint; travels in slots and headers as it is, so it has no padding and
-// no pointer.
+// What all ranks of a call must agree on. Ranks compare it field by field or by its fingerprint. They copy it bytewise into slots
+// and headers, so it has no padding and no pointers.
 struct Signature {
   uint64_t number = 0;  // the call's place in the group's order, from 1
   Collective what = Collective::barrier;
   Dtype dtype = Dtype::uint8;
   Op op = Op::sum;
   uint8_t dims = 0;
-  int32_t root = -1;   // -1: the collective has none
+  int32_t root = -1;   // -1: the call has no root
   uint64_t count = 0;  // the product of shape
   // The shape of x, if it is the same on all ranks. In the uneven forms axis 0 is the sum over the ranks; in an uneven all_to_all
   // it may also be 0.
   uint64_t shape[max_dims] = {};
-  uint64_t digest = 0;  // hash of what else must agree: arrays of a fused call, counts of an uneven one; 0: nothing else
+  uint64_t digest = 0;  // hash of the arrays of a fused call, or of the counts of an uneven call; 0: any other call
   Function function = Function::barrier;
-  uint8_t head = 0;    // 1: this call carries not the data, but the counts or the shape that go ahead of it
+  uint8_t head = 0;    // 1: this call carries only the counts or the shape of the call after it, which carries the data
   uint8_t device = 0;  // 1: the arrays are on a device
   uint8_t zero[5] = {};
 
@@ -38,9 +38,9 @@ struct Signature {
            function <= Function::scatter_object && head <= 1 && device <= 1;
   }
   // A 64-bit hash of the fields, which are mixed in word by word. Two signatures that differ in a single word never have the same
-  // hash. Two that differ in several words can have the same one, with a chance of about one in 2^64.
+  // hash. If they differ in several words, they have the same hash with a chance of about one in 2^64.
   uint64_t fingerprint() const;
-  // "all_reduce #17 (float32[1024, 3], sum)"
+  // The call in words: "all_reduce #17 (float32[1024, 3], sum)".
   std::string text() const;
 };
 static_assert(sizeof(Signature) == 136);
@@ -51,12 +51,13 @@ struct Call {
   size_t x_bytes = 0;
   void* out = nullptr;  // nullptr: this rank gets nothing
   size_t out_bytes = 0;
-  // For the uneven forms: the number of elements in each rank's part; for all_to_all an n x n matrix, one row for each sender.
-  // Equal on all ranks. The sum of all is signature.count, which for all_to_all may also be 0. Empty: all parts have one size.
+  // The number of elements in each rank's part, if the parts differ; empty if all parts have the same size. For all_to_all this
+  // is an n x n matrix with one row for each sender. All ranks have the same counts. They add up to signature.count, but in
+  // all_to_all signature.count may also be 0.
   std::vector<uint64_t> counts{};
-  // The stream of the device in whose order the call runs. nullopt: the arrays are in the CPU's memory.
+  // The call runs in the order of this stream of the device. nullopt: the arrays are in CPU memory.
   std::optional<void*> stream{};
-  bool beside = false;  // run on a stream of the group's own, after what `stream` has so far
+  bool beside = false;  // run on the group's own stream, after the work that `stream` has now
 
   size_t element_bytes() const { return size_of(signature.dtype); }
   // The size of the message that the signature describes.
@@ -76,7 +77,7 @@ struct Differs {
   std::vector<std::pair<int, Signature>> calls;
 };
 
-// "4 MiB", "7 B"
+// A number of bytes in words: "4 MiB", "7 B".
 std::string in_units(uint64_t bytes);
 
 }  // namespace mscomm

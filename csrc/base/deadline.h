@@ -1,4 +1,4 @@
-// A point in time that a wait must not pass; handed down from the call to the last system call.
+// The time at which a wait must end. Functions hand it down, from the call to the last system call.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// "2.5 s", "17 s"
+// A time in words: "2.5 s", "17 s".
 inline std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);
@@ -21,7 +21,7 @@ inline std::string seconds_text(double seconds) {
 
 class Deadline {
  public:
-  // timeout_s may be infinite. spent_s: how much of it has passed already.
+  // timeout_s may be infinite. spent_s: how much of the timeout has passed already.
   explicit Deadline(double timeout_s, double spent_s = 0)
       : start_(Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spent_s))),
         timeout_s_(timeout_s) {}

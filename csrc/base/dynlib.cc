@@ -21,7 +21,7 @@ Dynlib::Dynlib(std::string name, const std::vector<Candidate>& candidates, Names
     }
     const char* why = loaded ? nullptr : dlerror();
     if (!tried.empty()) tried += "; ";
-    // dlerror's text contains the path.
+    // The text of dlerror() already contains the path.
     tried += candidate.origin + ": " + (loaded ? "it is not in this process" : why ? why : candidate.path);
     if (candidate.kind == Candidate::Kind::must) break;
   }

@@ -1,4 +1,4 @@
-// A third-party shared library. It is opened when it is first needed and never closed: its threads and its globals would not
+// A third-party shared library. It is opened when it is first needed, and never closed, because its threads and globals would not
 // survive that.
 #pragma once
 
@@ -9,14 +9,15 @@ namespace mscomm {
 
 // One place where the library may be.
 struct Candidate {
-  std::string origin;                                          // for messages: "MSCOMM_NCCL_LIBRARY", "the loader's path"
-  std::string path;                                            // or only the file's name, for the loader to find
-  enum class Kind { usual, loaded, must } kind = Kind::usual;  // loaded: if the process has it already; must: try no other
+  std::string origin;  // where the path comes from: "MSCOMM_NCCL_LIBRARY", "the loader's path"
+  std::string path;    // may be only a file's name, which the loader then looks for
+  // loaded: use this one only if the process has loaded it already. must: try no other place if this one cannot be opened.
+  enum class Kind { usual, loaded, must } kind = Kind::usual;
 };
 
 class Dynlib {
  public:
-  // Whether libraries that are loaded later can find its functions by name.
+  // Whether libraries that are loaded later can find this library's functions by name.
   enum class Names { own, everybodys };
   // Opens the first candidate that can be opened. Throws BackendUnavailable, with a list of what was tried, if none can.
   Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names = Names::own);

@@ -1,4 +1,4 @@
-// What the core throws. Kind is the name of the Python class that it becomes (python/mscomm/errors.py).
+// The exception that the core throws. In Python it becomes an exception of the class that `kind` names (python/mscomm/errors.py).
 #pragma once
 
 #include <cstring>

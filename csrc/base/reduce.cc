@@ -1,7 +1,7 @@
 // Reductions: element formats x operations, compiled once for each instruction set and chosen at run time.
 //
-// Every loop is an instance of pass(), which has no intrinsics: each level inlines the same body into a function that is
-// compiled for its own target. The arithmetic is IEEE without contraction, so all levels give the same bits.
+// Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level") the same body is inlined
+// into a function that is compiled for that target. The arithmetic is IEEE without contraction, so all levels give the same bits.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace mscomm {
 namespace {
 
-// Elements of an accumulator block: small enough for the L1 cache next to the inputs.
+// The elements in a block of accumulators. A block fits into the L1 cache together with the inputs.
 constexpr size_t block_elements = 1024;
 
 template <class T>
@@ -36,7 +36,7 @@ constexpr bool is_complex<Complex<T>> = true;
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
-// With masks instead of ?: both sides are always computed. GCC threads jumps through chains of ?: and then does not vectorise.
+// Chooses by a mask, so both sides are always computed. From chains of ?: GCC makes jumps, and then does not vectorise.
 template <class T>
 [[gnu::always_inline]] inline T blend(Bits<T> mask, T yes, T no) {
   return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
@@ -44,11 +44,12 @@ template <class T>
 
 template <class T>
 [[gnu::always_inline]] inline T choose(bool condition, T yes, T no) {
-  // Not 0 - condition: SSE2 can compare doubles, but not 64-bit integers.
+  // The mask is chosen as a T, not computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
   return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
 }
 
-// The NaN that a + b gives depends on the compiler (operand order) and on the machine (sign). Results always hold this one NaN.
+// Replaces any NaN by one fixed NaN. Otherwise the bits of a NaN would depend on the compiler (operand order) and the machine
+// (sign).
 template <class T>
 [[gnu::always_inline]] inline T one_nan(T x) {
   if constexpr (is_complex<T>) {
@@ -60,8 +61,8 @@ template <class T>
   }
 }
 
-// Operations. combine merges two accumulators, finish turns the last one into the value to round, identity is combine's neutral
-// value.
+// Operations. combine() merges two accumulators, finish() turns the last accumulator into the value to round, and identity() is
+// the neutral value of combine().
 
 struct Sum {
   template <class T>
@@ -94,10 +95,10 @@ struct Prod {
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (is_complex<T>) {
-      // a.re * b.re - a.im * b.im, but GCC 12 makes vfmaddsub of that even with -ffp-contract=off.
+      // This is a.re * b.re - a.im * b.im. Written that way, GCC 12 compiles it to vfmaddsub even with -ffp-contract=off.
       return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
     } else if constexpr (std::unsigned_integral<T>) {
-      return static_cast<T>(1u * a * b);  // 1u: uint16 * uint16 would be a signed int and could overflow
+      return static_cast<T>(1u * a * b);  // without 1u, uint16 * uint16 is a signed int, which can overflow
     } else {
       return a * b;
     }
@@ -178,7 +179,7 @@ struct Xor : Select {
   }
 };
 
-// Formats: the number of parts of an element in memory, the type of a part, the type it accumulates in, and that type's format.
+// Formats: how many parts an element has in memory, the type of a part, the type in which parts accumulate, and its format.
 
 template <class T, size_t parts_ = 1>
 struct Plain {
@@ -221,9 +222,10 @@ struct Float16 {
   [[gnu::always_inline]] static float widen(uint16_t x) {
     const int32_t magnitude = (x & 0x7fff) << 13;
     const uint32_t bits = static_cast<uint32_t>(magnitude);
-    // With an exponent 224 too large, inf and NaN have exponent 255; finite numbers are 2^112 times too large.
+    // Adding 224 to the exponent gives inf and NaN the exponent 255 that they have in a float. Finite numbers become 2^112 times
+    // too large, which the multiplication corrects.
     const float normal = std::bit_cast<float>(bits + (224u << 23)) * 0x1p-112f;
-    // 2^-14 * (1 + fraction) - 2^-14 leaves the fraction of a subnormal, normalised and exact.
+    // A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is exact and normalises the number.
     const float subnormal = std::bit_cast<float>(bits + (113u << 23)) - 0x1p-14f;
     const uint32_t is_subnormal = static_cast<uint32_t>((magnitude - (1 << 23)) >> 31);
     const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
@@ -233,21 +235,22 @@ struct Float16 {
   [[gnu::always_inline]] static uint16_t narrow(float x) {
     const uint32_t all = std::bit_cast<uint32_t>(x);
     const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
-    // ?: instead of std::min: GCC makes a branch of std::min, but not of ?:.
-    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: from here on the result is inf
+    // This is ?: and not std::min, because GCC makes a branch of std::min.
+    const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: larger numbers become inf, too
     const int32_t biased = bounded & (255 << 23);
-    const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: below are the subnormals
-    // Adding 2^13 times that power of two makes the addition round to the last bit of a float16.
+    const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
+    // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
+    // float16.
     const int32_t weight = exponent + (13 << 23);
     const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
-    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // with the leading 1 of normal numbers
+    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // includes the leading 1 of normal numbers
     const uint32_t number = static_cast<uint32_t>(fraction + (exponent >> 13) - (113 << 10));
     const uint32_t quiet_nan = 0x200 | ((all >> 13) & 0x3ff);
     return static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | ((all >> 16) & 0x8000));
   }
 };
 
-// Loops. load and store access part i of a buffer that need not be aligned.
+// Loops. load() and store() access part i of a buffer that need not be aligned.
 
 template <class T>
 [[gnu::always_inline]] inline T load(const void* from, size_t i) {
@@ -298,7 +301,8 @@ template <class Format, class Operation>
   for (size_t begin = 0; begin < count; begin += block_elements) {
     const size_t length = std::min(block_elements, count - begin);
     const auto at = [&](int k) { return static_cast<const unsigned char*>(in[k]) + begin * element_bytes; };
-    // Start with three or four inputs, so that an even number is left: each pass takes two more, and the last one writes to out.
+    // Start with three or four inputs, so that an even number is left. Each later pass takes two more, and the last pass writes
+    // to out.
     int k = n % 2 ? 3 : 4;
     if (n % 2) {
       pass<Format, Operation, element, accumulator>(block, at(0), divisor, length, at(1), at(2));
@@ -360,7 +364,7 @@ struct Avx512 {
 };
 #endif
 
-// Tables: one row of operations for each dtype; an empty cell is an operation that the dtype does not have.
+// Tables: one row of operations for each dtype; a cell is empty if the dtype does not have that operation.
 
 using Row = std::array<Reduction, ops.size()>;
 using Table = std::array<Row, dtypes.size()>;
@@ -379,14 +383,14 @@ constexpr Reduction cell() {
   };
 }
 
-// In the order of Op: sum, prod, min, max, avg, band, bor, bxor.
+// The cells are in the order of Op: sum, prod, min, max, avg, band, bor, bxor.
 template <class Level>
 constexpr Row bool_row() {
   constexpr Reduction all = cell<Level, Bool, And>(), any = cell<Level, Bool, Or>();
   return {any, all, all, any, {}, all, any, cell<Level, Bool, Xor>()};
 }
 
-// Operations that do not depend on the sign use the unsigned type: it wraps on overflow, and both types share the code.
+// Operations that do not depend on the sign use the unsigned type, which wraps on overflow. So both types share this code.
 template <class Level, class T>
 constexpr Row integer_row() {
   using U = Plain<std::make_unsigned_t<T>>;
@@ -445,7 +449,7 @@ int detect_levels() { return 1; }
 #endif
 
 #if defined(__aarch64__)
-constexpr unsigned long default_float_mode = 0;  // FPCR
+constexpr unsigned long default_float_mode = 0;  // of FPCR
 unsigned long float_mode() {
   unsigned long mode;
   asm volatile("mrs %0, fpcr" : "=r"(mode) : : "memory");

@@ -1,8 +1,8 @@
 // The arithmetic of reductions: one row of functions for each pair of element type and operation.
 //
-// Order: every fold runs left to right over its inputs, in the accumulator type of the element type (float32 for float16 and
-// bfloat16, otherwise the type itself), and is rounded to the element type once, at the end. The caller chooses the order of the
-// inputs. The same order gives the same bits, whatever the block size, the vector length or the machine.
+// Order: inputs are combined from left to right, in the accumulator type (float32 for float16 and bfloat16, otherwise the element
+// type itself). The result is rounded to the element type once, at the end. The caller chooses the order of the inputs. The same
+// order gives the same bits, whatever the block size, the vector length or the machine.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,13 @@ struct Reduction {
   size_t accumulator_bytes;
   // out = round((in[0] op in[1] op ... op in[n-1]) / divisor). Only avg uses divisor. out may be one of the inputs.
   void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
-  // A reduction in steps, for partial results that travel between ranks. An accumulator never overlaps an input.
+  // A reduction in steps, for partial results that are sent between ranks. An accumulator never overlaps an input.
   void (*widen)(const void* in, void* accumulator, size_t count);     // accumulator = in
   void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
   void (*merge)(void* accumulator, const void* other, size_t count);  // accumulator = accumulator op other accumulator
   void (*finish)(const void* accumulator, int divisor, void* out, size_t count);
-  // Fills out with the identity of op, for which out op x is x: 0 for sum, 1 for prod, the largest value or infinity for min, ...
+  // Fills out with the identity of op, which changes no value that it is combined with: 0 for sum, 1 for prod, the largest value
+  // or infinity for min, ...
   void (*identity)(void* out, size_t count);
 };
 
@@ -38,7 +39,7 @@ int levels();
 const Reduction& reduction_at(Dtype dtype, Op op, int level);
 
 // While this object lives, its thread computes in the default floating-point environment (round to nearest, subnormals kept),
-// whatever the thread had set before: flush-to-zero is a per-thread mode that frameworks turn on.
+// whatever the thread had set before. Frameworks turn on flush-to-zero, for example, which is a mode of the thread.
 class DefaultFloatMode {
  public:
   DefaultFloatMode();

@@ -29,7 +29,7 @@ enum class Dtype : uint8_t {
 
 enum class Op : uint8_t { sum, prod, min, max, avg, band, bor, bxor };
 
-// How bytes move among the ranks of a group: what algorithms implement.
+// The ways in which data can move among the ranks of a group. Each algorithm implements one of them.
 enum class Collective : uint8_t {
   all_reduce,
   all_gather,
@@ -44,8 +44,8 @@ enum class Collective : uint8_t {
   exscan,
 };
 
-// The function that the user called. Ranks compare it, and error texts name it. Most functions are the collective of the same
-// name; the others are made of one or two collectives, see python/mscomm/collectives.py.
+// The function that the user called. Ranks compare it, and error texts name it. Most functions run the collective of the same
+// name. The others run one or more collectives, see python/mscomm/collectives.py.
 enum class Function : uint8_t {
   all_reduce,
   all_gather,
@@ -75,8 +75,8 @@ struct DtypeRow {
   size_t bytes;
 };
 
-// Indexed by the enums, in the same order. The numbers are part of the wire format. dtypes holds the types of arrays, so it has
-// no row for object.
+// The tables below are indexed by the enums above. The enums' numbers are part of the wire format. `dtypes` has only the types of
+// arrays, and so no row for object.
 inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"bool", 1},
     {"int8", 1},
@@ -110,7 +110,7 @@ constexpr std::string_view name(Dtype dtype) {
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
 constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
-// Whether one rank of the group gives or gets what the others do not.
+// Whether the collective has a root: a rank that alone gives the data, or alone gets the result.
 constexpr bool rooted(Collective what) {
   return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
 }
@@ -118,7 +118,7 @@ constexpr bool rooted(Collective what) {
 constexpr bool divides(Collective what) {
   return what == Collective::reduce_scatter || what == Collective::scatter || what == Collective::all_to_all;
 }
-// Whether the collective puts the ranks' x together.
+// Whether the collective puts the x of all ranks together, one after the other.
 constexpr bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
 // Whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }

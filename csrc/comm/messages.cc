@@ -1,5 +1,5 @@
-// The communicator's messages. The mailbox moves them; this file watches the waits for them, describes them in errors, and breaks
-// the group when one fails.
+// The communicator's messages. The mailbox moves the messages. This file watches the waits for them, describes them in errors,
+// and breaks the group when a message fails.
 #include <poll.h>
 
 #include <list>
@@ -9,7 +9,7 @@
 
 namespace mscomm {
 
-// A message while somebody waits for it. Each has its own deadline, text and notices, because many threads may wait at once.
+// A message that a thread waits for. Each one has its own deadline, text and notices, because many threads may wait at once.
 class Communicator::Delivery final : public Watch {
  public:
   // calls_python: true if a caller waits; false if the mailbox's thread waits, which must not call Python, because such a call
@@ -61,14 +61,14 @@ class Communicator::Delivery final : public Watch {
                          : group_.mailbox_.start_recv(message.peer, message.tag, message.dtype, message.data, message.bytes);
   }
 
-  // "recv from rank 3, tag 7 (4 MiB)"
+  // The message in words: "recv from rank 3, tag 7 (4 MiB)".
   std::string text() const {
     const std::string peer = message_.peer == any_source ? "any rank" : "rank " + std::to_string(group_.in_job(message_.peer));
     const std::string tag = message_.tag == any_tag ? "any tag" : "tag " + std::to_string(message_.tag);
     return (message_.sends ? "send to " : "recv from ") + peer + ", " + tag + " (" + in_units(message_.bytes) + ")";
   }
 
-  // Transfers that were started together with this one: if one of them fails, the wait for this one ends with its error.
+  // Transfers that were started together with this one: if one of them fails, the wait for this one ends with that error.
   std::span<const std::shared_ptr<Transfer>> together;
 
  private:
@@ -79,7 +79,7 @@ class Communicator::Delivery final : public Watch {
   }
   // Throws if none of the peers can send any more. A peer that has a link to us, or is making one, counts as gone only when that
   // link has ended and all its data was read, because the peer may have sent the message and exited. A recv from one given rank
-  // is told that by the mailbox.
+  // does not need this: the mailbox ends it when the link has ended.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {
@@ -88,7 +88,7 @@ class Communicator::Delivery final : public Watch {
       if (!how) return;
       how_they_went += (how_they_went.empty() ? "" : ", ") + group_.name_of(peer) + how;
     }
-    if (missing() != peers) return;  // the last one's message came while we looked
+    if (missing() != peers) return;  // a message came while we looked
     throw Error("PeerLost",
                 how_they_went + ", but " + text() + " waits for " + (peers.size() > 1 ? "a message from one of them" : "it"),
                 group_.in_job(peers));
@@ -97,7 +97,7 @@ class Communicator::Delivery final : public Watch {
   Communicator& group_;
   const Message message_;
   const bool calls_python_;
-  std::list<const Delivery*>::iterator place_;  // in delivering_, if calls_python_
+  std::list<const Delivery*>::iterator place_;  // its place in delivering_, if calls_python_
   double next_notice_s_ = first_notice_s;
 };
 
@@ -107,7 +107,7 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
   check_usable();
   std::list<Delivery> deliveries;
   std::vector<std::shared_ptr<Transfer>> transfers;
-  std::string text;  // of the current message, for errors
+  std::string text;  // describes the current message, for errors
   try {
     for (const Message& message : messages) {
       text = deliveries.emplace_back(*this, message, true).text();
@@ -122,7 +122,8 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
       matched.push_back({transfer->matched_peer(), transfer->matched_tag()});
     }
     return matched;
-    // If one message fails, others may be under way: fail() ends them, so that the mailbox does not use their memory any more.
+    // If one message fails, others may still be under way. fail() ends them, so that the mailbox does not use their memory any
+    // more.
   } catch (const Error& error) {
     fail(error);
   } catch (const std::bad_alloc&) {
@@ -157,12 +158,13 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
       const bool failed = cause.has_value();
       leave_caller();
       const Matched matched{transfer->matched_peer(), transfer->matched_tag()};
-      work->end(std::move(cause), failed ? std::nullopt : std::optional(matched));  // last: a waiter may close the group then
+      // This comes after leave_caller(), because a waiter may then close the group.
+      work->end(std::move(cause), failed ? std::nullopt : std::optional(matched));
       if (failed && hooks_.failed) hooks_.failed();
     });
     return work;
   } catch (const std::exception& error) {
-    // The transfer may have begun: fail() ends it, so that the mailbox does not use the caller's memory any more.
+    // The transfer may have begun. fail() ends it, so that the mailbox does not use the caller's memory any more.
     leave_caller();
     const auto* known = dynamic_cast<const Error*>(&error);
     fail(known ? *known : Error("Error", std::string("a message could not be started: ") + error.what()));
@@ -180,7 +182,7 @@ void Communicator::check_peer(int peer) const {
   if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
 }
 
-// " and waits in recv from rank 3, tag 7 (4 MiB)", for where().
+// A part of the text of where(): " and waits in recv from rank 3, tag 7 (4 MiB)".
 std::string Communicator::in_messages() const {
   const std::lock_guard lock(state_mutex_);
   return delivering_.empty() ? "" : " and waits in " + delivering_.front()->text();

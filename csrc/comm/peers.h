@@ -1,4 +1,4 @@
-// The ranks of the job as this process sees them in one epoch. One object for all groups.
+// The ranks of the job as this process sees them in one epoch. All groups share one object.
 #pragma once
 
 #include <unistd.h>
@@ -27,8 +27,8 @@ struct Peers {
   const int rank;
   const std::vector<std::string> names;  // by rank: "rank 3 (pid 4711 on host b)"
   const std::vector<int> hosts;          // by rank
-  std::vector<int> pidfds;               // by rank; -1: of another host, or this rank
-  const std::shared_ptr<Heaps> heaps;    // nullptr: no other rank on this host
+  std::vector<int> pidfds;               // by rank; -1 for a rank on another host and for this rank
+  const std::shared_ptr<Heaps> heaps;    // nullptr if no other rank is on this host
 };
 
 }  // namespace mscomm

@@ -19,8 +19,8 @@ void Recorder::end(uint64_t number, Record::State state) {
   entry.ended = Clock::now();
 }
 
-// Converts the times of records to the time of day. This is done when somebody asks, because calls are frequent and questions are
-// rare.
+// Converts the times of records to the time of day. This is done only when a record is read, because calls are frequent and reads
+// are rare.
 class Recorder::TimeOfDay {
  public:
   TimeOfDay() {
@@ -42,7 +42,7 @@ class Recorder::TimeOfDay {
  private:
   using Seconds = std::chrono::duration<double>;
   Clock::duration between_{};
-  double start_s_ = 0;  // the time of day at zero of Clock
+  double start_s_ = 0;  // the time of day when Clock was zero
 };
 
 std::optional<Record> Recorder::find(uint64_t number) const {

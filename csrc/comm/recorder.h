@@ -1,5 +1,5 @@
-// The last calls of a group: what was called, when, and how it ended. Used for error messages, by the hub's question where a rank
-// is, and by Python.
+// Records the last calls of a group: what was called, when, and how it ended. This is used for error messages, for the answer
+// when the hub asks where a rank is, and by Python.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ struct Record {
   enum class State : uint8_t { inside, done, failed };
   Signature signature;
   State state = State::inside;
-  double began_s = 0;  // seconds since the epoch
+  double began_s = 0;  // seconds since 1970-01-01 UTC
   double took_s = 0;
 };
 
@@ -27,7 +27,7 @@ class Recorder {
   void end(uint64_t number, Record::State state);
   std::optional<Record> find(uint64_t number) const;
   std::optional<Record> last() const;
-  // The calls after that number, oldest first.
+  // The recorded calls with a number above `after`, oldest first.
   std::vector<Record> all(uint64_t after = 0) const;
 
  private:
@@ -39,9 +39,9 @@ class Recorder {
   class TimeOfDay;
 
   static constexpr size_t kept = 1024;
-  mutable std::mutex mutex_;  // protects everything below: callers, member thread and Python read and write
+  mutable std::mutex mutex_;  // protects everything below, which callers, the member's thread and Python use
   std::array<Entry, kept> ring_{};
-  uint64_t newest_ = 0;  // call number; 0: none
+  uint64_t newest_ = 0;  // the number of the newest call; 0: there is none
 };
 
 }  // namespace mscomm

@@ -1,14 +1,15 @@
-// What one launch moves between a bucket and its parts, as the kernels get it: by value, in the 4 KiB that all drivers accept.
+// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernels get parameters by value, in at
+// most the 4 KiB that all drivers accept.
 //
-// The bucket is an array of elements, in which the parts have their places. It is cut into cells of equal size, and also where a
+// The bucket is an array of elements, in which each part has its place. It is cut into cells of equal size, and also wherever a
 // part begins. Each block moves one of the resulting pieces:
 //
 //     parts    |     0     | 1 |2 |                  3                |
 //     cells    |           |           |           |           |           |
 //     pieces   |     0     1 2 | 3|  4 |     5     |     6     |  7   |
 //
-// So a large part has many blocks, a small part has one, and a block finds its piece by its number alone. If a part ends where a
-// cell ends, an empty piece follows (1 above): that keeps counting simple, and costs a block.
+// So a large part has many blocks, and a small part has one. A block needs only its number to find its piece. If a part ends
+// where a cell ends, an empty piece follows (1 above). It costs a block, but it keeps the counting simple.
 #pragma once
 
 #include <cstddef>
@@ -21,31 +22,31 @@ constexpr unsigned threads = 256;  // per block
 struct Entry {
   uint64_t part;        // its address
   uint64_t begin : 56;  // its place in the bucket, in elements
-  uint64_t gap : 8;     // elements from its end to the next part's place
+  uint64_t gap : 8;     // how many elements lie between its end and the next part
 };
 
 struct Batch {
   static constexpr size_t most = 251;
 
   uint64_t bucket;    // its address
-  uint64_t residual;  // error feedback: its address, in the order of the bucket; 0: none
+  uint64_t residual;  // error feedback: the address of a float for each element of the bucket; 0: none
   double scale;
-  float largest;            // error feedback: nothing larger goes into the bucket
-  uint32_t count;           // of parts
-  uint32_t packs;           // 1: into the bucket; 0: out of it
-  uint32_t cell_log2;       // elements of a cell, as a power of two
+  float largest;            // error feedback: the largest value that may go into the bucket
+  uint32_t count;           // the number of parts
+  uint32_t packs;           // 1: the data moves into the bucket; 0: out of it
+  uint32_t cell_log2;       // a cell has 2^cell_log2 elements
   Entry entries[most + 1];  // one for each part, and one where the last part ends
 
   constexpr uint64_t cell_of(uint32_t entry) const { return entries[entry].begin >> cell_log2; }
   constexpr uint64_t end_of(uint32_t entry) const { return entries[entry + 1].begin - entries[entry].gap; }
-  // The first piece of a part. For the entry after the last part: the number of pieces.
+  // The first piece of a part. For the entry after the last part, this is the number of pieces.
   constexpr uint64_t first_piece(uint32_t entry) const { return cell_of(entry) - cell_of(0) + entry; }
 };
 static_assert(sizeof(Batch) <= 4096);
 
 struct Piece {
-  uint32_t entry;       // of its part
-  uint64_t begin, end;  // in the bucket
+  uint32_t entry;       // the index of its part's entry
+  uint64_t begin, end;  // its place in the bucket, in elements
 };
 
 constexpr Piece piece_of(const Batch& batch, uint64_t number) {

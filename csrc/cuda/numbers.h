@@ -1,6 +1,6 @@
-// float16 and bfloat16 as bits, to and from float. The code is the same on the device and on the host; tests compare it with that
-// of base/reduce.cc. Rounds to nearest, ties to even; keeps subnormal numbers. Functions that are constexpr can also be called on
-// the device (nvcc's --expt-relaxed-constexpr), so that nothing here needs CUDA.
+// Converts float16 and bfloat16, which are held as bits, to float and back. The same code runs on the device and on the host, and
+// tests compare it with base/reduce.cc. It rounds to the nearest number, ties to even, and keeps subnormal numbers. nvcc can call
+// constexpr functions on the device (--expt-relaxed-constexpr), so nothing in this file needs CUDA.
 #pragma once
 
 #include <bit>
@@ -25,8 +25,9 @@ constexpr float widen(Bfloat16 x) { return std::bit_cast<float>(static_cast<uint
 
 constexpr float widen(Float16 x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  // With an exponent 224 too large, infinity and NaN have exponent 255; finite numbers are 2^112 times too large. A subnormal is
-  // its fraction: 2^-14 * (1 + fraction) - 2^-14, normalised and exact.
+  // Adding 224 to the exponent gives infinity and NaN the exponent 255 that they have in a float. Finite numbers become 2^112
+  // times too large, which the multiplication corrects. A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is
+  // exact and normalises the number.
   const float normal = std::bit_cast<float>(magnitude + (224u << 23)) * 0x1p-112f;
   const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
   return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude < (1u << 23) ? subnormal : normal) | sign);
@@ -34,7 +35,7 @@ constexpr float widen(Float16 x) {
 
 template <class To, class From>
 constexpr To narrow(From x) {
-  return x;  // as wide as before
+  return x;  // x has that type already
 }
 
 template <>
@@ -47,19 +48,20 @@ constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
 template <>
 constexpr Float16 narrow<Float16, float>(float x) {
   const uint32_t all = std::bit_cast<uint32_t>(x), magnitude = all & 0x7fffffff, sign = all >> 16 & 0x8000;
-  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: from here on the result is infinite
+  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: larger numbers become infinite, too
   const uint32_t biased = bounded & (255u << 23);
-  const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: below are the subnormal numbers
-  // Adding 2^13 times that power of two makes the addition round to the last bit of a float16.
+  const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: smaller numbers are subnormal
+  // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
+  // float16.
   const uint32_t weight = exponent + (13u << 23);
   const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
-  const uint32_t fraction = std::bit_cast<uint32_t>(sum) - weight;  // with the leading 1 of normal numbers
+  const uint32_t fraction = std::bit_cast<uint32_t>(sum) - weight;  // includes the leading 1 of normal numbers
   const uint32_t rounded = fraction + (exponent >> 13) - (113u << 10), quiet_nan = 0x7e00 | (all >> 13 & 0x3ff);
   return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
 }
 
-// The largest number of the narrow type that is not above x, which is positive. If x is a rank's share of what the type can hold,
-// the sum over the ranks cannot overflow.
+// The largest number of the narrow type that is not above x. x must be positive. If x is the largest number of the type, divided
+// by the number of ranks, then a sum over the ranks cannot overflow.
 template <class To>
 constexpr float floor_to(float x) {
   To made = narrow<To>(x);

@@ -1,9 +1,10 @@
-// The kernels that gather many arrays into a bucket, or spread them from it again, in one launch: unchanged, or scaled, cast and
-// with error feedback on the way. They are memory-bound: what counts is that all loads and stores are wide and that many are on
-// their way at once, whatever the sizes of the parts. batch.h tells which block moves what.
+// The kernels that gather many arrays into a bucket, or spread a bucket over many arrays, in one launch. On the way they can
+// scale, cast and apply error feedback. The kernels are memory-bound. So all loads and stores should be wide, and many should be
+// in flight at once, whatever the sizes of the parts. batch.h tells which block moves what.
 //
-// Compiled by nvcc for devices, and by the host's compiler for tests (tests/core/cuda_on_cpu.h); both give the same bits:
-// every operation rounds once (--fmad=false), subnormal numbers stay, and a computed NaN is always the same one.
+// nvcc compiles this file for devices, and the host's compiler compiles it for tests (tests/core/cuda_on_cpu.h). Both give the
+// same bits, because every operation rounds once (--fmad=false), subnormal numbers are kept, and a computed NaN is always the
+// same one.
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -15,8 +16,8 @@ namespace mscomm::cuda {
 
 namespace {
 
-// What one instruction loads or stores. It consists of words, so that the compiler does not split data into bytes that are only
-// copied.
+// The data that one instruction loads or stores. It consists of words, so that the compiler does not split it into bytes when it
+// is only copied.
 template <unsigned bytes>
 struct alignas(bytes) Raw {
   using Word = std::conditional_t<bytes % 4 == 0, uint32_t, std::conditional_t<bytes == 2, uint16_t, uint8_t>>;
@@ -28,11 +29,11 @@ struct Vector {
   T at[width];
 };
 
-// Which NaN comes out of a computation depends on the machine. As in base/reduce.cc, results always hold this one.
+// Which NaN comes out of a computation depends on the machine. So every NaN is replaced by this one, as in base/reduce.cc.
 __device__ inline float one_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
 __device__ inline double one_nan(double x) { return x == x ? x : std::bit_cast<double>(0x7ff8000000000000u); }
 
-// What happens to an element on its way; `owed` is the error feedback kept for it.
+// The ways to move an element. `owed` is the rounding error that is kept for the element (error feedback).
 
 template <class T>
 struct Copied {
@@ -53,8 +54,9 @@ struct Scaled {
   __device__ To operator()(From x, float&) const { return narrow<To>(one_nan(widen(x) * scale)); }
 };
 
-// What rounding takes away, and what is beyond `largest`, is added the next time. Infinities and NaN are passed on unchanged, for
-// code that looks for them, and nothing is kept for them. python/mscomm/train/buckets.py does the same on the CPU.
+// What rounding and the limit `largest` take away from a value is kept, and added the next time. Infinities and NaN are passed on
+// unchanged, because other code looks for them, and nothing is kept for them. python/mscomm/train/buckets.py does the same on the
+// CPU.
 template <class To_>
 struct Owing {
   using From = float;
@@ -71,12 +73,14 @@ struct Owing {
   }
 };
 
-// Where a piece comes from and goes to. These are addresses, because Batch is the same for both directions.
+// The addresses that a piece comes from and goes to. They are numbers without a type, because Batch is the same for both
+// directions.
 struct Sides {
   uint64_t from, to, owed;
 };
 
-// Moves `units` units of `width` elements each, from element `first` on. Units from `hole` on lie `skip` units further.
+// Moves `units` units of `width` elements each, starting at element `first`. The units from number `hole` on lie `skip` units
+// further.
 template <unsigned width, class Way>
 __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, uint32_t units, uint32_t hole, uint32_t skip) {
   using From = typename Way::From;
@@ -84,7 +88,7 @@ __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, 
   using In = Raw<sizeof(From) * width>;
   using Out = Raw<sizeof(To) * width>;
   using Owed = Raw<sizeof(float) * width>;
-  constexpr unsigned depth = 4;  // loads of a thread that are in flight at once
+  constexpr unsigned depth = 4;  // how many loads of a thread are in flight at once
   const auto* const in = reinterpret_cast<const In*>(sides.from + first * sizeof(From));
   auto* const out = reinterpret_cast<Out*>(sides.to + first * sizeof(To));
   auto* const owed = reinterpret_cast<Owed*>(sides.owed + first * sizeof(float));
@@ -135,8 +139,8 @@ __device__ inline void run(const Batch& batch) {
   const Sides sides{batch.packs ? part : bucket, batch.packs ? bucket : part, batch.residual + piece.begin * sizeof(float)};
   const auto count = static_cast<uint32_t>(piece.end - piece.begin);
 
-  // Uses vectors of 16 bytes on the wider side, if all sides are aligned to a vector at the same element; otherwise moves one
-  // element at a time.
+  // The wider side uses vectors of 16 bytes. This needs all sides to be aligned to a vector at the same element. Otherwise
+  // elements are moved one at a time.
   constexpr unsigned width = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   uint32_t head = before_vectors<To, width>(sides.to);
   const bool together =
@@ -145,13 +149,14 @@ __device__ inline void run(const Batch& batch) {
   const uint32_t units = (count - head) / width, whole = units * width;
 
   const Way way(batch);
-  move<1>(way, sides, 0, count - whole, head, whole);  // before the vectors, and after them
+  move<1>(way, sides, 0, count - whole, head, whole);  // the elements before and after the vectors
   move<width>(way, sides, head, units, units, 0);
 }
 
 }  // namespace
 
-// device/kernels.h finds the kernels by these names. The batch stays where the driver puts parameters: no thread has a copy.
+// device/kernels.h finds the kernels by these names. __grid_constant__ leaves the batch where the driver puts parameters, so that
+// no thread makes a copy.
 #define KERNEL(name, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Batch batch) { run<__VA_ARGS__>(batch); }
 

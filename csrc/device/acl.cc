@@ -16,7 +16,7 @@ using Context = void*;
 constexpr Result success = 0, repeated_initialize = 100002;
 constexpr uint32_t event_sync = 1;
 constexpr int device_to_device = 3;
-constexpr int event_recorded = 1;  // of aclrtQueryEventStatus; the older aclrtQueryEvent has the opposite value
+constexpr int event_recorded = 1;  // the value of aclrtQueryEventStatus; the older aclrtQueryEvent has the opposite one
 
 struct Functions {
   explicit Functions(const Dynlib& library) {
@@ -71,7 +71,7 @@ class Acl final : public Runtime {
  public:
   Acl(Dynlib library, std::vector<std::string> visible)
       : library_(std::move(library)), functions_(library_), visible_(std::move(visible)) {
-    // Another library of the process may have initialised AscendCL; then it finalises it, too.
+    // Another library in this process may have initialised AscendCL before. That library then also finalises AscendCL.
     if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
       throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
     uint32_t count = 0;
@@ -95,7 +95,7 @@ class Acl final : public Runtime {
     return name ? name : "Ascend";
   }
 
-  // AscendCL has no uuids, so this is the device's number on its host, as far as it is known here.
+  // AscendCL has no uuids, so this is the device's number on its host, as far as this process knows it.
   std::string uuid(int device) const override {
     return "NPU-" + (static_cast<size_t>(device) < visible_.size() ? visible_[device] : std::to_string(device));
   }
@@ -116,7 +116,8 @@ class Acl final : public Runtime {
     return event;
   }
   void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
-  // An event of the older kind must be reset first, which is not possible while something waits for it.
+  // An event of the older kind must be reset before it is used again, and that is not possible while something waits for the
+  // event.
   bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
   void leave_captures_alone() override {}
   int device_of(const void*) override { return -1; }
@@ -151,7 +152,7 @@ class Acl final : public Runtime {
  private:
   bool push(int device) override {
     Context old = nullptr;
-    if (functions_.get_context(&old) != success) old = nullptr;  // the thread has none yet
+    if (functions_.get_context(&old) != success) old = nullptr;  // the thread has no context yet
     Context const wanted = context_of(device);
     if (old == wanted) return false;
     check(functions_.set_context(wanted), "aclrtSetCurrentContext");
@@ -164,7 +165,7 @@ class Acl final : public Runtime {
     if (old) (void)functions_.set_context(old);
   }
 
-  // The device's default context, which all libraries share that do not make their own. Kept until the process ends.
+  // The device's default context, shared by all libraries that do not make their own. It is kept until the process ends.
   Context context_of(int device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no NPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));

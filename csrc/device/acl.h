@@ -1,4 +1,4 @@
-// Ascend NPUs, by AscendCL.
+// The runtime of Ascend NPUs, over AscendCL.
 #pragma once
 
 #include <memory>
@@ -10,8 +10,8 @@
 
 namespace mscomm {
 
-// visible: the host's numbers of the devices that this process sees, if it sees only some of them. Throws BackendUnavailable if
-// there is no AscendCL, or no NPU.
+// visible: the numbers that this process's devices have on the host, if the process sees only some of the host's devices. Throws
+// BackendUnavailable if there is no AscendCL or no NPU.
 std::unique_ptr<Runtime> open_acl(const std::vector<Candidate>& candidates, std::vector<std::string> visible);
 
 }  // namespace mscomm

@@ -11,7 +11,8 @@ namespace mscomm {
 
 namespace {
 
-// From cuda.h; the functions have the names that its macros stand for. tests/core/cuda_abi.cc compares them.
+// Declarations after cuda.h. The functions have the names that its macros stand for. tests/core/cuda_abi.cc compares the
+// declarations with cuda.h.
 using Result = int;
 using Device = int;
 using Context = void*;
@@ -25,7 +26,7 @@ struct Uuid {
 constexpr Result success = 0, not_ready = 600;
 constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2;
 constexpr int capture_mode_relaxed = 2, attribute_device_ordinal = 9;
-constexpr int multiprocessor_count = 16;  // the attribute
+constexpr int multiprocessor_count = 16;  // the number of this attribute
 
 struct Driver {
   explicit Driver(const Dynlib& library) {
@@ -33,7 +34,7 @@ struct Driver {
     library.need(driver_version, "cuDriverGetVersion");
     library.need(device_count, "cuDeviceGetCount");
     library.need(device_name, "cuDeviceGetName");
-    library.find(device_uuid, "cuDeviceGetUuid_v2");  // a part of a GPU has its own uuid there
+    library.find(device_uuid, "cuDeviceGetUuid_v2");  // gives each part of a GPU a uuid of its own
     if (!device_uuid) library.need(device_uuid, "cuDeviceGetUuid");
     library.need(device_attribute, "cuDeviceGetAttribute");
     library.need(retain, "cuDevicePrimaryCtxRetain");
@@ -65,7 +66,7 @@ struct Driver {
       library.find(library_load, "cuLibraryLoadData");
       library.find(library_kernel, "cuLibraryGetKernel");
       library.find(kernel_function, "cuKernelGetFunction");
-      library.find(function_load, "cuFuncLoad");  // 12.4
+      library.find(function_load, "cuFuncLoad");  // since CUDA 12.4
     }
     library.need(error_name, "cuGetErrorName");
     library.need(error_string, "cuGetErrorString");
@@ -156,7 +157,7 @@ class Cuda final : public Runtime {
     check(driver_.stream_create(&stream, stream_non_blocking, greatest), "cuStreamCreateWithPriority");
     return stream;
   }
-  // This fails only if the device has failed, and then there is nobody to tell.
+  // This fails only if the device has failed. The result is ignored, because the caller could do nothing about it.
   void destroy_stream(StreamHandle stream) noexcept override { (void)driver_.stream_destroy(stream); }
 
   EventHandle make_event() override {
@@ -205,7 +206,7 @@ class Cuda final : public Runtime {
     const auto launches = plan(packing, device.multiprocessors);
     if (!launches) return false;
     for (const Launch& one : *launches) {
-      void* parameters[] = {const_cast<cuda::Batch*>(&one.batch)};  // the driver copies it
+      void* parameters[] = {const_cast<cuda::Batch*>(&one.batch)};  // the driver copies the batch
       check(driver_.launch(device.functions[one.kernel], one.blocks, 1, 1, cuda::threads, 1, 1, 0, stream, parameters, nullptr),
             "cuLaunchKernel");
     }
@@ -243,10 +244,10 @@ class Cuda final : public Runtime {
     Context context = nullptr;  // the primary one, which the CUDA runtime of all array libraries uses too
     int multiprocessors = 0;
     std::array<Function, mscomm::kernels.size()> functions{};
-    std::string without;  // why it has no kernels
+    std::string without;  // why the device has no kernels; empty: it has them
   };
 
-  // Made at the device's first use, and kept unchanged until the process ends.
+  // Returns what was set up at the device's first use. It is kept unchanged until the process ends.
   const Used& used(Device device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no GPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));
@@ -263,7 +264,8 @@ class Cuda final : public Runtime {
     return *place;
   }
 
-  // Loads all kernels, for the current device. If it cannot, it returns why. That is no error: copies do the same.
+  // Loads all kernels for the current device. If that fails, returns why. A device without kernels is no error: it packs by
+  // copies.
   std::string load_kernels(Device device, Used& to) {
     if (image_.bytes.empty()) return "this mscomm was built without nvcc";
     try {
@@ -308,7 +310,7 @@ class Cuda final : public Runtime {
   const Driver driver_;
   const Image image_;
   std::mutex mutex_;          // protects what follows
-  Library loaded_ = nullptr;  // of the image: one for all devices
+  Library loaded_ = nullptr;  // the loaded image; it serves all devices
   std::vector<std::optional<Used>> devices_;
 };
 

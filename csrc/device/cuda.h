@@ -1,4 +1,5 @@
-// NVIDIA GPUs, by the CUDA driver's library: no CUDA runtime is linked, so that one build serves all drivers.
+// The runtime of NVIDIA GPUs, over the CUDA driver's library. The CUDA runtime is not linked, so one build works with all
+// drivers.
 #pragma once
 
 #include <memory>
@@ -10,7 +11,7 @@
 
 namespace mscomm {
 
-// Throws BackendUnavailable if there is no driver, or no GPU. The image of the kernels must live as long as the process.
+// Throws BackendUnavailable if there is no driver or no GPU. The image of the kernels must live as long as the process.
 std::unique_ptr<Runtime> open_cuda(const std::vector<Candidate>& candidates, Image image = embedded_image());
 
 }  // namespace mscomm

@@ -10,9 +10,9 @@ namespace mscomm {
 
 namespace {
 
-// How many bytes a block moves: few enough that a small bucket has work for all multiprocessors, and enough that what a block
-// does before its first load does not count. In between, each multiprocessor gets blocks_each blocks: it has room for about that
-// many at a time.
+// How many bytes a block moves. Each multiprocessor gets about blocks_each blocks, which is about as many as it can run at a
+// time. But a block moves at least least_cell_bytes, so that what it does before its first load does not count, and at most
+// most_cell_bytes.
 constexpr uint64_t least_cell_bytes = 4096, most_cell_bytes = 32768, blocks_each = 8;
 
 int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
@@ -21,7 +21,7 @@ int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
   return -1;
 }
 
-// The largest power of two, up to 8, that divides all addresses and sizes of a copy: it is copied in units of that many bytes.
+// The largest power of two, up to 8, that divides all addresses and sizes of a copy. The copy moves units of that many bytes.
 uint64_t common_unit(const Packing& packing) {
   const uint64_t element = size_of(packing.dtype);
   uint64_t all = 8 | reinterpret_cast<uintptr_t>(packing.bucket);
@@ -32,7 +32,7 @@ uint64_t common_unit(const Packing& packing) {
 
 bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
-// Whether all arrays are aligned to their elements. Only views of bytes can be otherwise.
+// Whether all arrays are aligned to their elements. Only arrays that are views of bytes may not be.
 bool aligned(const Packing& packing) {
   return aligned(packing.bucket, size_of(packing.bucket_dtype)) && aligned(packing.residual, sizeof(float)) &&
          std::all_of(packing.parts.begin(), packing.parts.end(),
@@ -41,7 +41,7 @@ bool aligned(const Packing& packing) {
 
 int kernel_for(const Packing& packing, uint64_t unit) {
   using enum Kernel::Way;
-  if (packing.plain()) return std::countr_zero(unit);  // the copies come first in kernels
+  if (packing.plain()) return std::countr_zero(unit);  // the copying kernels are the first rows of `kernels`
   if (!aligned(packing)) return -1;
   const Kernel::Way way = packing.residual ? owe : packing.dtype == packing.bucket_dtype ? scale : packing.packs ? pack : unpack;
   return place_of(way, packing.dtype, packing.bucket_dtype);
@@ -88,7 +88,7 @@ std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocess
 
   std::vector<Launch> launches;
   cuda::Batch* batch = nullptr;
-  uint64_t end = 0;  // of the last part in the batch
+  uint64_t end = 0;  // where the last part of the batch ends
   const auto close = [&] {
     if (!batch) return;
     batch->entries[batch->count] = entry(nullptr, end);

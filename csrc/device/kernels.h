@@ -1,5 +1,5 @@
-// How a packing becomes launches of the kernels of csrc/cuda, and those kernels as nvcc has compiled them. This is not in
-// csrc/cuda, because the code there is compiled for devices too, and knows neither dtypes nor vectors.
+// Divides a packing into launches of the kernels of csrc/cuda, and gives access to these kernels as nvcc has compiled them. This
+// is not in csrc/cuda, because the code there is compiled for devices too, and knows neither dtypes nor vectors.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ struct Kernel {
   enum class Way { copy, scale, pack, unpack, owe };
   const char* name;
   Way way;
-  size_t part_bytes, bucket_bytes;  // of an element
+  size_t part_bytes, bucket_bytes;  // the size of an element
   Dtype part, bucket;               // not used by copies
 };
 
@@ -38,7 +38,7 @@ inline constexpr std::array<Kernel, 14> kernels{{
     {"owe_f32_bf16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::bfloat16},
 }};
 
-// Whether there are kernels that scale, and that cast if the dtypes differ.
+// Whether there is a kernel that scales, and that casts if the dtypes differ.
 bool kernels_convert(Dtype part, Dtype bucket);
 
 struct Launch {
@@ -47,12 +47,12 @@ struct Launch {
   cuda::Batch batch;
 };
 
-// The launches that do the packing on a device with that many multiprocessors; nullopt if no kernel can. The vector is empty if
-// there is nothing to do.
+// The launches that do the packing on a device with that many multiprocessors; nullopt if no kernel can do it. The vector is
+// empty if there is nothing to do.
 std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocessors);
 
-// The kernels for all devices, as a fatbin, and what is in it ("sm_75 sm_80 ... compute_75"); empty if there was no nvcc when
-// this was built.
+// The kernels for all devices, as a fatbin, and the architectures in it ("sm_75 sm_80 ... compute_75"). Both are empty if mscomm
+// was built without nvcc.
 struct Image {
   std::span<const unsigned char> bytes;
   std::string_view architectures;

@@ -3,18 +3,20 @@
 //     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key, and all users can read argv)
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
-// The answer is one message to stdout, which is a unix socket: the value, for get, and the connection to the server.
+// The answer is one message to stdout, which must be a unix socket. The message holds the value, for get, and the connection to
+// the server.
 //
-// This is a process of its own, because PMIx_Init and PMIx_Finalize in the user's process break a later or earlier MPI_Init
-// there. There is no fence: a get waits in the server until rank 0 has committed, so a rank waits for rank 0 only. The ABI below
-// is that of PMIx 3 to 6.
+// This is a process of its own, because PMIx_Init and PMIx_Finalize in the user's process break an MPI_Init there, be it earlier
+// or later. No fence is used: a get waits in the server until rank 0 has committed, so a rank waits only for rank 0. The ABI
+// below is that of PMIx 3 to 6.
 //
 // The user's process keeps the connection open after PMIx_Finalize. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
-// thread, and only then note in another that this client has finalized. A client that closes its connection before the note
-// counts as dead, and every later fence, as in MPI_Init, waits for one rank too few: the job hangs or crashes. The note is
-// there when the server has answered the rank's next PMIx_Init or PMIx_Finalize, be it MPI's or the next helper's.
+// thread. Only then does another thread note that this client has finalized. If a client closes its connection before that, the
+// server counts it as dead. Then every later fence, as in MPI_Init, waits for one rank too few, and the job hangs or crashes. The
+// note is certain to be there when the server has answered the rank's next PMIx_Init or PMIx_Finalize, be it MPI's or the next
+// helper's.
 //
-// Exit status: 0; 1 with a line on stderr; TIMED_OUT when rank 0 put nothing in time.
+// The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 put nothing in time.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -30,11 +32,12 @@
 
 namespace {
 
-int connection = -1;  // to the server, after PMIx_Finalize
+int connection = -1;  // the connection to the server, once PMIx_Finalize has been called
 
 }  // namespace
 
-// libpmix ends its connection by shutdown() and close(). It finds this shutdown() before libc's, so the connection stays open.
+// libpmix ends its connection by shutdown() and close(). This shutdown() is found before libc's. It keeps a copy of the socket
+// and shuts nothing down, so the connection stays open.
 extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) noexcept {
   if (connection >= 0) close(connection);
   connection = dup(socket);
@@ -46,7 +49,7 @@ namespace {
 constexpr int TIMED_OUT = 75;  // EX_TEMPFAIL
 constexpr size_t VALUE_MAX = 1023;
 
-// pmix_common.h: types, scopes, statuses and layouts as PMIx 3 fixed them.
+// From pmix_common.h: types, scopes, statuses and layouts, which have not changed since PMIx 3.
 constexpr uint16_t PMIX_STRING = 3, PMIX_INT = 6;
 constexpr uint8_t PMIX_GLOBAL = 3;
 constexpr int PMIX_ERR_TIMEOUT = -24, PMIX_ERR_NOT_FOUND = -46;
@@ -96,7 +99,7 @@ void bind(void* library, const char* name, Function& function) {
 Pmix open_first(char** libraries) {
   void* library = nullptr;
   for (char** path = libraries; *path && !library; ++path) {
-    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // global: libpmix's plug-ins look its symbols up
+    library = dlopen(*path, RTLD_NOW | RTLD_GLOBAL);  // global, because libpmix's plug-ins look up its symbols
     if (!library) fprintf(stderr, "%s\n", dlerror());
   }
   if (!library) fail("libpmix", "none of these could be opened");
@@ -132,7 +135,7 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
 }
 
 void answer(int answers, char* text) {
-  iovec line{text, strlen(text) + 1};  // with the final zero: an empty message would look like none
+  iovec line{text, strlen(text) + 1};  // with the final zero, because an empty message would look like none
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
   message.msg_iov = &line;
@@ -154,7 +157,7 @@ void answer(int answers, char* text) {
 int main(int argc, char** argv) {
   if (argc < 5) fail("usage", "pmix_helper put|get KEY TIMEOUT_S LIBRARY...");
   prctl(PR_SET_PDEATHSIG, SIGKILL);        // do not outlive the rank
-  const int answers = dup(STDOUT_FILENO);  // keeps what libraries print out of the answer
+  const int answers = dup(STDOUT_FILENO);  // so that what libraries print does not get into the answer
   dup2(STDERR_FILENO, STDOUT_FILENO);
   const bool puts = strcmp(argv[1], "put") == 0;
   const Pmix pmix = open_first(argv + 4);
@@ -166,5 +169,5 @@ int main(int argc, char** argv) {
   answer(answers, text);
   if (status == PMIX_ERR_TIMEOUT) fail("PMIx_Get", "rank 0 has published nothing", TIMED_OUT);
   if (status) fail(puts ? "PMIx_Put" : "PMIx_Get", pmix.error_string(status));
-  _exit(0);  // libpmix's exit handlers have nothing left to do
+  _exit(0);  // skips libpmix's exit handlers, which have nothing left to do
 }

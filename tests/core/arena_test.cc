@@ -1,4 +1,5 @@
-// The arena's protocol with ranks as threads over one mapping: run under ThreadSanitizer and AddressSanitizer by `make test`.
+// Tests the arena's protocol with ranks that are threads over one mapping. `make test` runs it under ThreadSanitizer and
+// AddressSanitizer.
 #include <chrono>
 #include <random>
 #include <thread>
@@ -19,11 +20,11 @@ namespace {
 void every_collective_in_every_memory() {
   for (int size : sizes_of_groups())
     for (bool spin : {true, false}) {
-      // On both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
+      // These sizes are on both sides of every threshold: tiny messages, one chunk, several chunks, and parts that are not equal.
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
-      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads it from the peer's process
+      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads such a message from the peer's process
       const ThreadJob job(size);
       const ThreadGroup world(job, job.all(), "arena", spin);
       const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
@@ -33,7 +34,7 @@ void every_collective_in_every_memory() {
     }
 }
 
-// Three groups over the same heaps, which two threads of each rank use at the same time.
+// Three groups use the same heaps, and each rank calls them from two threads at the same time.
 void groups_share_the_heaps() {
   const ThreadJob job(4);
   const ThreadGroup world(job, {0, 1, 2, 3}, "arena", false), three(job, {3, 0, 1}, "arena", false),
@@ -56,7 +57,7 @@ void groups_share_the_heaps() {
 
 // Calls run in the order in which they were started, whether on the worker's thread or on the caller's.
 void started_calls_keep_their_order(const ThreadRank& me) {
-  const size_t count = tiny_bytes;  // larger than tiny_bytes in bytes: several rounds
+  const size_t count = tiny_bytes;  // more than tiny_bytes bytes, so a call has several rounds
   std::vector<float> a(count), b(count, 1.0f), c(count);
   std::vector<std::shared_ptr<Work>> works;
   for (int repeat = 0; repeat < 10; repeat++) {
@@ -65,7 +66,7 @@ void started_calls_keep_their_order(const ThreadRank& me) {
         me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, a.data(), count, b.data(), count, count), 60));
     works.push_back(
         me.group->start(make_call(Collective::all_reduce, Dtype::float32, -1, b.data(), count, b.data(), count, count), 60));
-    me.broadcast(b.data(), c.data(), count, 1);  // starts after both, so that b is complete
+    me.broadcast(b.data(), c.data(), count, 1);  // runs after both started calls, so b is complete
     const float sum = static_cast<float>(3 * (0 + 1 + 2 + 3 * repeat));
     CHECK(std::count(c.begin(), c.end(), sum) == static_cast<long>(count));
   }
@@ -100,7 +101,7 @@ void mismatch_is_seen_by_all(const ThreadRank& me) {
   }
 }
 
-// Each collective against the next one, with messages large enough to use staging and heaps.
+// Two ranks call one collective and the third rank calls the next one, with messages large enough to use staging and heaps.
 void every_mismatch_is_seen() {
   const std::vector<Collective> all = collectives_by("arena");
   const std::vector<Amounts> some = amounts(3, 3 * tiny_bytes);
@@ -128,7 +129,7 @@ void abort_wakes_the_waiters(const ThreadRank& me) {
     me.group->abort({Error("Aborted", "enough", {0}), true});
     return;
   }
-  std::thread other([&] {  // as the member thread does when the verdict comes
+  std::thread other([&] {  // does what the member's thread does when a verdict comes
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     me.group->abort({Error("Aborted", "enough", {0}), true});
   });
@@ -173,7 +174,7 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // half of them are a whole number of pages, too
+  constexpr size_t count = 32 << 10;  // half of the array is a whole number of pages, too
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -198,7 +199,7 @@ void failed_group_leaves_the_others_whole() {
   });
 }
 
-// A call fails while rank 1 is stopped in the middle of it: what rank 1 writes later must not reach rank 0's array.
+// A call fails while rank 1 is stopped in the middle of it. What rank 1 writes later must not reach rank 0's array.
 void late_writer_is_harmless() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -218,17 +219,17 @@ void late_writer_is_harmless() {
   heap.withdraw(out, bytes, false);
   std::fill(theirs.begin() + out_offset, theirs.begin() + out_offset + bytes, 'X');
   CHECK(std::count(out, out + bytes, 'X') == 0);
-  heap.withdraw(x, bytes, true);  // read by others in the same call: they must not see what its owner writes afterwards
+  heap.withdraw(x, bytes, true);  // other ranks may still read x in this call, but must not see what its owner writes afterwards
   CHECK(std::count(x, x + bytes, 'x') == static_cast<long>(bytes));
   std::fill(x, x + bytes, 'n');
   CHECK(theirs.begin()[x_offset] == 'x');
 
-  // The pages of these two are private now, the rest of the heap is shared as before.
+  // The pages of out and x are private now. The rest of the heap is shared as before.
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(out, bytes) && !heap.find(x, bytes) && !heap.find(out + page, page));
   CHECK(heap.find(after, bytes));
 
-  // A part of an array can be withdrawn: the rest of it stays shared, and its memory is used again.
+  // A part of an array can be withdrawn. The rest of the array stays shared, and the memory of the rest is used again later.
   heap.withdraw(after + page, page, true);
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(after, bytes) && heap.find(after, page) && heap.find(after + 2 * page, bytes - 2 * page));
@@ -259,7 +260,7 @@ void late_writer_is_harmless() {
   CHECK(heap.in_use() == 0);
 }
 
-// Peers are offered whole pages that belong to one array only: otherwise data beside a withdrawn range would be lost.
+// Only whole pages that belong to a single array are offered to peers. Otherwise data beside a withdrawn range would be lost.
 void views_that_share_a_page_are_not_offered() {
   constexpr size_t heap_bytes = 4u << 20;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -277,7 +278,7 @@ void views_that_share_a_page_are_not_offered() {
   CHECK(!heap.find(array, bytes - 4));
   CHECK(!heap.find(array, bytes + 4));
   std::fill(array, array + bytes, 'a');
-  heap.withdraw(array, 10 * page + 64, false);  // was not offered, so it stays
+  heap.withdraw(array, 10 * page + 64, false);  // was not offered, so nothing is withdrawn
   CHECK(std::count(array, array + bytes, 'a') == static_cast<long>(bytes));
   CHECK(heap.find(array, bytes));
   heap.release(array);
@@ -308,7 +309,7 @@ void heap_gives_each_byte_once() {
   }
   for (auto [memory, bytes] : live) heap.release(memory);
   CHECK(heap.in_use() == 0);
-  CHECK(heap.allocate(8u << 20) != nullptr);  // all of it is one piece again
+  CHECK(heap.allocate(8u << 20) != nullptr);  // the whole heap is one piece again
   CHECK(heap.allocate(1) == nullptr);
 }
 
@@ -330,11 +331,11 @@ void thousand_groups() {
   const char* memory = heap.mapping().begin();
   CHECK(std::count(memory, memory + 4096, 0) == 4096);
   void* rest = heap.allocate(ThreadJob::heap_bytes - (2u << 20));
-  CHECK(rest != nullptr);  // one piece
+  CHECK(rest != nullptr);  // the free memory is one piece
   heap.release(rest);
 }
 
-// Even if an array was in that memory before.
+// Control memory is zero at first, even if an array was in that memory before.
 void control_memory_is_zero() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -362,7 +363,7 @@ void control_memory_waits_for_the_last() {
   CHECK(third == first);
 }
 
-// Ranks that drive the algorithms of the arena themselves, without a communicator.
+// Ranks that call the arena's algorithms directly, without a communicator.
 struct Bare {
   struct Patient final : Watch {
     void look(const Deadline& deadline, const Missing&) override {
@@ -400,7 +401,8 @@ struct Bare {
   std::vector<std::unique_ptr<Arena>> arenas;
 };
 
-// The last rank to arrive wakes the others. Here a sleep that nobody ends lasts longer than all rounds together may take.
+// The last rank to arrive wakes the others. In this test a rank that nobody wakes sleeps for longer than all rounds together may
+// take.
 void every_sleeper_is_woken() {
   for (const bool spin : {false, true}) {
     Bare ranks(2, spin);
@@ -408,7 +410,7 @@ void every_sleeper_is_woken() {
       const Wait sleepy{wait.watch, wait.deadline, 30'000};
       std::mt19937 random(static_cast<unsigned>(arena.rank()));
       for (int round = 0; round < 3000; round++) {
-        // The other rank goes to sleep at about that time.
+        // Arrive at about the time when the other rank goes to sleep.
         const auto late = std::chrono::microseconds(random() % 150);
         for (const auto start = Clock::now(); Clock::now() - start < late;) continue;
         arena.round(sleepy);
@@ -418,8 +420,8 @@ void every_sleeper_is_woken() {
   }
 }
 
-// A small all_reduce reads one cache line of each peer: its arrival with the message. Rank 1 offers its heap all the same, and
-// rank 0, had it read that, would wait for another round.
+// In a small all_reduce a rank reads only one cache line of each peer, which holds the peer's arrival and its message. Here rank
+// 1 also offers memory in its heap. If rank 0 read this offer, it would wait for another round.
 void small_calls_do_not_read_posts() {
   Bare ranks(2);
   float sum[2] = {};
@@ -439,7 +441,7 @@ void small_calls_do_not_read_posts() {
   CHECK(sum[0] == 2.0f && sum[1] == 4.0f);
 }
 
-// With many ranks no rank combines everybody's whole message.
+// With many ranks, no rank adds up the whole messages of all ranks.
 void many_ranks_share_the_adding() {
   Bare ranks(32);
   ranks.run([&](Arena& arena, const Ranks& all, const Wait& wait) {
@@ -450,7 +452,7 @@ void many_ranks_share_the_adding() {
     call.signature.number = 1;
     all_reduce_arena(call, all, wait);
     CHECK(std::count(sum.begin(), sum.end(), 32.0f) == static_cast<long>(count));
-    CHECK(arena.steps() == 1);  // by staging, where each rank combines its part
+    CHECK(arena.steps() == 1);  // the call used staging, where each rank adds up one part
   });
 }
 

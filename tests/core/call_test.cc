@@ -1,4 +1,4 @@
-// What check() refuses: every size, count, root and operation that an algorithm could trip over.
+// Tests that check() refuses every size, count, root and operation with which an algorithm could go wrong.
 #include <climits>
 
 #include "check.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int ranks = 4, root = 1;
 
-// "" if the call passes.
+// The error with which check() refuses the call; "" if the call passes.
 std::string refusal(const Call& call, int rank, int size = ranks) {
   try {
     check(call, rank, size);
@@ -62,7 +62,7 @@ void wrong_sizes_are_refused() {
     if (call.x_bytes) call.x = nullptr, CHECK(refused(call, rank, "no memory"));
     call = right;
     if (call.out_bytes) call.out = nullptr, CHECK(refused(call, rank, "no memory"));
-    // A message whose size differs from that of the arrays.
+    // The signature's count differs from the size of the arrays.
     for (const int more : {-1, 1, ranks}) {
       call = right;
       call.signature.count += static_cast<uint64_t>(more);
@@ -93,12 +93,12 @@ void wrong_counts_are_refused() {
       call = right;
       call.counts[i]++;
       const bool of_others = square && i / n != static_cast<size_t>(rank) && i % n != static_cast<size_t>(rank);
-      CHECK(of_others || refused(call, rank));  // only those two check what they send each other
+      CHECK(of_others || refused(call, rank));  // what two other ranks send each other, only they check
       call.counts[i] = ~uint64_t{0};
       CHECK(refused(call, rank, "more bytes than"));  // the sum of counts must not wrap around
       call.counts[i] = ~uint64_t{0} / 4 + 1;          // nor the bytes
       CHECK(refused(call, rank, "more bytes than"));
-      // The same counts in another order: this rank's own part may be a different one.
+      // With the same counts in another order, this rank's own part may have another size.
       call = right;
       std::swap(call.counts[i], call.counts[(i + 1) % call.counts.size()]);
       const auto own = static_cast<size_t>(rank);
@@ -116,7 +116,7 @@ void roots_that_are_none_are_refused() {
     }
     call.signature.root = has_root(right.signature.what) ? -1 : 0;
     CHECK(refused(call, rank, "root "));
-    // An all_gather sends the counts of gather_v ahead, with the root of gather_v.
+    // The head of gather_v is an all_gather of the counts. It carries the root of gather_v.
     call = right;
     call.signature.head = 1;
     if (!has_root(call.signature.what)) call.signature.root = root;

@@ -1,5 +1,5 @@
-// Every collective as a case: what each rank gives, what it must get, and where the arrays lie. All cases have the same inputs,
-// so that the expected results are cut out of them and compared bit by bit.
+// Test cases for every collective: what each rank gives, what it must get, and where its arrays lie. All cases have the same
+// inputs. The expected results are parts of these inputs or of their sums, and are compared bit by bit.
 #pragma once
 
 #include <cstring>
@@ -14,7 +14,8 @@
 
 namespace mscomm {
 
-// The elements of each rank, their sum in the canonical order, and for each k the sum over the first k ranks, in rank order.
+// The elements of each rank, their sum in the canonical order (algo/order.h), and for each k the sum over the first k ranks in
+// rank order.
 class Inputs {
  public:
   Inputs(const Layout& layout, Dtype dtype, size_t count)
@@ -24,7 +25,8 @@ class Inputs {
       std::minstd_rand random(static_cast<unsigned>(rank + 1));
       x_[rank].resize(count);
       for (uint32_t& element : x_[rank]) {
-        // Floats of very different sizes, so that another order gives another sum. As integers, their values do not matter.
+        // Floats of very different sizes, so that another order gives another sum. If the dtype is an integer type, any values
+        // will do.
         const float value = static_cast<float>(random() % 2000) * (random() % 2 ? 1e-4f : 1e3f) - 500;
         std::memcpy(&element, &value, 4);
       }
@@ -34,7 +36,7 @@ class Inputs {
     signature.dtype = dtype;
     signature.op = Op::sum;
     reduce_in_order(signature, layout, in.data(), sum_.data(), 4 * count);
-    sums_[0].resize(count);  // over no rank: 0
+    sums_[0].resize(count);  // the sum over no rank is 0
     sums_.push_back(x_[0]);
     for (size_t rank = 1; rank < x_.size(); rank++) {
       const void* both[] = {sums_.back().data(), in[rank]};
@@ -56,7 +58,8 @@ class Inputs {
   std::vector<std::vector<uint32_t>> sums_;
 };
 
-// How much each rank gives to each, with a row for each sender. even: all amounts are equal, and the call carries no counts.
+// How many elements each rank gives to each rank, with a row for each sender. even: all amounts are equal, and the call has no
+// counts.
 struct Amounts {
   std::string name;
   bool even;
@@ -69,7 +72,7 @@ inline size_t sum_of(const std::vector<size_t>& row, size_t end) {
   return total;
 }
 
-// Amounts of about `size` elements per sender.
+// Several patterns of amounts, with about `size` elements per sender.
 inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const auto matrix = [n](auto&& of) {
     std::vector<std::vector<size_t>> rows(n, std::vector<size_t>(n));
@@ -80,12 +83,13 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const size_t each = (size + n - 1) / n;
   return {
       {"even", true, matrix([&](size_t, size_t) { return each; })},
-      // Nothing for every third rank. What s sends to d differs from what d sends to s, yet each rank gets as much as it sends.
+      // A rank sends nothing to every third rank. s and d may send each other different amounts, but each rank gets as much as it
+      // sends.
       {"circulant", false, matrix([&](size_t s, size_t d) {
          const size_t k = (d + n - s) % n;
          return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;
        })},
-      // s sends d as much as d sends s, so that in place no second copy is needed.
+      // s and d send each other the same amount, so that a call in place needs no second copy.
       {"symmetric", false, matrix([&](size_t s, size_t d) { return (s + d) % 3 == 2 ? 0 : each / 2 + (s + d) % 5 * each / 5; })},
       {"one has all", false, matrix([&](size_t, size_t d) { return d + 1 == n ? size : 0; })},
   };
@@ -106,7 +110,7 @@ class Case {
   Case(Collective what, const Inputs& inputs, const Amounts& amounts, int root, int rank)
       : what_(what), inputs_(inputs), amounts_(amounts), root_(root), me_(static_cast<size_t>(rank)) {
     n_ = amounts.from_to.size();
-    const auto& parts = amounts.from_to[0];  // of what is divided or gathered
+    const auto& parts = amounts.from_to[0];  // the parts of the array that is divided or gathered
     const size_t whole = sum_of(parts, n_), own = parts[me_], begin = sum_of(parts, me_);
     const bool at_root = rank == root;
     switch (what) {
@@ -151,7 +155,7 @@ class Case {
     }
   }
 
-  // Whether x and out can be one array here.
+  // Whether x and out can lie in one array in this case.
   bool fits_in_place() const {
     if (!gives_ || !gets_) return false;
     return what_ != Collective::all_to_all || x_count_ == expected_.size();
@@ -167,7 +171,7 @@ class Case {
     if (x_count_) std::memcpy(x, x_, 4 * x_count_);
     me.group->run(call(x, out), 60);
     const bool right = expected_.empty() || std::memcmp(out, expected_.data(), 4 * expected_.size()) == 0;
-    // An x that is only read is unchanged.
+    // If x is only read, it must be unchanged.
     const bool kept = in_place || x_count_ == 0 || std::memcmp(x, x_, 4 * x_count_) == 0;
     if (!CHECK(right) || !CHECK(kept))
       std::fprintf(stderr, "  %s, %zu ranks, %s, %zu of rank %zu, root %d%s%s%s\n", std::string(name(what_)).c_str(), n_,
@@ -216,11 +220,11 @@ class Case {
   const uint32_t* x_ = nullptr;
   size_t x_count_ = 0;
   std::vector<uint32_t> expected_;
-  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // in the array that x and out share in place
+  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // their places in one array, if the call is in place
 };
 
-// ThreadSanitizer makes each step ten times slower. To find races it needs neither many ranks nor each memory on its own; the run
-// under AddressSanitizer covers all of them.
+// ThreadSanitizer makes each step ten times slower. A few ranks and one kind of memory are enough to find races. The run under
+// AddressSanitizer covers all cases.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool only_races = true;
 #else
@@ -229,7 +233,7 @@ inline constexpr bool only_races = false;
 
 inline std::vector<int> sizes_of_groups() { return only_races ? std::vector{1, 2, 3, 5} : std::vector{1, 2, 3, 5, 8}; }
 
-// The collectives that have data and, in the registry, an algorithm of that name.
+// The collectives, other than barrier, that have an algorithm of that name in the registry.
 inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   std::vector<Collective> all;
   for (const Algorithm& row : algorithms())
@@ -237,17 +241,17 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   return all;
 }
 
-// Every collective with that algorithm, with every kind of amounts, in each memory, in place or not, on one rank. In the last
-// memory also with some ranks in place and some not.
+// Runs on one rank every collective that has this algorithm, with every pattern of amounts, in each kind of memory, in place and
+// not. With the last kind of memory it also runs calls that only some of the ranks make in place.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
-  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed each rank chooses on its own
+  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed, each rank chooses by itself
   int root = 0;
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))
       for (Collective what : collectives_by(algorithm)) {
-        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // scans on more ranks: conformance tests
+        if ((!some.even && !has_parts(what)) || (scans(what) && n > 3)) continue;  // test_conformance.py has larger scans
         root = (root + 1) % n;
         for (Memory memory : memories) {
           if (only_races && memory != memories.back()) continue;

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
-// Handles are pointers, enums are ints, addresses are 64 bits wide.
+// Whether two function types have parameters of the same sizes: our handles are pointers, enums are ints, addresses have 64 bits.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename... A, typename... B>

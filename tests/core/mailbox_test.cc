@@ -1,4 +1,4 @@
-// Point-to-point messages with ranks as threads over socket pairs: what arrives, in which order, and how it ends.
+// Tests point-to-point messages with ranks that are threads over socket pairs: what arrives, in which order, and how waits end.
 #include "transport/mailbox.h"
 
 #include <poll.h>
@@ -81,7 +81,7 @@ Ints recv(Mailbox& box, int src, size_t count, int64_t tag = 0) {
   return out;
 }
 
-// The kind and text of the error that waiting ends with; "" for none.
+// Waits for the transfer. Returns the kind and text of its error, or "" if it has none.
 std::string error_of(Mailbox& box, const std::shared_ptr<Transfer>& transfer, double timeout_s = 120) {
   try {
     box.wait(transfer, within(timeout_s));
@@ -97,7 +97,7 @@ bool has(const std::string& text, const std::string& part) {
   return found;
 }
 
-constexpr size_t large = 1u << 18;  // 2 MiB: announced
+constexpr size_t large = 1u << 18;  // 2 MiB: messages of this size are announced
 
 void messages_of_one_tag_keep_their_order() {
   Group group(2);
@@ -129,8 +129,8 @@ void tags_are_received_in_any_order() {
   }
 }
 
-// The message that is received first comes after more small messages than the window holds. That is a legal program, because all
-// are sent asynchronously.
+// The message that is received first was sent after more small messages than the window holds. This is a legal program, because
+// all messages are sent asynchronously.
 void a_recv_sees_past_more_than_the_window() {
   Group group(2);
   constexpr int64_t many = 20'000;
@@ -189,7 +189,8 @@ void a_rank_sends_to_itself() {
   }
 }
 
-// If no recv is waiting, the message is copied: the send ends, its memory is the caller's again, and messages keep their order.
+// If no recv is waiting, the message is copied. So the send ends, the caller may use the memory again, and messages keep their
+// order.
 void a_send_to_itself_waits_for_nobody() {
   Group group(1);
   Mailbox& box = group[0];
@@ -227,7 +228,7 @@ void any_takes_what_comes() {
   }
 }
 
-// Among recvs from one source or any, with one tag or any.
+// This holds for any mix of recvs: from one source or any, with one tag or any.
 void the_recv_that_was_called_first_gets_the_message() {
   for (size_t count : {size_t{3}, large}) {
     Group group(3);
@@ -253,7 +254,7 @@ void the_recv_that_was_called_first_gets_the_message() {
   }
 }
 
-// Whether the recv with any tag is called before they come or afterwards.
+// It makes no difference whether the recv with any tag is called before the bodies come or afterwards.
 void any_tag_leaves_the_bodies_of_objects_alone() {
   Group group(2);
   Ints early(3), late(3), body(3);
@@ -287,7 +288,8 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   send(group[2], 0, ints(3, 2));
   receiver.join();
   CHECK(late == ints(3, 2));
-  // An announced message that its sender gives up ends a recv from any, too, because that link cannot go on.
+  // If a sender gives up a message that it has announced, a recv from any source ends, too, because the link cannot be used any
+  // more.
   Ints out(large);
   const Ints x = ints(large, 0);
   CHECK(has(error_of(group[2], start_send(group[2], 0, x), 0.1), "CollectiveTimeout"));
@@ -297,7 +299,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
 
 void a_recv_from_any_of_another_type_is_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // over a link, and to itself
+    for (int from : {0, 1}) {  // from 0: over a link; from 1: to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
@@ -347,11 +349,11 @@ void detached_transfers_end_by_themselves() {
       box.detach(start_send(box, 1 - rank, x[i], static_cast<int64_t>(i)), within(), end);
       box.detach(start_recv(box, 1 - rank, out[n - 1 - i], static_cast<int64_t>(n - 1 - i)), within(), end);
     }
-    // Beside them, one message that is waited for.
+    // Meanwhile, one message is waited for.
     if (rank == 0) CHECK(recv(box, 1, 2, 99) == ints(2, 1));
     if (rank == 1) send(box, 0, ints(2, 1), 99);
     for (size_t seen = 0; (seen = ended) < 2 * n;) ended.wait(seen);
-    box.close(30);  // its thread has left `end`
+    box.close(30);  // after this, the mailbox's thread has left `end`
     CHECK(errors == 0);
     CHECK(out == x);
   });
@@ -361,7 +363,7 @@ void a_detached_transfer_keeps_its_deadline() {
   std::atomic<bool> ended{false};
   std::string kind;
   Ints out(3);
-  Group group(2);  // last: its destructor joins the thread that uses the others
+  Group group(2);  // last, because its destructor joins the thread that uses the variables above
   group[0].detach(start_recv(group[0], 1, out), within(0.1), [&](const std::optional<Error>& error) {
     kind = error ? error->kind : "none";
     ended = true;
@@ -380,7 +382,7 @@ void a_detached_watch_may_throw_anything() {
   std::atomic<bool> ended{false};
   std::string kind;
   Ints out(3);
-  Group group(2);  // last: its destructor joins the thread that uses the others
+  Group group(2);  // last, because its destructor joins the thread that uses the variables above
   group[0].detach(start_recv(group[0], 1, out), {wrong, Deadline(120)}, [&](const std::optional<Error>& error) {
     kind = error ? error->kind : "none";
     ended = true;
@@ -393,7 +395,7 @@ void a_detached_watch_may_throw_anything() {
 void a_link_may_come_late() {
   Group group(2, false);
   std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
-  poll(nullptr, 0, 120);  // the receiver has looked around at least once; a shorter sleep tests less, not wrongly
+  poll(nullptr, 0, 120);  // long enough for the receiver to look around once; if not, the test still passes
   group.link(0, 1);
   send(group[0], 1, ints(3, 5));
   receiver.join();
@@ -408,7 +410,7 @@ void what_was_sent_before_a_close_arrives() {
     receiver.join();
     group[0].close(30);
     group.boxes[0].reset();
-    // The receiver gives credit to a sender that is gone, and then reads what still lies in the kernel.
+    // The receiver gives credit to a sender that is gone, and then reads the data that is still in the kernel.
     for (int i = 0; i < 99; i++) CHECK(recv(group[1], 0, 1000, i) == x);
     for (int i = 102; i > 99; i--) CHECK(recv(group[1], 0, 1000, i) == x);
     Ints out(1);
@@ -422,7 +424,7 @@ void a_peer_that_is_gone_fails_an_announced_message() {
   const Ints x = ints(large, 0);
   Ints out(large);
   const auto sending = start_send(group[0], 1, x);
-  CHECK(has(error_of(group[0], sending, 0.1), "CollectiveTimeout"));  // announced, and given up
+  CHECK(has(error_of(group[0], sending, 0.1), "CollectiveTimeout"));  // the message was announced, then given up
   CHECK(has(error_of(group[1], start_recv(group[1], 0, out)), "PeerLost"));
   CHECK(has(error_of(group[0], start_send(group[0], 1, x)), "Aborted: send to rank 1, tag 0: an earlier send was given up"));
 }
@@ -438,11 +440,11 @@ void a_recv_that_was_given_up_takes_no_message() {
 
 void other_types_and_sizes_are_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // over a link, and to itself
+    for (int from : {0, 1}) {  // from 0: over a link; from 1: to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
-      // The recv first, then the message first.
+      // First the recv is called before the message comes, then after it.
       auto wrong = group[1].start_recv(from, 0, Dtype::float32, out.data(), 40);
       const auto sending = start_send(group[from], 1, x);
       std::thread sender([&] { group[from].wait(sending, within()); });
@@ -475,7 +477,7 @@ void shut_down_ends_all_waits() {
     });
   poll(nullptr, 0, 60);
   group[0].shut_down();
-  // From here on the mailbox must not touch this memory; the sanitizers would see it.
+  // From here on the mailbox must not touch this memory; the sanitizers would report it.
   for (Ints& mine : memory) mine.assign(large, 1);
   for (std::thread& thread : threads) thread.join();
   for (int seen = 0; (seen = detached) < 2;) detached.wait(seen);
@@ -495,7 +497,7 @@ void close_ends_what_was_left_to_the_thread() {
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted: the group was released"));
 }
 
-// Even while data flows: after shut_down() x and out belong to the caller.
+// After shut_down() x and out belong to the caller, even if data was flowing.
 void shut_down_lets_go_of_memory() {
   for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
     Group group(2);
@@ -513,7 +515,8 @@ void shut_down_lets_go_of_memory() {
   }
 }
 
-// Any bytes in place of a header give an error. They never crash the rank, and are never taken for data.
+// Whatever bytes come in place of a header, the transfer ends with an error. The bytes never crash the rank, and are never taken
+// for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   constexpr int tries = 400;
@@ -537,14 +540,15 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // With another kind, type, count or tag it can still be a message, but not one for this recv.
+    // If the changed byte is in the kind, type, count or tag, the header may be valid, but its message is not one for this recv.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
     CHECK(out == Ints(2, 42));
   }
   CHECK(refused == tries);
-  // A sender refuses the clear for what it did not announce, credit for what it did not send, and what only a sender may send.
+  // A sender refuses a clear for a message that it did not announce, credit for messages that it did not send, and an envelope
+  // that only senders may send.
   for (Envelope::Kind kind : {Envelope::Kind::clear, Envelope::Kind::credit, Envelope::Kind::whole}) {
     Envelope back;
     back.kind = kind;
@@ -562,7 +566,7 @@ void garbage_is_refused() {
   CHECK(returns_refused == 3);
 }
 
-// A sender that ignores the window is refused before it fills the memory.
+// If a sender ignores the window, the receiver ends the link before its memory is full.
 void the_window_bounds_what_is_kept() {
   const auto [wire, end] = unix_pair();
   Mailbox box({0, 1}, 0, 7);
@@ -613,7 +617,7 @@ void matched_messages_give_credit() {
   close(wire);
 }
 
-// The peers see the parent's end even if a child that was forked from it lives on.
+// Peers notice the end of a process even if a child that was forked from it is still running.
 void a_forked_child_lets_go() {
   std::array<int, 2> hold{};
   CHECK(pipe(hold.data()) == 0);
@@ -621,7 +625,7 @@ void a_forked_child_lets_go() {
   Group group(2);
   group[0].detach(start_recv(group[0], 1, out), within(), [](const std::optional<Error>& error) { CHECK(error); });
   group[1].detach(start_send(group[1], 0, out, 1), within(), [](const std::optional<Error>& error) { CHECK(!error); });
-  poll(nullptr, 0, 60);  // its thread sleeps by now, and must not be waited for in the child
+  poll(nullptr, 0, 60);  // the mailbox's thread sleeps by now; the child must not wait for it
   const pid_t child = fork();
   if (child == 0) {
     close(hold[1]);
@@ -640,7 +644,7 @@ void a_forked_child_lets_go() {
 
 void more_than_2_GiB() {
   Group group(2);
-  const size_t count = (size_t{1} << 28) + 5;  // of 8 bytes
+  const size_t count = (size_t{1} << 28) + 5;  // elements of 8 bytes
   group.on_threads([&](int rank, Mailbox& box) {
     if (rank == 0) send(box, 1, ints(count, 3));
     if (rank == 1) CHECK(recv(box, 0, count) == ints(count, 3));
@@ -649,7 +653,7 @@ void more_than_2_GiB() {
 
 }  // namespace
 
-// With the argument "large": only the message of more than 2 GiB, which takes 8 GiB of memory.
+// With the argument "large", tests only the message of more than 2 GiB, which takes 8 GiB of memory.
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "large") == 0) {
     more_than_2_GiB();

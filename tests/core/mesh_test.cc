@@ -1,4 +1,5 @@
-// The mesh and its algorithms with ranks as threads over socket pairs, and what a peer may send that it should not.
+// Tests the mesh and its algorithms with ranks that are threads over socket pairs, and that a rank refuses what a peer must not
+// send.
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -21,35 +22,37 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // Sizes on both sides of a window. With 3 ranks each part of an all_reduce has several windows, more than the sockets hold.
+    // Sizes that are smaller and larger than a window. With 3 ranks each part of an all_reduce has several windows, more than the
+    // sockets hold.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);
-    // A ring reduces in an order of its own, which makes no difference to integers.
+    // A ring reduces in an order of its own, which makes no difference for integers.
     const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
 }
 
-// Numbers are added in rank order within a host, then over hosts in the order of their lowest ranks, also if hosts alternate.
+// Numbers are added in rank order within a host, then over hosts in the order of their lowest ranks, even if the ranks alternate
+// between hosts.
 void hosts_are_added_in_order(const std::string& algorithm) {
   for (const std::vector<int>& hosts : {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}}) {
     const ThreadJob job(static_cast<int>(hosts.size()), hosts);
     const ThreadGroup world(job, job.all(), algorithm, false);
     std::vector<size_t> sizes{7, 1000, 5000};
-    if (algorithm == "hierarchical") sizes.push_back(chunk_bytes);  // several of its steps
+    if (algorithm == "hierarchical") sizes.push_back(chunk_bytes);  // needs several steps
     const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
 }
 
-// Sums over a ring differ from others only by their order.
+// A ring differs from other algorithms only in the order of additions, so sums of whole numbers are exact.
 void ring_is_close(const ThreadRank& me) {
   constexpr size_t count = 400'001;
   const auto n = static_cast<size_t>(me.group->size());
   std::vector<float> x(count), out(count);
   for (size_t i = 0; i < count; i++) x[i] = static_cast<float>(me.rank + static_cast<int>(i % 17));
-  me.all_reduce(x.data(), out.data(), count);  // whole numbers: exact in any order
+  me.all_reduce(x.data(), out.data(), count);
   for (size_t i = 0; i < count; i++)
     if (!CHECK(out[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 17)))) return;
 }
@@ -66,7 +69,7 @@ void started_calls_keep_their_order(const ThreadRank& me) {
   }
 }
 
-// Two ranks that each take the other for the root wait for each other; the header that a waiter sends ends that.
+// Each of two ranks takes the other for the root, so they wait for each other. The header that a waiting rank sends ends this.
 void crossed_roots(const ThreadRank& me) {
   float x[3] = {}, out[3];
   std::string kind;
@@ -76,10 +79,10 @@ void crossed_roots(const ThreadRank& me) {
   } catch (const Error& error) {
     kind = error.kind;
   }
-  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second one sees only that the link ended
+  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second rank sees only that the link ended
 }
 
-// last_look() reads what peers said only while no call may be using the links.
+// last_look() reads headers from the links only while no call may be using the links.
 void last_look_leaves_running_calls_alone(const ThreadRank& me) {
   constexpr size_t count = 3000;
   std::vector<float> x(count, 1.0f), out(count);
@@ -100,7 +103,8 @@ struct NeverBroken final : Watch {
   bool broken() const override { return false; }
 };
 
-// Any bytes in place of a header give an Error or Differs. They never crash the rank, and are never taken for data.
+// Whatever bytes come in place of a header, the call ends with Error or Differs. The bytes never crash the rank, and are never
+// taken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   int refused = 0;
@@ -122,7 +126,8 @@ void garbage_is_refused() {
     header.payload = 1;
     header.signature = mine;
     auto* bytes = reinterpret_cast<unsigned char*>(&header);
-    // One changed byte anywhere before the reserved tail; a number ahead of ours is no mismatch, it is kept for later.
+    // Change one byte anywhere before the reserved tail. If this makes the call's number larger than ours, the header is no
+    // mismatch. It is then kept for a later call, and this call ends with an Error.
     const size_t at = random() % offsetof(Header, reserved);
     bytes[at] = static_cast<unsigned char>(bytes[at] + 1 + random() % 255);
     CHECK(send(ends[1], bytes, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header));
@@ -176,7 +181,7 @@ void deadline_ends_a_call_while_bytes_flow() {
   close(ends[1]);
 }
 
-// Peers are sent to in turn, but a peer that takes nothing does not keep the others from getting their data.
+// A rank sends to its peers in turn, but a peer that reads nothing does not keep the others from getting their data.
 void nobody_waits_behind_a_peer_that_takes_nothing() {
   int first[2], second[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, first) == 0);
@@ -210,7 +215,7 @@ void nobody_waits_behind_a_peer_that_takes_nothing() {
   close(second[1]);
 }
 
-// A peer that reads a little now and then holds up no other one.
+// A peer that reads only a little now and then does not hold up the others.
 void nobody_waits_behind_a_slow_reader() {
   const auto slow = tcp_pair(), fast = tcp_pair();
   std::vector<char> data(16 << 20, 'x');

@@ -1,5 +1,5 @@
-// Calls of a communicator when memory runs out on the way: an error, and no number that nobody uses, for which all later calls
-// would wait.
+// Tests calls of a communicator for which there is not enough memory. Such a call must end with an error, and must not take a
+// number that it does not use, because all later calls would wait for that number.
 #include <cstdlib>
 #include <new>
 #include <numeric>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// The allocation of this thread that fails, counted from now; -1: none does.
+// How many allocations of this thread succeed before one fails; -1: none fails.
 thread_local int fails_in = -1;
 
 }  // namespace
@@ -27,7 +27,8 @@ using namespace mscomm;
 
 namespace {
 
-// How the call ends of which the allocation of that number fails: false if it made fewer.
+// Starts a call whose allocation of that number fails, and checks that a later call does not wait for it. Returns false if the
+// call made fewer allocations.
 bool start_fails_at(int allocation) {
   auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
   Recorder recorder;

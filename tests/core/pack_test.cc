@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda, compiled for the CPU, against naive arithmetic in double; how a packing is divided into blocks; and
-// that the numbers round as those of base/reduce.cc.
+// Tests the kernels of csrc/cuda, compiled for the CPU, against naive arithmetic in double. Also tests how a packing is divided
+// into blocks, and that the kernels round numbers as base/reduce.cc does.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ std::mt19937_64 random_bits(20261122);
 
 uint64_t random_below(uint64_t end) { return random_bits() % end; }
 
-// Runs a packing as a device would. False: no kernel does it.
+// Runs a packing as a device would. Returns false if no kernel can do it.
 bool run(const Packing& packing) {
   const auto launches = plan(packing, multiprocessors);
   if (!launches) return false;
@@ -74,7 +74,7 @@ double value_of(Dtype dtype, const void* at) {
   return sign * std::ldexp(whole, std::max(exponent, 1) - 1 + format.least_exponent - format.fraction);
 }
 
-// Rounds to the nearest, ties to even.
+// Stores x as a number of that dtype, rounded to the nearest one, ties to even.
 void store(Dtype dtype, double x, void* at) {
   if (dtype == Dtype::float64) {
     const auto bits = std::isnan(x) ? 0x7ff8000000000000u : std::bit_cast<uint64_t>(x);
@@ -103,7 +103,7 @@ void store(Dtype dtype, double x, void* at) {
 
 // -- arrays
 
-// Memory that begins `offset` bytes after a multiple of 16, between margins that nobody may touch.
+// Memory that begins `offset` bytes after a multiple of 16, between margins that must not change.
 class Array {
  public:
   Array(size_t bytes, size_t offset) : memory_(bytes + 3 * margin, 0xa5), bytes_(bytes) {
@@ -125,7 +125,7 @@ class Array {
   size_t bytes_, at_;
 };
 
-// Any number: ordinary ones, those next to the limits of the narrow types, subnormal, zero, infinite, not a number.
+// A random number: ordinary, next to a limit of the narrow types, subnormal, zero, infinite or NaN.
 double any_number(Dtype dtype) {
   static const float special[] = {0.0f,        -0.0f,       1.0f,          -1.0f,          infinity,   -infinity,
                                   NAN,         65504.0f,    65519.9f,      65520.0f,       -65536.0f,  0x1p-24f,
@@ -159,7 +159,7 @@ struct Variant {
   double largest = std::numeric_limits<double>::infinity();
 };
 
-// Computes what `to` must hold when the element in `from` has come there, and what is owed then.
+// Computes what `to` and `owed` must hold after the element in `from` was moved to `to`.
 void move_one(const Variant& variant, const void* from, void* to, float* owed) {
   const Dtype in = variant.packs ? variant.dtype : variant.bucket, out = variant.packs ? variant.bucket : variant.dtype;
   if (in == out && variant.scale == 1) {
@@ -185,7 +185,7 @@ void move_one(const Variant& variant, const void* from, void* to, float* owed) {
 struct Shape {
   std::vector<size_t> counts;
   size_t line = 1;
-  std::function<size_t()> offset;  // of the next array, in bytes
+  std::function<size_t()> offset;  // the offset of the next array, in bytes
 };
 
 void test_variant(const Variant& variant, const Shape& shape) {
@@ -301,7 +301,7 @@ void test_error_feedback_adds_up() {
       }
     }
     for (size_t i = 1; i < count; i++) {
-      // Each step adds two floats below 1, and may lose half a unit in the last place.
+      // Each step adds two floats below 1, and so may lose half a unit in the last place.
       CHECK(std::fabs(sent[i] + residual[i] - given[i]) <= steps * 0x1p-24);
       CHECK(std::fabs(residual[i]) <= 0x1p-8);
     }
@@ -346,7 +346,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
   std::vector<float> numbers;
   for (int i = 0; i < 1 << 18; i++) numbers.push_back(std::bit_cast<float>(static_cast<uint32_t>(random_bits())));
-  for (size_t i = 0; i + 1 < all.size(); i++) {  // the middle of two neighbours, and the floats next to it
+  for (size_t i = 0; i + 1 < all.size(); i++) {  // the middle between two neighbours, and the floats next to it
     if (!std::isfinite(wide[i]) || !std::isfinite(wide[i + 1])) continue;
     const auto middle = static_cast<float>((static_cast<double>(wide[i]) + static_cast<double>(wide[i + 1])) / 2);
     for (const float to : {-infinity, middle, infinity}) numbers.push_back(std::nextafterf(middle, to));
@@ -369,12 +369,12 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
 // -- the plan
 
-// The pieces of all blocks, taken in order, cover all parts, in order and without gaps.
+// Checks that the pieces of all blocks, taken in order, cover all parts in order and without gaps.
 void test_plan(const Packing& packing, int processors) {
   const auto launches = plan(packing, processors);
   if (!CHECK(launches.has_value())) return;
   size_t part = 0;
-  uint64_t done = 0;  // of that part, in bytes
+  uint64_t done = 0;  // how many bytes of that part are covered
   const uint64_t element = size_of(packing.dtype);
   const auto skip_empty = [&] {
     while (part < packing.parts.size() && done == packing.parts[part].count * element) part++, done = 0;
@@ -422,13 +422,13 @@ void test_plans() {
     }
     test_plan(packing, static_cast<int>(1 + random_below(200)));
   }
-  // Sizes of more than 32 bits.
+  // A part whose size needs more than 32 bits.
   test_plan(
       {true, Dtype::float32, Dtype::float32, address(0x1000), {{address(0x10000), 0, 5}, {address(0x20000), 5, 3ull << 30}}},
       132);
 }
 
-// The blocks of a packing, and the most elements that one of them moves.
+// How many blocks a packing has, and the most bytes that one of them moves.
 std::pair<uint64_t, uint64_t> blocks_and_most(const Packing& packing, int processors) {
   uint64_t blocks = 0, most = 0;
   const auto launches = plan(packing, processors);
@@ -451,7 +451,7 @@ void test_blocks_fit_the_bytes_and_the_device() {
   CHECK(blocks_and_most(one(1 << 18), 132) == Pair(257, 4096));    // 1 MiB: two blocks for each multiprocessor
   CHECK(blocks_and_most(one(1 << 26), 132) == Pair(8193, 32768));  // 256 MiB
   CHECK(blocks_and_most(one((1 << 26) + 1), 132) == Pair(8193, 32768));
-  Packing mixed = one(1 << 22);  // beside a large part, each small one has a block
+  Packing mixed = one(1 << 22);  // a large part, and many small ones with a block each
   for (uint64_t i = 0; i < 250; i++) mixed.parts.push_back({address(0x10000), (1 << 22) + i, 1});
   CHECK(blocks_and_most(mixed, 132).first <= 16 * 132 + 2 * 251 && plan(mixed, 132)->size() == 1);
   mixed.parts.push_back({address(0x10000), (1 << 22) + 250, 1});

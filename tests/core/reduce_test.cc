@@ -1,5 +1,5 @@
-// Every reduction at every level against naive arithmetic that shares nothing with the code under test: integers in
-// __int128, float32 through double, float16 and bfloat16 by their definition (sign, exponent, fraction).
+// Compares every reduction at every level with naive arithmetic that shares no code with it. Integers are computed in __int128,
+// float32 in double, and float16 and bfloat16 by their definition (sign, exponent, fraction).
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -28,7 +28,8 @@ std::mt19937_64 random_bits(20240607);
 
 int random_below(int end) { return static_cast<int>(random_bits() % static_cast<uint64_t>(end)); }
 
-// What a dtype means: the parts of an element, the type they accumulate in, one operation on two accumulators.
+// What each dtype means: how many parts an element has, the type in which they accumulate, and each operation on two
+// accumulators.
 
 template <class T>
 struct Integer {
@@ -95,7 +96,7 @@ struct Real {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
     return std::bit_cast<Bits>(x) >> (std::numeric_limits<T>::digits - 2) & 1;
   }
-  // Rounding a double to float after one operation is the same as rounding once: 53 >= 2 * 24 + 2.
+  // Computing in double and rounding to float gives the same as rounding once, because a double's 53 bits are >= 2 * 24 + 2.
   static T average(T x, int divisor) { return static_cast<T>(static_cast<double>(x) / divisor); }
   static T combine(Op op, T a, T b) {
     const double x = a, y = b;
@@ -181,9 +182,9 @@ struct Small {
   static float average(float x, int divisor) { return Real<float>::average(x, divisor); }
   static float combine(Op op, float a, float b) { return Real<float>::combine(op, a, b); }
   static uint16_t random() {
-    if (random_below(4) == 0) return static_cast<uint16_t>(random_bits());  // any bits: 1 of 32 inf or NaN in float16
+    if (random_below(4) == 0) return static_cast<uint16_t>(random_bits());  // any bits; in float16, 1 of 32 is inf or NaN
     uint16_t x = narrow(Real<float>::random());
-    if (is_nan(x) && random_below(2)) x = static_cast<uint16_t>((x & ~(1 << (fraction_bits - 1))) | 1);  // signaling
+    if (is_nan(x) && random_below(2)) x = static_cast<uint16_t>((x & ~(1 << (fraction_bits - 1))) | 1);  // a signaling NaN
     return x;
   }
 };
@@ -224,7 +225,7 @@ void with_meaning(Dtype dtype, F&& f) {
       return f.template operator()<ComplexPair<float>>();
     case Dtype::complex128:
       return f.template operator()<ComplexPair<double>>();
-    case Dtype::object:  // is never reduced
+    case Dtype::object:  // objects are never reduced
       return;
   }
 }
@@ -238,7 +239,8 @@ void for_each_row(F&& f) {
   }
 }
 
-// Bytes at an address that is offset from any alignment, ending where the allocation ends, for AddressSanitizer.
+// Bytes that begin `offset` bytes after an aligned address. They end where the allocation ends, so that AddressSanitizer reports
+// any access behind them.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t offset) : offset_(offset), bytes_(offset + bytes, 0xa5) {}
@@ -362,7 +364,8 @@ void test_reduction(Dtype dtype, Op op, int n, size_t count, size_t offset) {
     row.finish(merged.data(), divisor, finished.data(), count);
     ok &= CHECK(finished == out);
 
-    // Combining with the identity changes nothing, except -0 in a sum or a product, and infinity times a complex 1.
+    // Combining a value with the identity does not change it. The exceptions are -0 in a sum or a product, and infinity times a
+    // complex 1.
     Buffer identity(count * row.element_bytes, offset);
     row.identity(identity.data(), count);
     const void* const with_identity[] = {identity.data(), out.data()};
@@ -401,7 +404,7 @@ void test_nan_of_arithmetic_is_always_the_same() {
   }
 }
 
-// Ordinary numbers, widened and rounded as one vector.
+// Rounds the numbers to the format M, all in one call.
 template <class M>
 Parts<M> round_all(const Reduction& row, const std::vector<float>& x) {
   Parts<M> out(x.size());
@@ -483,7 +486,7 @@ void test_what_is_not_there_throws() {
   CHECK(&reduction(Dtype::float32, Op::sum) == &reduction_at(Dtype::float32, Op::sum, levels() - 1));
 }
 
-// Twice 1e-39, a subnormal float32, computed in the current mode of this thread.
+// Computes 1e-39 + 1e-39, which is subnormal in float32, in the current floating-point mode of this thread.
 float twice_a_subnormal() {
   const float x = 1e-39f;
   const void* in[] = {&x, &x};

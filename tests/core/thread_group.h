@@ -1,4 +1,4 @@
-// The ranks of a job as threads of one process, over one mapping of each heap, so that the sanitizers see all of it.
+// Ranks of a job that are threads of one process. They use one mapping of each heap, so that the sanitizers see every access.
 #pragma once
 
 #include <sys/socket.h>
@@ -21,7 +21,7 @@ namespace mscomm {
 // The heaps of a job's ranks, and what each rank knows of the others.
 class ThreadJob {
  public:
-  static constexpr size_t heap_bytes = 128u << 20;  // sparse
+  static constexpr size_t heap_bytes = 128u << 20;  // the file is sparse
 
   // hosts: the host of each rank; empty: all are on one host.
   explicit ThreadJob(int size, std::vector<int> hosts = {}) {
@@ -65,7 +65,7 @@ inline Call make_call(Collective what, Dtype dtype, int root, const void* x, siz
                       size_t count) {
   Call call;
   call.signature.what = what;
-  // The first functions are the collectives, in the same order.
+  // The first values of Function are those of Collective.
   call.signature.function = static_cast<Function>(what);
   call.signature.dtype = dtype;
   call.signature.root = root;
@@ -115,7 +115,7 @@ class ThreadGroup {
       for (size_t b = a + 1; b < n; b++) {
         int ends[2];
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-        constexpr int little = 64 << 10;  // so that they are often full
+        constexpr int little = 64 << 10;  // so that the sockets are often full
         for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
         links[a][b].emplace(ends[0], "rank " + std::to_string(ranks_[b]));
         links[b][a].emplace(ends[1], "rank " + std::to_string(ranks_[a]));
@@ -159,7 +159,7 @@ class ThreadGroup {
   int size() const { return static_cast<int>(ranks_.size()); }
   Layout layout() const { return {0, size(), hosts()}; }
   ThreadRank at(int rank) const { return {rank, groups_[rank].get(), &job_.heap(in_job(rank))}; }
-  // The rank in this group of a rank of the job; -1: not a member.
+  // The number that this rank of the job has in the group; -1 if it is not a member.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
     return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
@@ -198,7 +198,7 @@ class ThreadGroup {
   std::vector<std::unique_ptr<Communicator>> groups_;
 };
 
-// A job, its world, and a thread for each rank.
+// Makes a job and its world, and runs body on a thread for each rank.
 inline void on_threads(int size, const std::string& algorithm, bool spin, const std::function<void(const ThreadRank&)>& body,
                        std::vector<int> hosts = {}) {
   const ThreadJob job(size, std::move(hosts));

@@ -1,4 +1,5 @@
-// The vendor backend on a device that is made of threads: what is composed, watched, aborted and freed, and by which thread.
+// Tests the vendor backend on a pretended device that is made of threads: how calls are composed and watched, and how groups are
+// aborted and freed.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -132,7 +133,7 @@ class Device final : public Runtime {
   void pop() noexcept override {}
 };
 
-// Where the ranks of one group meet: the n-th operations of all ranks are one operation.
+// Where the ranks of one group meet: the n-th operation of each rank is its part of one common operation.
 class Hall {
  public:
   explicit Hall(int size) : size_(static_cast<size_t>(size)) {}
@@ -142,7 +143,8 @@ class Hall {
     void* out = nullptr;
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
   };
-  // Called by a stream's thread. When all ranks have come, `act` is called once, with the part of each rank. False: aborted.
+  // Called by a stream's thread. When all ranks have come, `act` is called once, with the part of each rank. Returns false if the
+  // rank was aborted.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
     auto& here = meetings_[number];
@@ -170,13 +172,13 @@ class Hall {
   std::set<int> aborted_;
 };
 
-// For all groups: how a test makes them behave, and what they have seen.
+// How a test makes all groups behave, and what they have counted.
 struct Conditions {
-  std::atomic<bool> busy{false};  // after each call
-  std::atomic<int> error{0};      // what busy() throws
-  std::atomic<int> groups{0};     // alive
+  std::atomic<bool> busy{false};  // what busy() returns
+  std::atomic<int> error{0};      // not 0: busy() throws
+  std::atomic<int> groups{0};     // groups that exist
   std::atomic<int> inside{0};     // threads inside calls other than abort
-  std::atomic<int> crowded{0};    // how often there was more than one
+  std::atomic<int> crowded{0};    // how often more than one thread was inside
   std::atomic<int> aborts{0}, finishes{0};
 };
 
@@ -349,7 +351,7 @@ void test_composed_collectives() {
     rank.group->run(rank.call(Collective::gather, mine, me == 1 ? gathered : nothing, 4, 1), 60);
     rank.group->run(rank.call(Collective::scatter, me == 2 ? parts : nothing, part, 3, 2), 60);
     rank.group->run(rank.call(Collective::all_to_all, parts, exchanged, 3), 60);
-    // 1, 2 and 0 elements.
+    // The ranks have 1, 2 and 0 elements.
     const std::vector<uint64_t> counts{1, 2, 0};
     Numbers rows(counts[static_cast<size_t>(me)], me), uneven(3), reduced(rows.size());
     rank.group->run(rank.call(Collective::all_gather, rows, uneven, 3, -1, counts), 60);
@@ -370,7 +372,7 @@ void test_calls_beside_and_their_order() {
   Job job(2);
   job.each([](Rank& rank, int me) {
     Numbers x(8), out(8);
-    rank.stream.push([&] {  // late: the call beside the stream waits for it
+    rank.stream.push([&] {  // slow work, for which the call beside the stream must wait
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       x.assign(8, me + 1);
     });
@@ -381,7 +383,7 @@ void test_calls_beside_and_their_order() {
     rank.stream.drain();
     CHECK(seen == Numbers(8, 3));
     CHECK(work->wait(60) && !work->error());
-    rank.group->order(work->number(), &rank.stream);  // it has ended: nothing to wait for
+    rank.group->order(work->number(), &rank.stream);  // the call has ended, so there is nothing to wait for
     rank.group->close();
   });
   CHECK(job.device->alive == 0);
@@ -419,7 +421,7 @@ void test_a_missing_rank_ends_at_the_deadline() {
   } catch (const Error& again) {
     CHECK(again.kind == "CollectiveTimeout");
   }
-  rank.stream.drain();  // the abort has let it go
+  rank.stream.drain();  // the abort has let the stream go on
   rank.group->close();
   CHECK(job.vendor->at.aborts > 0);
 }
@@ -479,7 +481,7 @@ void test_the_end_with_calls_under_way() {
   Job job(2);
   Numbers x(8), out(8);
   job.ranks[0]->group->run(job.ranks[0]->call(Collective::all_reduce, x, out, 8), 60);
-  job.ranks[0]->group.reset();  // aborts
+  job.ranks[0]->group.reset();  // the destructor aborts the library's group
   CHECK(job.vendor->at.aborts > 0);
   job.ranks[0]->stream.drain();
 }
