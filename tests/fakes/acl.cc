@@ -33,7 +33,7 @@ enum : Error {
 
 std::atomic<pid_t> initialized{0};
 std::mutex devices_mutex;
-auto& devices_set = *new std::map<int, int>;  // how often each was set and not reset
+auto& devices_set = *new std::map<int, int>;  // how often each device was set without being reset
 
 Context context_of(int device) { return device < 0 ? 0 : 0xACE00000 + 256 * (static_cast<Context>(device) + 1); }
 
@@ -46,7 +46,7 @@ Error current(int& device) {
   return engine().broken(device) ? rt_device_memory : success;
 }
 
-// A null stream is the context's default one, which waits for no other.
+// A null stream means the default stream of the context, which waits for no other stream.
 Error stream_of(Handle handle, std::shared_ptr<Stream>& stream) {
   int device;
   if (const Error error = current(device)) return error;
@@ -159,7 +159,7 @@ FAKE_EXPORT Error aclrtSetCurrentContext(Context context) {
   const auto device = static_cast<int>((context - 0xACE00000) / 256) - 1;
   if (context <= 0xACE00000 || context != context_of(device) || device >= engine().devices()) return rt_invalid_parameter;
   std::lock_guard lock(devices_mutex);
-  if (devices_set[device] < 1) return rt_invalid_parameter;  // nobody set this device yet
+  if (devices_set[device] < 1) return rt_invalid_parameter;  // no thread has set this device yet
   engine().set_current(device);
   return success;
 }
@@ -266,7 +266,7 @@ FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t 
   return settled(*stream);
 }
 
-// AscendCL has no such function. It allocates memory of the device that the host reaches, too.
+// AscendCL has no such function. This one allocates memory of the device that the host can use, too.
 FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   int device;
   if (const Error error = current(device)) return error;
@@ -277,7 +277,7 @@ FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   return success;
 }
 
-// AscendCL has no such function. It frees in the order of the stream, as a framework's caching allocator does.
+// AscendCL has no such function. This one frees in the order of the stream, as a framework's caching allocator does.
 FAKE_EXPORT Error fake_free_async(void* memory, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Error error = stream_of(handle, stream)) return error;

@@ -18,7 +18,7 @@ NCCL_VERSIONS = (21803, 22809, 23203)
 MACHINE = ("engine.cc", "hooks.cc", "tools.cc")
 COMMUNICATION = ("communicator.cc", "meeting.cc", "tools.cc")
 
-# By name: the path in the folder, and the sources, with a definition where one has it.
+# For each name: the path in the folder, and the sources. A definition for the compiler may follow a source.
 LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", *MACHINE)),
     **{
@@ -28,10 +28,10 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for version in NCCL_VERSIONS
     },
-    # The runtime under its old name and its new one.
+    # The runtime under its old name and under its new one.
     "acl": ("libascendcl.so", ("acl.cc", *MACHINE)),
     "acl-rt": ("acl-rt/libacl_rt.so", ("acl.cc", *MACHINE)),
-    # All in one library, as it was; or communicators in libhcomm.so, as it is now.
+    # HCCL as one library, as in older releases; and with the communicators in libhcomm.so, as in newer ones.
     "hccl": ("hccl/libhccl.so", ("hccl.cc -DFAKE_ONE_LIBRARY", "hcomm.cc", *COMMUNICATION)),
     "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
     "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
@@ -78,9 +78,10 @@ def _run_all(commands: Iterable[list[str]]) -> None:
 def build(
     folder: str | Path | None = None, names: Iterable[str] | None = None, flags: tuple[str, ...] = ()
 ) -> dict[str, Path]:
-    """Compile what is not there yet. Returns the paths by name: "cuda", "nccl-22809", ...; "nccl" is the default one.
+    """Compile the libraries that do not exist yet. Returns paths by name: "cuda", "nccl-22809", ...
 
-    Several processes may build at once: each works in a folder of its own and then moves the finished libraries.
+    "nccl" is the default version of NCCL. Several processes may build at once: each works in a folder of its own and
+    then moves the finished libraries.
     """
     command = [*compiler(), "-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
     command += flags

@@ -16,7 +16,7 @@ namespace {
 constexpr std::chrono::milliseconds look_again{3};
 
 // With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued them. Then ranks that
-// issue launches of two communicators in different orders are always stuck, and not only if they are unlucky.
+// issue launches of two communicators in different orders always hang. Otherwise they hang only sometimes.
 class Turns {
  public:
   explicit Turns(int device) : device_(device) {
@@ -55,7 +55,7 @@ class Turns {
   uint64_t mine_;
 };
 
-// Which thread is inside a call on which communicator.
+// For each communicator, the thread that is inside a call on it, and how many nested calls these are.
 std::mutex inside_mutex;
 std::map<const Communicator*, std::pair<std::thread::id, int>>& inside() {
   static auto& all = *new std::map<const Communicator*, std::pair<std::thread::id, int>>;
@@ -98,7 +98,7 @@ void Communicator::launch(std::vector<Operation> operations) {
   auto self = shared_from_this();
   auto work = std::make_shared<const std::vector<Operation>>(std::move(operations));
   if (first->capturing()) {
-    // A graph runs it again and again: its turn is when it runs.
+    // A graph may run this again and again, so it gets its number each time that it runs.
     first->enqueue([self, work] {
       const uint64_t number = self->take_number();
       self->run(*work, number);
@@ -106,10 +106,11 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
-  // Two threads that issue at once are in the wrong, but are to be told, not to wait for each other's numbers.
+  // Two threads must not issue at once. If they do, this is counted as a violation; without the lock they would wait for each
+  // other's numbers.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
-  // Over when the stream forgets it.
+  // The launch has ended when the stream releases this.
   const std::shared_ptr<Turns> turn(new Turns(device), [self, number](Turns* own) {
     delete own;
     self->finish(number);
@@ -209,7 +210,7 @@ Communicator::Inside::Inside(Engine* engine, Communicator* communicator) : commu
     mine.first = me;
     ++mine.second;
   } else {
-    communicator_ = nullptr;  // told above; the first one keeps the place
+    communicator_ = nullptr;  // counted above; the first thread stays the one inside
   }
 }
 
@@ -224,7 +225,7 @@ int inject(Operation& operation, int rank) {
   const int nth = called(operation.name);
   if (const Injection* die = injected("FAKE_DIE", operation.name, nth, rank)) {
     if (!die->code) kill(getpid(), SIGKILL);
-    operation.dies = true;  // "all_reduce:3:1": when the device gets there
+    operation.dies = true;  // with "all_reduce:3:1" the process dies when the device gets there
   }
   if (injected("FAKE_HANG", operation.name, nth, rank)) operation.hangs = true;
   if (const Injection* later = injected("FAKE_ASYNC_FAIL", operation.name, nth, rank)) operation.fails_later = later->code;

@@ -19,21 +19,21 @@ namespace fake {
 struct Operation {
   std::string name;
   bool collective = true;
-  Signature signature;  // the type also of a message
+  Signature signature;  // for a message, only type and count
   Buffer send, receive;
   bool scaled = false;
   uint64_t factor = 0;
   bool sends = false;
   int peer = -1;
   std::shared_ptr<Stream> stream;
-  // Injected.
+  // Failures that tests have asked for.
   bool hangs = false, dies = false;
   int fails_later = 0;
 };
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  // fault: what a wrong address is to the vendor; lost: what a dead peer is, if it is noticed.
+  // fault: the vendor's error code for a wrong address. lost: its error code for a dead peer, if that is noticed.
   Communicator(Engine& engine, const std::string& id, int size, int rank, int device, int fault, int lost);
   virtual ~Communicator();
 
@@ -42,18 +42,18 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting& meeting() { return meeting_; }
   Meeting::Watch watch();
 
-  // One launch: after all that their streams have now, before what comes to them.
+  // Makes one launch of these operations. It runs after the work that their streams have now, and before any later work.
   void launch(std::vector<Operation> operations);
-  // Waits until all launches are over. False: stopped.
+  // Waits until all launches have ended. Returns false if the communicator was stopped.
   bool drain();
   bool idle();
-  // Ends what waits, here, and waits until it has ended.
+  // Ends this rank's operations that wait for other ranks, and returns when they have ended.
   void stop();
   bool stopped() const { return stopped_; }
 
   std::atomic<int> error{0};
 
-  // Nested calls of one thread are one.
+  // While this object lives, its thread is inside a call on the communicator. Objects of one thread may be nested.
   class Inside {
    public:
     Inside(Engine* engine, Communicator* communicator);
@@ -73,21 +73,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
-  std::mutex issuing_;  // makes a number and its place in the stream one
-  // Protects all below.
+  std::mutex issuing_;  // so that numbers have the same order as places in the stream
+  // Protects everything below.
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t next_ = 0, done_ = 0;
-  std::set<uint64_t> early_;  // over before their turn: stopped
+  std::set<uint64_t> early_;  // ended before their turn, because they were stopped
   int running_ = 0;
 };
 
-// Does to the operation what the environment says: it can hang, fail later, or end the process. Returns the code to
-// fail with now, or 0.
+// Applies the failures that the environment asks for: the operation can hang, fail later, or end the process. Returns the code
+// with which it must fail now, or 0.
 int inject(Operation& operation, int rank);
 
-// The engine of the runtime that is loaded under one of these names, or else lies beside this library or where the loader
-// finds it; nullptr if there is none.
+// The engine of the vendor's runtime. The runtime is already loaded under one of these names, or lies beside this library, or is
+// where the loader finds it. Returns nullptr if there is none.
 Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

@@ -1,5 +1,4 @@
-// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h.
-// The only kernels it runs are those of kernels.h.
+// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h. It runs only the kernels of kernels.h.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -62,12 +61,12 @@ constexpr struct {
     {captured_event, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
 };
 
-// The process that called cuInit: a forked child has no driver.
+// The process that called cuInit. A forked child has no driver.
 std::atomic<pid_t> initialized{0};
 
-// Primary contexts by device, how often each was retained.
+// How often the primary context of each device was retained.
 std::mutex retained_mutex;
-// Never destroyed: threads of the library that is tested may still call when the process ends.
+// Never destroyed, because threads of the tested library may still make calls when the process ends.
 auto& retained = *new std::map<Device, int>;
 thread_local std::vector<Device> contexts;  // -1: none
 
@@ -112,7 +111,7 @@ void set(std::vector<Device> stack) {
 
 Result settled(const Stream& stream) { return engine().broken(stream.device()) ? illegal_address : success; }
 
-// Between any two kinds of memory.
+// Copies between any two kinds of memory.
 Result copy(Pointer to, Pointer from, size_t bytes, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
@@ -123,7 +122,7 @@ Result copy(Pointer to, Pointer from, size_t bytes, Handle handle) {
     if (one.allocation && one.address + bytes > one.start + one.length) return invalid_value;
   }
   if (stream->capturing() && target.where == Where::host) return capture_unsupported;
-  // From pageable memory it is staged before the call returns; to such memory the call returns when it is there.
+  // A copy from pageable memory is staged before the call returns. A copy to pageable memory is complete when the call returns.
   std::shared_ptr<std::vector<char>> staged;
   if (source.where == Where::host) {
     staged = std::make_shared<std::vector<char>>(bytes);
@@ -220,13 +219,13 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
     case 2:
     case 3:
       *value = 1024;
-      break;  // of a block: x, y
+      break;  // threads of a block in x, y
     case 4:
       *value = 64;
-      break;  // z
+      break;  // threads of a block in z
     case 5:
       *value = 2147483647;
-      break;  // of a grid: x
+      break;  // blocks of a grid in x
     case 6:
     case 7:
       *value = 65535;
@@ -236,7 +235,7 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
       break;  // shared memory per block
     case 10:
       *value = 32;
-      break;  // warp
+      break;  // threads of a warp
     case 16:
       *value = 132;
       break;  // multiprocessors
@@ -256,10 +255,10 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
     case 50:
       *value = 0;
       break;  // PCI domain
-    case 83:  // managed memory
+    case 83:  // managed memory, and
     case 89:
       *value = 1;
-      break;  // which both sides may use at a time
+      break;  // host and device may use it at the same time
     case 75:
       *value = capability / 10;
       break;
@@ -394,8 +393,8 @@ FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
 
 namespace {
 
-// The driver's rule: while a capture of global mode is under way, a thread in that mode, which is every thread's mode at first,
-// may not make calls that can be unsafe for the capture. If it makes one, the capture ends.
+// A rule of the driver: while a capture in global mode is under way, threads in global mode must not make calls that can be
+// unsafe for the capture. If a thread makes such a call, the capture ends. Every thread is in global mode at first.
 enum { mode_global = 0, mode_relaxed = 2 };
 std::atomic<int> global_captures{0};
 thread_local int capture_mode = mode_global;
@@ -460,7 +459,7 @@ FAKE_EXPORT Result cuEventDestroy_v2(Handle handle) {
 FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
-  if (engine().event_device(event) != stream->device()) return invalid_handle;  // not there, or of another context
+  if (engine().event_device(event) != stream->device()) return invalid_handle;  // no such event, or one of another context
   return engine().record(event, stream) ? success : invalid_handle;
 }
 
@@ -485,7 +484,8 @@ FAKE_EXPORT Result cuMemAlloc_v2(Pointer* memory, size_t bytes) {
   return success;
 }
 
-// Host and device reach this memory at any time: what the host reads before the stream gets there is the old value.
+// Host and device can use this memory at any time. If the host reads it before the stream gets there, the host sees the old
+// value.
 FAKE_EXPORT Result cuMemAllocManaged(Pointer* memory, size_t bytes, unsigned flags) {
   constexpr unsigned attach_global = 1, attach_host = 2;
   Device device;
@@ -503,7 +503,7 @@ FAKE_EXPORT Result cuMemFree_v2(Pointer memory) {
   return engine().release(memory) ? success : invalid_value;
 }
 
-// In the order of the stream, as a caching allocator gives a block to its next owner.
+// Frees in the order of the stream, in which a caching allocator gives a block to its next owner.
 FAKE_EXPORT Result cuMemFreeAsync(Pointer memory, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
@@ -535,7 +535,7 @@ FAKE_EXPORT Result cuMemsetD8Async(Pointer to, unsigned char value, size_t count
   return success;
 }
 
-// The functions of CUDA before 3.2 have addresses and sizes of 32 bits: whoever calls them has asked for the wrong name.
+// The functions of CUDA before 3.2 have addresses and sizes of 32 bits. Code that calls them has looked up the wrong name.
 #define OLD(name, ...)                                                                           \
   FAKE_EXPORT Result name(__VA_ARGS__) {                                                         \
     engine().violation("old_symbol", #name " was called: it has 32-bit addresses, ask for _v2"); \
@@ -554,7 +554,7 @@ OLD(cuDeviceTotalMem, unsigned*, int)
 #undef OLD
 
 namespace {
-// False: no such attribute.
+// Returns false if there is no such attribute.
 bool attribute(const Buffer& buffer, int which, void* data) {
   const auto put = [&](auto value) { memcpy(data, &value, sizeof value); };
   const bool on_device = buffer.where == Where::device;
@@ -600,11 +600,11 @@ FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) 
   if (const Result result = ready()) return result;
   if (!data) return invalid_value;
   const Buffer buffer = engine().find(memory, 0);
-  if (!buffer.allocation) return invalid_value;  // the host's own
+  if (!buffer.allocation) return invalid_value;  // the host's own memory
   return attribute(buffer, which, data) ? success : invalid_value;
 }
 
-// The image is one for all contexts, and a kernel is its function in any of them.
+// An image serves all contexts, and a kernel's handle is also that of its function in any context.
 FAKE_EXPORT Result cuModuleLoadData(Handle* module, const void* image) {
   if (const Result result = current()) return result;
   if (!module || !image) return invalid_value;

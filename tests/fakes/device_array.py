@@ -1,7 +1,9 @@
-"""An array in the memory of a stand-in's device, as frameworks have them: asynchronous, strided, hidden from the host.
+"""An array in the memory of a stand-in's device. Like arrays of frameworks, it is asynchronous, strided and hidden from
+the host.
 
-use(path) chooses the library first; without it, the CUDA stand-in that build.py makes, or FAKE_CUDA_LIBRARY.
-Everything is enqueued on the calling thread's current stream (`with stream(handle):`), at first the legacy default one.
+use(path) chooses the library. Without it, arrays use FAKE_CUDA_LIBRARY, or else the CUDA stand-in that build.py makes.
+All work is enqueued on the calling thread's current stream (`with stream(handle):`), which at first is the legacy
+default stream.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ class DeviceError(RuntimeError):
 
 
 class Cuda:
-    """The calls that arrays need, on libcuda.so.1."""
+    """The functions that arrays need, over libcuda.so.1."""
 
     interface = "__cuda_array_interface__"
 
     def __init__(self, path: str | Path):
-        # Global, as a framework has loaded the driver: the library that is tested finds this one by its soname.
+        # RTLD_GLOBAL, as if a framework had loaded the driver: the tested library finds this one by its soname.
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.contexts: dict[int, c_uint64] = {}
         self.call("cuInit", c_uint(0))
@@ -118,7 +120,7 @@ class Cuda:
 
 
 class Acl:
-    """The calls that arrays need, on libascendcl.so.
+    """The functions that arrays need, over libascendcl.so.
 
     Its arrays have no array interface, only the attributes ptr, shape, strides, dtype and device.
     """
@@ -197,7 +199,7 @@ class Acl:
 
 
 def use(path: str | Path, kind: type[Cuda] | type[Acl] | None = None) -> Cuda | Acl:
-    """Take this library for all arrays of the process."""
+    """Use this library for all arrays of the process."""
     global _runtime
     _runtime = (kind or (Cuda if Path(path).name.startswith("libcuda") else Acl))(path)
     return _runtime
@@ -216,7 +218,7 @@ def runtime() -> Cuda | Acl:
 
 
 def counters() -> dict:
-    """Handles that live, violations and their texts; "fake_counters" of the library."""
+    """The numbers of handles that exist, and the violations with their texts, from the library's fake_counters()."""
     library = runtime().library
     library.fake_counters.restype = c_size_t
     text = ctypes.create_string_buffer(library.fake_counters(None, c_size_t(0)) + 4096)
@@ -235,7 +237,7 @@ def current_stream() -> int:
 
 @contextlib.contextmanager
 def stream(handle: int):
-    """The current stream of this thread is `handle`."""
+    """In the block, `handle` is the current stream of this thread."""
     before = current_stream()
     _here.stream = handle
     try:
@@ -245,7 +247,7 @@ def stream(handle: int):
 
 
 def new_stream(device: int = 0, blocking: bool = False) -> int:
-    """blocking: ordered with the legacy default stream, as streams are that ask for nothing."""
+    """blocking: this stream and the legacy default one wait for each other, as with streams made without flags."""
     with runtime().on(device):
         return runtime().new_stream(blocking)
 
@@ -264,7 +266,7 @@ def synchronize(device: int = 0, handle: int | None = None) -> None:
 
 
 class _Memory:
-    """An allocation. It is given back in the order of the stream that was current when it was made."""
+    """An allocation. It is freed in the order of the stream that was current when it was made."""
 
     def __init__(self, nbytes: int, device: int, managed: bool = False):
         self.runtime = runtime()
@@ -294,8 +296,8 @@ class DeviceArray:
 
     @classmethod
     def from_numpy(cls, array, device: int = 0, stream: int | None = None) -> DeviceArray:
-        """The copy is enqueued: who reads before the stream got there gets junk."""
-        # ascontiguousarray would make shape (1,) of ().
+        """The copy is enqueued. Code that reads before the stream gets there sees junk."""
+        # Not ascontiguousarray, which would change the shape () to (1,).
         array = np.asarray(array, order="C")
         made = cls.empty(array.shape, array.dtype, device)
         if array.nbytes:
@@ -347,7 +349,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict:
         if not runtime().interface:
             raise AttributeError("an array of an Ascend device has no __cuda_array_interface__")
-        # bfloat16 and its like have no typestr: they are '<V2', and their dtype attribute says what they are.
+        # Types like bfloat16 have no typestr of their own, only '<V2'. The array's dtype attribute tells the type.
         return {
             "shape": self.shape,
             "typestr": self.dtype.str if self.dtype.kind in "biufc" else f"<V{self.itemsize}",
@@ -361,7 +363,7 @@ class DeviceArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """The consumer's stream waits for the current one; with -1 it has to do so itself."""
+        """Make the consumer's stream wait for the current one. With stream=-1 the consumer must do so itself."""
         if not runtime().interface:
             raise BufferError("an array of an Ascend device has no DLPack device here")
         if copy or (dl_device and tuple(dl_device) != self.__dlpack_device__()):
@@ -412,12 +414,12 @@ class DeviceArray:
         return _computed(np.subtract, self, other)
 
     def __imul__(self, factor: float) -> DeviceArray:
-        """Numbers of 16 bits are multiplied in float32, as array libraries do."""
+        """Numbers of 16 bits are multiplied in float32, as in array libraries."""
         wide = np.float32 if self.itemsize == 2 else self.dtype.type
         return self.copy_(_computed(lambda x: (x.astype(wide) * wide(factor)).astype(x.dtype), self))
 
     def reshape(self, *shape) -> DeviceArray:
-        """A view of a contiguous array."""
+        """A view if the array is contiguous, otherwise a copy."""
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if -1 in shape:
             rest = -int(np.prod(shape, dtype=np.int64))
@@ -441,7 +443,7 @@ class DeviceArray:
         return type(self).empty(self.shape, self.dtype, self.device).copy_(self)
 
     def copy_(self, other: DeviceArray) -> DeviceArray:
-        """Enqueued on the current stream, as all here."""
+        """Enqueue the copy on the current stream."""
         if self.shape != other.shape or self.dtype != other.dtype:
             raise ValueError(f"copy_: {other.shape} {other.dtype} into {self.shape} {self.dtype}")
         if not self.size:
@@ -480,7 +482,7 @@ class DeviceArray:
 
 
 def _computed(function, *operands) -> DeviceArray:
-    """What NumPy computes from the operands, once the current stream has done the work that it has now."""
+    """Compute with NumPy from the operands, once the current stream has done the work that it has now."""
     arrays = [one for one in operands if isinstance(one, DeviceArray)]
     with np.errstate(all="ignore"):
         made = function(*(one.to_numpy() if isinstance(one, DeviceArray) else one for one in operands))
@@ -524,7 +526,7 @@ class _Tensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-_managed: dict[int, tuple] = {}  # what a consumer holds, by the address that it gives back
+_managed: dict[int, tuple] = {}  # what consumers hold, by the address that they pass to the deleter
 
 
 class _Managed(ctypes.Structure):
@@ -542,11 +544,11 @@ class _ManagedVersioned(ctypes.Structure):
     )
 
 
-# Prototypes of our own: those of ctypes.pythonapi are shared by all who set them.
+# Our own prototypes, because those of ctypes.pythonapi are shared by all code that sets them.
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
 _capsule_is = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _capsule_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-# The capsule keeps the address of its name.
+# These bytes must stay alive, because a capsule keeps the address of its name.
 _NAME, _NAME_VERSIONED = b"dltensor", b"dltensor_versioned"
 
 
@@ -557,7 +559,7 @@ def _delete(address):
 
 @ctypes.PYFUNCTYPE(None, c_void_p)
 def _drop_capsule(capsule):
-    # Only if nobody took it: then it would have been renamed.
+    # Drop it only if nobody has consumed the capsule. A consumer renames it.
     for name in (_NAME, _NAME_VERSIONED):
         if _capsule_is(capsule, name):
             _managed.pop(_capsule_pointer(capsule, name), None)
@@ -576,7 +578,7 @@ def _capsule(array: DeviceArray, versioned: bool):
 
 
 class compute:
-    """Work like that of a framework's kernels, done late: whoever does not wait for the stream sees old values."""
+    """Work like a framework's kernels do it: late, so that code that does not wait for the stream sees old values."""
 
     @staticmethod
     def sleep(seconds: float, device: int = 0) -> None:
@@ -586,7 +588,7 @@ class compute:
     @staticmethod
     @contextlib.contextmanager
     def hold(device: int = 0):
-        """The current stream gets no further than here before the block ends: for tests that need no luck with time."""
+        """The current stream stops here until the block ends. So tests need not depend on timing."""
         library = runtime().library
         library.fake_hold.restype = c_int64
         with runtime().on(device):

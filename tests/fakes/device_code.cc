@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda for the stand-in of the driver, see kernels.h: a library of its own, because it is made of the sources
-// that are tested. kernels.py builds it.
+// The kernels of csrc/cuda, which the stand-in of the driver runs (see kernels.h). They are a library of their own, because they
+// are made of the sources that are tested. kernels.py builds this library.
 #include <iterator>
 #include <string_view>
 
@@ -25,7 +25,7 @@ constexpr Code codes[] = {CODE(copy1),          CODE(copy2),           CODE(copy
 const mscomm::Kernel& row_of(int number) {
   for (const mscomm::Kernel& row : mscomm::kernels)
     if (row.name == codes[number].name) return row;
-  __builtin_trap();  // a kernel that nobody launches
+  __builtin_trap();  // kernels.h has no row for this kernel
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ __global__ void fake_addresses(int kernel, void* parameters, void (*visit)(void*
                                void* context) {
   auto& batch = *static_cast<Batch*>(parameters);
   const mscomm::Kernel& row = row_of(kernel);
-  // Whole allocations may be as long as the last part reaches; before the first part nobody looks.
+  // Bucket and residual must reach as far as the last part does.
   visit(context, &batch.bucket, batch.end_of(batch.count - 1) * row.bucket_bytes);
   if (batch.residual) visit(context, &batch.residual, batch.end_of(batch.count - 1) * sizeof(float));
   for (uint32_t i = 0; i < batch.count; i++)

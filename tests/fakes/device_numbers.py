@@ -1,5 +1,5 @@
 """A DeviceArray that computes, as CuPy's arrays do: each result is a new array on the device, in the order of the
-current stream. The numbers are the host's, by NumPy, so the bits are those of the same program on NumPy arrays."""
+current stream. NumPy computes the numbers on the host, so a program gives the same bits as on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _swapped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 class DeviceNumbers(DeviceArray):
-    __array_ufunc__ = None  # so that NumPy's scalars leave it to this class
+    __array_ufunc__ = None  # so that NumPy's scalars leave operations to this class
 
     __add__, __radd__ = _on_the_host(operator.add), _on_the_host(_swapped(operator.add))
     __sub__, __rsub__ = _on_the_host(operator.sub), _on_the_host(_swapped(operator.sub))
@@ -34,4 +34,4 @@ class DeviceNumbers(DeviceArray):
     sum, mean = _on_the_host(np.sum), _on_the_host(np.mean)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("an array of a device becomes none of NumPy's by itself")  # as CuPy says
+        raise TypeError("an array of a device becomes none of NumPy's by itself")  # as CuPy does

@@ -26,12 +26,12 @@ using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr size_t grain = 512;  // of addresses, as cuMemAlloc aligns
-// Fresh memory is full of these, so that nobody takes zeros for granted.
+constexpr size_t grain = 512;  // addresses are multiples of this, as those of cuMemAlloc
+// Fresh memory is filled with this byte, so that no code relies on zeros.
 constexpr unsigned char junk = 0xA5;
 constexpr size_t junk_bytes = 16 << 20;
 
-const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // of the host, which reaches whole ones or none
+const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // of the host, which can access only whole pages
 
 size_t up(size_t bytes, size_t to = grain) { return (std::max<size_t>(bytes, 1) + to - 1) / to * to; }
 
@@ -43,7 +43,7 @@ struct Item {
   uint64_t number = 0;
 };
 
-// Guards the order between a device's legacy default stream and the others: what was enqueued before what.
+// Protects the order of work between a device's legacy default stream and its other streams.
 std::mutex& order() {
   static auto& mutex = *new std::mutex;
   return mutex;
@@ -106,7 +106,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
     return std::exchange(captured_, {});
   }
 
-  // The thread ends when the queue is empty: work of a destroyed stream still runs.
+  // The thread ends only when the queue is empty, so work of a destroyed stream still runs.
   void close() {
     std::lock_guard lock(mutex_);
     closed_ = true;
@@ -126,7 +126,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
       lock.unlock();
       if (item.delayed && delay.count() > 0) std::this_thread::sleep_for(delay);
       item.work();
-      item.work = nullptr;  // what it holds goes before somebody sees that it is done
+      item.work = nullptr;  // frees what the work holds before anybody sees that it is done
       lock.lock();
       done_ = item.number;
       changed_.notify_all();
@@ -136,7 +136,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
 
   const int device_;
   const bool with_legacy_;
-  // Protects all below.
+  // Protects everything below.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Item> items_;
@@ -149,7 +149,7 @@ struct Allocation {
   size_t bytes = 0;
   uint64_t id = 0;
   int device = -1;
-  int users = 0;  // running work that holds it open
+  int users = 0;  // how many pieces of running work have it open
   bool managed = false;
 
   size_t room() const { return up(bytes, managed ? page : grain); }
@@ -173,7 +173,7 @@ thread_local std::map<int, std::shared_ptr<Queue>> own_streams;
 class Machine : public Engine {
  public:
   Machine() {
-    // TSan and ASan want their own ranges: the kernel chooses.
+    // The kernel chooses the addresses, because TSan and ASan need certain ranges for themselves.
     slice_ = static_cast<size_t>(number("FAKE_DEVICE_MB", 16384)) << 20;
     const int64_t devices = std::max<int64_t>(0, std::min<int64_t>(64, number("FAKE_DEVICES", 4)));
     devices_ = std::vector<Device>(static_cast<size_t>(devices));
@@ -198,7 +198,8 @@ class Machine : public Engine {
   int devices() const override { return static_cast<int>(devices_.size()); }
 
   Uuid uuid(int device) const override {
-    // A device has one UUID in all processes of the host, as a real card has. FAKE_DEVICE_UUID stands for another host's cards.
+    // A device has the same UUID in all processes of the host, as a real card has. With FAKE_DEVICE_UUID set, the devices are
+    // like those of another host.
     const std::string name = text("FAKE_DEVICE_UUID", "stand-in") + "#" + std::to_string(device);
     Uuid uuid{};
     uint64_t hash = 1469598103934665603u;
@@ -241,7 +242,7 @@ class Machine : public Engine {
     Device& on = devices_[static_cast<size_t>(allocation.device)];
     if (allocation.managed) protect(address, allocation.room(), PROT_NONE);
     if (allocation.users) {
-      // Nobody gets it again: the work that runs would write into the next owner's memory.
+      // This memory is never used again, because the running work would write into the next owner's data.
       note("freed_in_use", "device memory was freed while work on it was running");
       return true;
     }
@@ -327,7 +328,7 @@ class Machine : public Engine {
     return own;
   }
 
-  // All streams of a device: those that wait for the legacy default stream, as it does for them, and those that do not.
+  // All streams of a device but the legacy default one, also those that do not wait for the legacy default stream.
   std::vector<std::shared_ptr<Queue>> queues(int device) {
     std::vector<std::shared_ptr<Queue>> all;
     auto& known = devices_[static_cast<size_t>(device)].queues;
@@ -482,7 +483,7 @@ class Machine : public Engine {
     on.holes[address] = bytes;
   }
 
-  // A handle is never used twice and is no address: whoever looks into one, or uses a dead one, is found out.
+  // A handle is never used twice, and is no address. So code that dereferences a handle, or uses a dead one, is noticed.
   Handle next_handle() { return 0x51000000 + 16 * ++handles_; }
 
   void note(const std::string& kind, const std::string& text) {
@@ -496,7 +497,7 @@ class Machine : public Engine {
   Address seen_ = 0;
   std::vector<Device> devices_;
 
-  // Protects all below and the holes of the devices; `order` comes first where both are held.
+  // Protects everything below, and the holes of the devices. A thread that needs both locks takes order() first.
   mutable std::mutex mutex_;
   std::map<Address, Allocation> allocations_;
   std::map<Handle, std::shared_ptr<Queue>> streams_;
@@ -509,13 +510,14 @@ class Machine : public Engine {
 };
 
 Machine& machine() {
-  // Never destroyed: streams may still run, or wait for ever, when the process ends.
+  // Never destroyed, because streams may still run, or wait for ever, when the process ends.
   static auto& machine = *new Machine;
   return machine;
 }
 
 uint64_t Queue::enqueue(std::function<void()> work, bool delayed) {
-  // The legacy default stream and the others of the device wait for each other, except those made without that.
+  // The legacy default stream waits for the other streams of the device and they wait for it, except streams that were made
+  // without this.
   std::lock_guard lock(order());
   std::vector<std::shared_ptr<Queue>> before;
   const auto legacy = machine().legacy(device_);

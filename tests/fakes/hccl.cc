@@ -1,5 +1,5 @@
-// libhccl.so without an NPU: HCCL's collectives. The communicators are in hcomm.cc: in this library with FAKE_ONE_LIBRARY, as
-// HCCL once was, or else in libhcomm.so, which this one opens, as it is now.
+// libhccl.so without an NPU: HCCL's collectives. The communicators are in hcomm.cc. With FAKE_ONE_LIBRARY they are in this
+// library, as in older releases of HCCL. Otherwise they are in libhcomm.so, which this library opens, as in newer releases.
 #include <dlfcn.h>
 #include <unistd.h>
 

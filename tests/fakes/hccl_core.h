@@ -1,4 +1,4 @@
-// What libhccl.so needs of the library that has the communicators: itself, or libhcomm.so.
+// What libhccl.so needs of the library that has the communicators, which is libhcomm.so or libhccl.so itself.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ enum class What : int {
   reduce,
 };
 
-// One collective; a count is of elements, per rank where there are parts.
+// One collective. count: the number of elements; if the array has a part for each rank, of one part.
 struct Wish {
   What what;
   const void* send;
@@ -46,7 +46,7 @@ struct Wish {
 
 // Has the layout of HcclSendRecvItem.
 struct Item {
-  int kind;  // 0 sends, 1 receives
+  int kind;  // 0: sends; 1: receives
   void* data;
   uint64_t count;
   int type;

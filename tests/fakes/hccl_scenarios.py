@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_fakes_hccl.py do: python -m fakes.hccl_scenarios NAME RANK SIZE ARGUMENTS."""
+"""What the ranks of tests/test_fakes_hccl.py run: python -m fakes.hccl_scenarios NAME RANK SIZE ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def collectives(r: Rank):
 
 @scenario
 def reductions(r: Rank):
-    """What each type and operator says, and whether those that are taken are right."""
+    """Which code each type and operator returns; if the code is 0, whether the result is right."""
     comm, found = r.init(), {}
     for name in TYPES:
         dtype = dtype_of(name)
@@ -153,7 +153,7 @@ def init_code(r: Rank):
 
 @scenario
 def runtime(r: Rank):
-    """AscendCL's own promises, in one process."""
+    """What AscendCL itself promises, in one process."""
     library, found = r.acl.library, {}
     i32, handle = ctypes.c_int, ctypes.c_uint64
     found["twice"] = library.aclInit(None)
@@ -192,7 +192,7 @@ def runtime(r: Rank):
 
 @scenario
 def hang(r: Rank):
-    """Ranks that disagree, die or are told to hang: suspended and destroyed."""
+    """Ranks disagree, die or are told to hang. Then the communicator is suspended and destroyed."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)

@@ -1,6 +1,7 @@
-// HCCL's communicators without an NPU, in libhcomm.so or in one libhccl.so with hccl.cc, on libascendcl.so of acl.cc.
+// HCCL's communicators without an NPU, on the libascendcl.so of acl.cc. They are in libhcomm.so, or in one libhccl.so together
+// with hccl.cc.
 //
-// FAKE_ASCEND says which product it is: 910, A2 (unless it says otherwise), A3, 310P or 950.
+// FAKE_ASCEND says which product it is: 910, A2 (the default), A3, 310P or 950.
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,7 +34,7 @@ const std::string& profile() {
   return name;
 }
 
-// HCCL's number of a type is its index here.
+// The types in the order of HCCL's numbers.
 constexpr Type types[] = {Type::i8,  Type::i16, Type::i32, Type::f16, Type::f32, Type::i64,
                           Type::u64, Type::u8,  Type::u16, Type::u32, Type::f64, Type::bf16};
 
@@ -92,7 +93,7 @@ std::shared_ptr<HcclCommunicator> find(Comm handle) {
 // ---- communicators
 
 Result connect(HcclCommunicator& comm) {
-  // 120 s unless the variable says more; tests cannot wait for that.
+  // HCCL waits 120 s, or longer if its variable says so. Tests cannot wait so long, so they set a shorter time.
   const int64_t seconds = std::max<int64_t>(120, number("HCCL_CONNECT_TIMEOUT", 120));
   const int64_t milliseconds = number("FAKE_CONNECT_TIMEOUT_MS", seconds * 1000);
   comm.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
@@ -107,11 +108,11 @@ Result connect(HcclCommunicator& comm) {
   const bool shares = (profile() == "A2" || profile() == "A3") && getenv("HCCL_HOST_SOCKET_PORT_RANGE");
   std::set<int> rings;
   for (size_t a = 0; a < cards.size(); ++a) {
-    rings.insert(cards[a].version / 4);  // the version is the device's number
+    rings.insert(cards[a].version / 4);  // `version` holds the device's number
     for (size_t b = 0; b < a; ++b)
       if (!shares && cards[a].host == cards[b].host && cards[a].device == cards[b].device) return e_unavail;
   }
-  // One server: 1, 2, 4 or 8, and less than 8 are of cards 0 to 3 or of 4 to 7.
+  // A server takes 1, 2, 4 or 8 ranks. If there are fewer than 8, they must all be on cards 0 to 3 or all on cards 4 to 7.
   if (profile() == "910" && ((comm.size & (comm.size - 1)) || comm.size > 8 || (comm.size < 8 && rings.size() > 1)))
     return e_para;
   return success;
@@ -250,7 +251,7 @@ FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(acl(
 
 FAKE_EXPORT Result HcclGetRootInfo(char* info) {
   if (!info) return e_ptr;
-  if (!acl() || acl()->current() < 0) return e_runtime;  // of this device's server
+  if (!acl() || acl()->current() < 0) return e_runtime;  // the info is that of the current device's server
   memset(info, 0, root_info_bytes);
   std::random_device random;
   for (size_t i = 0; i < 64; ++i) info[i] = static_cast<char>(random());
@@ -263,7 +264,7 @@ FAKE_EXPORT Result HcclCommInitRootInfo(uint32_t size, const char* info, uint32_
   return create(comm, hex_id(info, root_info_bytes), size, rank);
 }
 
-// There is no abort: with operations under way it waits for them, unless the communicator was suspended.
+// There is no abort. Destroying waits for the operations that are under way, unless the communicator was suspended.
 FAKE_EXPORT Result HcclCommDestroy(Comm handle) {
   const auto comm = find(handle);
   if (!comm) return handle ? e_para : e_ptr;

@@ -10,7 +10,7 @@ namespace fake {
 
 namespace {
 
-// What device_code.cc offers.
+// The functions of the library made of device_code.cc.
 struct Code {
   Code() {
     const std::string path = text("FAKE_CUDA_KERNELS", "");
@@ -24,7 +24,7 @@ struct Code {
   void* library = nullptr;
   int (*kernel)(const char* name) = nullptr;  // its number, or -1
   size_t (*parameter_bytes)() = nullptr;
-  // Each address in the parameters, and how many bytes from there on the kernel may touch.
+  // Calls `visit` for each address in the parameters, with the number of bytes that the kernel may touch there.
   void (*addresses)(int kernel, void* parameters, void (*visit)(void* context, uint64_t* address, size_t bytes),
                     void* context) = nullptr;
   int (*run)(int kernel, const void* parameters, unsigned blocks, unsigned threads) = nullptr;
@@ -62,7 +62,7 @@ bool launch_kernel(Handle handle, unsigned blocks, unsigned threads, const void*
   code().addresses(kernel, batch->data(), find, &buffers);
   engine().count("launches", 1);
   stream->enqueue([=, device = stream->device()] {
-    std::vector<char> here = *batch;  // a graph runs it again
+    std::vector<char> here = *batch;  // a copy, because a graph may run this again
     struct Open {
       std::vector<std::shared_ptr<char>> memory;
       const std::vector<Buffer>& buffers;

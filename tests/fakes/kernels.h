@@ -1,5 +1,5 @@
-// Kernels on the pretended machine: those of csrc/cuda, compiled for the host (device_code.cc), under the name that
-// FAKE_CUDA_KERNELS gives of that library. Without it this machine can run none, whatever it was compiled for.
+// Runs the kernels of csrc/cuda on the pretended machine. They are compiled for the host (device_code.cc) into a library, whose
+// path is in FAKE_CUDA_KERNELS. Without this library the machine can run no kernels.
 #pragma once
 
 #include <memory>
@@ -8,12 +8,12 @@
 
 namespace fake {
 
-// Whether it is an image that nvcc makes, and this machine can run such.
+// Whether this is an image made by nvcc, and this machine can run kernels.
 bool can_run(const void* image);
-// 0: there is no kernel of that name.
+// The handle of the kernel with that name; 0 if there is none.
 Handle kernel_named(const char* name);
-// Enqueues it. What it is given is copied now; what its addresses mean is found now and opened when the stream gets there. False:
-// no such kernel, or a shape that it does not have.
+// Enqueues a launch. The parameters are copied now, and the memory that their addresses mean is looked up now. The memory is
+// opened when the stream gets there. Returns false if there is no such kernel, or if the launch cannot have this shape.
 bool launch_kernel(Handle kernel, unsigned blocks, unsigned threads, const void* parameters,
                    const std::shared_ptr<Stream>& stream);
 

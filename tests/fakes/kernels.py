@@ -13,12 +13,12 @@ CSRC, CORE = HERE.parent.parent / "csrc", HERE.parent / "core"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing"]
 
-# The few bytes of an nvcc image that the stand-in looks at; used in a build without nvcc.
+# An image for a build without nvcc. It begins with the bytes of an image from nvcc that the stand-in checks.
 IMAGE = bytes.fromhex("50ed55ba") + b" a stand-in's"
 
 
 def build_kernels() -> Path:
-    """The path of the library, for FAKE_CUDA_KERNELS; compiled if the sources have changed."""
+    """Return the path of the library, for FAKE_CUDA_KERNELS. Compiles it if the sources have changed."""
     found = compiler()
     command = [*(found.split() if isinstance(found, str) else found), *FLAGS, f"-I{CSRC}", f"-I{CORE}"]
     sources = [HERE / "device_code.cc", CORE / "cuda_on_cpu.h", *sorted((CSRC / "cuda").glob("*.*"))]

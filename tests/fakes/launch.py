@@ -1,4 +1,4 @@
-"""Starts the ranks of a scenario, each a process, for the tests of the stand-ins."""
+"""Starts the ranks of a scenario as processes, for the tests of the stand-ins."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def launch(
     codes: dict | None = None,
     clean: bool = True,
 ) -> dict:
-    """What each rank says, by rank; those of `codes` end with that exit status and say nothing.
+    """Run the ranks and return their values, by rank. Ranks in `codes` must end with that exit status, without a value.
 
-    clean: no handle, violation or file may be left; otherwise each value comes with the counters.
+    clean: no handle, violation or file may be left. If false, each value comes with the counters.
     """
     started, values = {}, {}
     try:

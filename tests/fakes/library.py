@@ -1,6 +1,6 @@
-"""The test array as one of mscomm's array libraries: what python/mscomm/arrays has a module for, of real libraries.
+"""Makes the test array one of mscomm's array libraries, like the modules in python/mscomm/arrays for real libraries.
 
-register() makes mscomm know it, as a row of that folder would.
+register() makes mscomm know it, as a row in mscomm.arrays.LIBRARIES would.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def assign(out: DeviceArray, made: DeviceArray) -> None:
     out.copy_(made if made.dtype == out.dtype else from_host(out, on_host(made).astype(out.dtype)))
 
 
-users: list[tuple[int, int]] = []  # what was said to be used: an address, by a stream
+users: list[tuple[int, int]] = []  # the calls of used(): an address, and the stream that uses it
 
 
 def used(x: DeviceArray) -> None:
-    """An allocation of the stand-in is freed in the order of its first stream alone; here it is only noted."""
+    """Only notes the call: an allocation of the stand-in is freed in the order of its first stream alone."""
     users.append((x.ptr, device_array.current_stream()))
 
 

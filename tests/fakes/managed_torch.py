@@ -1,10 +1,12 @@
-"""PyTorch on a stand-in's device, without a GPU: CPU tensors in managed memory, which mscomm takes for the device's.
+"""PyTorch on a stand-in's device, without a GPU. It uses CPU tensors in managed memory, which mscomm takes for tensors
+of the device.
 
-In a rank's process, that of tests/devices.py, importing this puts it between mscomm and mscomm.arrays.torch: a tensor
-whose memory is managed is on this rank's device, any other one is the CPU's. So PyTorch's own modules, autograd and
-optimizers work on memory of the device. They do so on the host, at once, where a GPU's kernels would wait for their
-turn in the stream: settle() comes before PyTorch reads what mscomm has enqueued, and before it writes what mscomm may
-still read. What PyTorch makes of a managed tensor is the CPU's; tensor() and module() put it where a GPU's would be.
+When a rank of tests/devices.py imports this module, it comes between mscomm and mscomm.arrays.torch. A tensor whose
+memory is managed then is on this rank's device, and any other tensor is on the CPU. So PyTorch's own modules, autograd
+and optimizers work on memory of the device. But they work on the host and at once, while a GPU's kernels would wait for
+their turn in the stream. So settle() must be called before PyTorch reads what mscomm has enqueued, and before it writes
+what mscomm may still read. A tensor that PyTorch computes from a managed one is on the CPU. tensor() and module() put
+tensors on the device.
 """
 
 from __future__ import annotations
@@ -55,19 +57,19 @@ def settle() -> None:
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     if not count:
-        return torch.empty(shape, dtype=dtype)  # it has no address by which it could be known
+        return torch.empty(shape, dtype=dtype)  # without an address nobody could tell that it is managed
     return torch.from_numpy(np.asarray(_Managed(count * dtype.itemsize))).view(dtype).reshape(shape)
 
 
 def tensor(x: Any) -> torch.Tensor:
-    """A copy of an array, a tensor or numbers on this rank's device, with the same strides where it has no gaps."""
+    """A copy of an array, a tensor or numbers on this rank's device. The strides are the same if they leave no gaps."""
     if isinstance(x, torch.Tensor):
         settle()
         x = x.detach()
     else:
         x = torch.as_tensor(x)
     flat = empty((x.numel(),), x.dtype)
-    strides = torch.empty_like(x).stride()  # as PyTorch gives them to a copy
+    strides = torch.empty_like(x).stride()  # the strides that PyTorch gives to a copy
     return (flat.as_strided(x.shape, strides) if x.numel() else flat.reshape(x.shape)).copy_(x)
 
 
@@ -90,7 +92,7 @@ def _device_of(x: torch.Tensor) -> int:
     return int(device_array.runtime().library.fake_managed(ctypes.c_uint64(x.data_ptr())))
 
 
-# -- what mscomm.arrays.torch has, for tensors of the device
+# -- the functions of mscomm.arrays.torch, for tensors on the device
 
 
 def memory(x: torch.Tensor) -> OnDevice:
@@ -137,17 +139,17 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def register() -> None:
     """Let mscomm use the functions above for tensors on the device, and its own for all others."""
-    real.plain = None  # PyTorch itself takes all for tensors of the CPU
+    real.plain = None  # PyTorch itself takes all of them for tensors of the CPU
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
-    for name in ("scale", "_widen", "_narrow"):  # what PyTorch computes there
+    for name in ("scale", "_widen", "_narrow"):  # PyTorch computes in these, so they must settle first
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
     Autograd._copy_out = _settled(Autograd._copy_out, before=True)  # type: ignore[method-assign]
 
 
 def settle_in_steps() -> None:
-    """For loops that are not the test's own, as Model's: what GradientReducer enqueues is there when it returns."""
+    """Make GradientReducer wait for what it enqueues, for loops into which a test cannot put settle(), like Model's."""
     for name in ("wait", "zero_grad"):
         setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))
 

@@ -31,7 +31,8 @@ constexpr const char* file_prefix = "mscomm-fake-";
 enum : uint32_t { empty, seated, gone };
 
 uint64_t start_time(pid_t process) {
-  // Field 22 of stat; the name before it may contain anything, so from its end. A zombie does not live.
+  // Field 22 of stat. The process's name before it may contain any characters, so count from the name's end. A zombie counts as
+  // dead.
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string all((std::istreambuf_iterator<char>(file)), {});
   const size_t end = all.rfind(')');
@@ -60,7 +61,7 @@ uint64_t hash_of(const void* data, size_t bytes, uint64_t seed) {
 }
 
 std::string hex_id(const void* data, size_t bytes) {
-  // All of the bytes count: an id that lost its tail on the way meets nobody.
+  // All bytes count, so a rank whose id was cut off on the way meets nobody.
   char name[33];
   snprintf(name, sizeof name, "%016llx%016llx", static_cast<unsigned long long>(hash_of(data, bytes)),
            static_cast<unsigned long long>(hash_of(data, bytes, 0x9e3779b97f4a7c15)));
@@ -83,20 +84,20 @@ struct Meeting::Head {
   std::atomic<uint32_t> attached;
 };
 
-// Only its rank writes it.
+// The seat of one rank; only this rank writes it.
 struct alignas(64) Meeting::Seat {
   std::atomic<uint32_t> state;
   int32_t process;
   uint64_t started;
   Card card;
-  std::atomic<uint64_t> called;  // operations; signature is of the last
+  std::atomic<uint64_t> called;  // the number of operations; `signature` is that of the last one
   Signature signature;
-  std::atomic<uint64_t> published, taken;  // rounds of chunks
+  std::atomic<uint64_t> published, taken;  // numbers of rounds; a round moves one chunk
   std::atomic<uint32_t> finished;
 };
 
 struct alignas(64) Meeting::Lane {
-  std::atomic<uint64_t> put, got;  // chunks
+  std::atomic<uint64_t> put, got;  // numbers of chunks
   uint64_t message, bytes, type, here;
   char* data() { return reinterpret_cast<char*>(this) + sizeof(Lane); }
 };
@@ -164,7 +165,7 @@ bool Meeting::wait(const std::function<bool()>& there, const Watch& watch) {
   }
 }
 
-// Files whose ranks have all died before everybody was there.
+// Deletes files whose ranks have all died before all ranks had come.
 void Meeting::sweep() {
   DIR* all = opendir(folder().c_str());
   if (!all) return;
@@ -180,7 +181,7 @@ void Meeting::sweep() {
         pread(file, static_cast<void*>(&head), sizeof head, 0) == sizeof head && head.tag == file_tag) {
       bool dead = true;
       for (int rank = 0; rank < head.size; ++rank) {
-        // The beginning of a Seat. A Seat itself cannot be copied.
+        // The first members of a Seat. A Seat itself cannot be copied.
         struct {
           uint32_t state;
           int32_t process;
@@ -197,7 +198,7 @@ void Meeting::sweep() {
   closedir(all);
 }
 
-// False: the rank's seat is taken, or the others speak of another number of ranks.
+// Returns false if the rank's seat is taken, or if the other ranks expect another number of ranks.
 bool Meeting::open() {
   while (true) {
     file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -216,7 +217,7 @@ bool Meeting::open() {
       }
       break;
     }
-    close(file_);  // it went while this rank opened it
+    close(file_);  // the file was deleted while this rank opened it
   }
   memory_ = static_cast<char*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0));
   if (memory_ == MAP_FAILED) abort();
@@ -315,7 +316,7 @@ bool Meeting::run(const Call& call, const Watch& watch) {
     mine.published.store(round);
     ring();
     if (!wait([&] { return all([&](Seat& of) { return of.published.load() >= round; }); }, watch)) return false;
-    // The range of this chunk that is for me, and where it goes in my part.
+    // The range of this chunk that this rank takes, and its place in this rank's part.
     const size_t first = of_parts ? std::max(from, me * part) : from;
     const size_t last = of_parts ? std::min(to, (me + 1) * part) : to;
     if (takes && first < last) {
@@ -347,7 +348,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
   };
   std::vector<Progress> all;
   for (Message& message : messages) all.push_back({message, 0, 0, false, false, false});
-  // To itself: the k-th that it sends is the k-th that it receives.
+  // Messages of the rank to itself: the k-th message that it sends is the k-th that it receives.
   for (auto& out : all) {
     if (!out.message.sends || out.message.peer != rank_) continue;
     for (auto& in : all) {
@@ -363,7 +364,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
     one.number = one.message.sends ? ++sent_[peer] : ++received_[peer];
   }
 
-  // A chunk further with each pair and direction, in the order of the calls; true if anything moved.
+  // Moves one chunk for each peer and direction, in the order of the calls. Returns true if anything moved.
   const auto advance = [&] {
     bool moved = false;
     std::vector<bool> busy_out(static_cast<size_t>(size_)), busy_in(static_cast<size_t>(size_));
@@ -378,7 +379,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
       if (one.message.sends) {
         if (full) continue;
         if (one.begun && one.moved == one.message.bytes) {
-          one.done = moved = true;  // the receiver has had it all
+          one.done = moved = true;  // the receiver has taken the whole message
           continue;
         }
         const uint64_t here = std::min<uint64_t>(one.message.bytes - one.moved, lane_bytes_);

@@ -1,8 +1,9 @@
-// Where the ranks of a communicator meet: a shared file named by the unique id. They are separate processes, or threads of one.
+// Where the ranks of a communicator meet: a shared file that is named after the unique id. The ranks are processes, or threads of
+// one process.
 //
-// A rank may be killed at any place, so there is no lock that it could take along: only counters that one rank writes, and waits
-// that look again every few milliseconds whether the rank's own communicator was stopped. Who never comes, or comes with another
-// operation, makes the others wait for ever, as the real libraries do.
+// A rank may be killed at any point, so there are no locks, which a killed rank would never release. There are only counters that
+// one rank writes. Waits check every few milliseconds whether the rank's own communicator was stopped. If a rank never comes, or
+// comes with another operation, the others wait for ever, as with the real libraries.
 #pragma once
 
 #include <atomic>
@@ -34,7 +35,7 @@ struct Call {
   const char* send = nullptr;
   char* receive = nullptr;
   bool scaled = false;
-  uint64_t factor = 0;  // a number of the type
+  uint64_t factor = 0;  // the bits of a number of the type
 };
 
 struct Message {
@@ -45,7 +46,7 @@ struct Message {
   Type type = Type::u8;
 };
 
-// What a rank says of itself when it comes.
+// What a rank tells about itself when it joins.
 struct Card {
   Uuid device{};
   uint64_t host = 0;
@@ -54,8 +55,8 @@ struct Card {
 
 class Meeting {
  public:
-  // `stopped`: asked in each wait; true ends it. `lost`: a peer was found dead or gone, said at most once; only with
-  // FAKE_REMOTE_ERROR=1, since otherwise nobody notices.
+  // `stopped` is asked in each wait; true ends the wait. `lost` is called at most once, when a peer is found dead or gone. It is
+  // called only with FAKE_REMOTE_ERROR=1; otherwise nobody notices such a peer.
   struct Watch {
     std::function<bool()> stopped;
     std::function<void(int peer)> lost;
@@ -66,14 +67,14 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Waits for all ranks. False when stopped. Then cards() has all.
+  // Waits until all ranks have come. After that cards() has all cards. Returns false when stopped.
   bool join(const Card& card, const Watch& watch);
   std::vector<Card> cards() const;
 
-  // All of them: false when stopped, and then what was to be received is unfinished.
+  // Runs a collective, or a list of messages. Returns false when stopped; then the memory to receive into is incomplete.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
-  // Waits until every rank that `counts` has said that it is done, or has gone.
+  // Waits until every rank for which `counts` is true has said that it is done, or has left.
   bool finish(const std::function<bool(int)>& counts, const Watch& watch);
 
   void leave();
@@ -100,18 +101,19 @@ class Meeting {
   char* memory_ = nullptr;
   bool seated_ = false;
   uint64_t calls_ = 0, rounds_ = 0;
-  std::vector<uint64_t> sent_, received_;  // messages, by peer
+  std::vector<uint64_t> sent_, received_;  // numbers of messages, by peer
   std::atomic<bool> told_{false};
 };
 
-// The environment's wishes: "all_reduce:3:2" is the third all_reduce of this process, and 2; "@1" at the end: only of rank 1.
+// A failure that the environment asks for. "all_reduce:3:2" means the third all_reduce of this process, with code 2. "@1" at the
+// end means only on rank 1.
 struct Injection {
   std::string operation;
   int nth = 0;
   int code = 0;
   int rank = -1;
 };
-// The one of variable `name` for the operation's nth call, if any.
+// The failure that variable `name` asks for in the operation's nth call; nullptr if there is none.
 const Injection* injected(const char* name, const std::string& operation, int nth, int rank);
 // How often the operation was called in this process, this call included.
 int called(const std::string& operation);

@@ -1,6 +1,6 @@
-// libnccl.so.2 without a GPU: NCCL's C ABI and manners, on libcuda.so.1 of cuda.cc and meetings of processes.
+// libnccl.so.2 without a GPU: NCCL's C ABI and behaviour, on the libcuda.so.1 of cuda.cc and the meetings of meeting.h.
 //
-// FAKE_NCCL_VERSION is which version it is; what came later is not there.
+// FAKE_NCCL_VERSION says which version it is. It lacks the types and settings that came later.
 #include <arpa/inet.h>
 #include <unistd.h>
 
@@ -47,7 +47,8 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as of NCCL 2.32. `size` says how much of it the caller has, `config_bytes` how much this version knows.
+// ncclConfig_t of NCCL 2.32. `size` says how many bytes of it the caller has, and `config_bytes` says how many this version
+// knows.
 struct Config {
   size_t size;
   unsigned magic, version;
@@ -87,7 +88,7 @@ constexpr Config undefined_config() {
   return config;
 }
 
-// One text for the whole process, as NCCL has it.
+// The whole process has one text, as in NCCL.
 std::mutex last_error_mutex;
 char last_error[1024];
 
@@ -115,7 +116,7 @@ class Comm : public Communicator {
 
   bool blocking() const { return config.blocking != 0; }
 
-  // A call that goes on in the background, which the caller polls.
+  // Runs the rest of a call in the background, while the caller polls.
   void go_on(std::function<Result()> body) {
     start_polls();
     spawn([this, self = shared_from_this(), body = std::move(body)] { end_polls(body()); });
@@ -129,7 +130,7 @@ class Comm : public Communicator {
     if (result) error.compare_exchange_strong(none, result);
     --background;
   }
-  // Later calls are refused until the caller has seen success.
+  // Whether the next call is allowed: not until polling has returned success.
   Result state() {
     if (error) return error;
     return background || polls > 0 ? in_progress : success;
@@ -247,9 +248,9 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     return success;
   }
   for (auto& [comm, all] : by_comm) comm->start_polls();
-  // One thread launches all, in the order in which the group has its communicators.
+  // A single thread launches everything, in the order in which the communicators came in the group.
   spawn([by_comm = std::move(by_comm)]() mutable {
-    // When the call returns, nothing of it is on the stream yet.
+    // When the caller's call returns, nothing of it is on the stream yet.
     std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
     for (auto& [comm, all] : by_comm) {
       comm->launch(std::move(all));
@@ -259,7 +260,7 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
   return in_progress;
 }
 
-// Together, as they wait for each other.
+// Starts them all at the same time, because they wait for each other.
 Result start(std::vector<Init> inits) {
   bool blocks = true;
   for (const Init& init : inits)
@@ -340,7 +341,7 @@ Result read_config(const Config* given, Config& config) {
     const int of = static_cast<int>(config.version);
     if (bytes < bytes_of_config(std::min(of, version)))
       if (cuda()) cuda()->violation("config", "a configuration has fewer bytes than its version says");
-    // The caller's header did not have these members yet.
+    // The nccl.h of the caller did not have these members yet.
     if (of < 21700) {
       config.cga_cluster_size = config.min_ctas = config.max_ctas = undefined;
       config.net_name = nullptr;
@@ -386,7 +387,7 @@ Result read_config(const Config* given, Config& config) {
   return success;
 }
 
-// Meets the others and looks whether they fit together.
+// Meets the other ranks and checks whether all ranks fit together.
 Result connect(Comm& comm) {
   Card card;
   card.device = cuda()->uuid(comm.device);
@@ -427,7 +428,7 @@ Result init(Handle* place, int size, const UniqueId& id, int rank, const Config*
   Operation nothing;
   nothing.name = "init";
   if (const int code = inject(nothing, rank)) return fail(code, "injected: init fails with %d", code);
-  // A thread without a current device is on device 0, as for the CUDA runtime that NCCL uses.
+  // A thread without a current device is on device 0, as with the CUDA runtime, which NCCL uses.
   const int device = std::max(0, cuda()->current());
   return create(place, hex_id(&id, sizeof id), size, rank, device, config);
 }
@@ -512,7 +513,8 @@ Result enqueue(Kind kind, const Arguments& given) {
   const size_t part = given.count * size_of(signature.type);
   const bool sends = root || kind != Kind::broadcast;
   const bool receives = root || kind != Kind::reduce;
-  if (sends) operation.send = cuda()->find(reinterpret_cast<Address>(given.send), kind == Kind::reduce_scatter ? size * part : part);
+  if (sends)
+    operation.send = cuda()->find(reinterpret_cast<Address>(given.send), kind == Kind::reduce_scatter ? size * part : part);
   if (receives)
     operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), kind == Kind::all_gather ? size * part : part);
   if (!given.count) return success;  // nothing is sent at all
@@ -556,7 +558,7 @@ FAKE_EXPORT Result ncclGetVersion(int* to) {
 FAKE_EXPORT Result ncclGetUniqueId(UniqueId* id) {
   if (!id) return invalid_argument;
   memset(id, 0, sizeof *id);
-  // The id looks like a real one: a number, then the address where the ranks would meet.
+  // Make the id look like a real one: a number, then the address at which the ranks would meet.
   std::random_device random;
   for (int i = 0; i < 8; ++i) id->bytes[i] = static_cast<char>(random());
   sockaddr_in address{};
@@ -606,7 +608,7 @@ FAKE_EXPORT Result ncclCommInitRank(Handle* comm, int size, UniqueId id, int ran
 namespace {
 // The host's ranks finalize together, after all of their operations.
 Result finalize(Comm& comm) {
-  if (!comm.drain()) return success;  // aborted
+  if (!comm.drain()) return success;  // the communicator was aborted
   const uint64_t here = this_host();
   comm.meeting().finish(
       [&](int rank) { return static_cast<size_t>(rank) < comm.hosts.size() && comm.hosts[static_cast<size_t>(rank)] == here; },
@@ -706,4 +708,3 @@ FAKE_EXPORT Result ncclGroupEnd() {
   }
   return end_group();
 }
-

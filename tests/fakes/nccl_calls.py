@@ -1,4 +1,4 @@
-"""NCCL's functions by ctypes, as tests of the stand-ins call them."""
+"""NCCL's functions through ctypes, for the tests of the stand-ins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.32."""
+    """ncclConfig_t of NCCL 2.32."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -89,7 +89,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """Each function by its name without "nccl", as `nccl.AllReduce(...)`: NcclError unless success or in progress."""
+    """Has each function under its name without "nccl", as in `nccl.AllReduce(...)`. Errors raise NcclError."""
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path))
@@ -112,7 +112,7 @@ class Nccl:
         return self.library.ncclGetLastError(c_uint64(0)).decode()
 
     def code(self, name: str, *arguments) -> int:
-        """The code that this function returns, also if it is an error."""
+        """The code that this function returns, even if it is an error."""
         try:
             return getattr(self, name)(*arguments)
         except NcclError as error:
@@ -143,7 +143,7 @@ class Nccl:
         return error.value
 
     def wait(self, comm: int, seconds: float = 60) -> int:
-        """Polls until it is no longer in progress, or the time is over."""
+        """Polls until the communicator is no longer in progress, or the time is over."""
         end = time.monotonic() + seconds
         while (state := self.state(comm)) == IN_PROGRESS and time.monotonic() < end:
             time.sleep(0.002)

@@ -1,4 +1,4 @@
-// Reductions as the devices do them: every step rounds to the type.
+// Reductions as the devices do them: the result of every step is rounded to the type.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,8 @@ inline size_t size_of(Type type) {
   }
 }
 
-// A float of few bits. `infinite`: its highest exponent means infinity and NaN, as IEEE says; else only all ones are NaN.
+// A float of few bits. `infinite`: the highest exponent means infinity and NaN, as in IEEE 754. Otherwise there is no infinity,
+// and only the number whose bits are all ones is NaN.
 template <int exponent_bits, int mantissa_bits, bool infinite, typename Bits>
 struct Small {
   static constexpr int bias = (1 << (exponent_bits - 1)) - 1;
@@ -60,7 +61,7 @@ struct Small {
     const double size = std::fabs(static_cast<double>(value));
     const unsigned largest = infinite ? (static_cast<unsigned>(top - 1) << mantissa_bits) | ones
                                       : (static_cast<unsigned>(top) << mantissa_bits) | (ones - 1);
-    const Bits beyond = static_cast<Bits>(infinite ? static_cast<unsigned>(top) << mantissa_bits : largest);  // or saturate
+    const Bits beyond = static_cast<Bits>(infinite ? static_cast<unsigned>(top) << mantissa_bits : largest);  // saturates
     if (std::isinf(value)) return {static_cast<Bits>(sign | beyond)};
     if (size == 0) return {sign};
     int exponent = std::max(std::ilogb(size), 1 - bias);
@@ -106,7 +107,7 @@ T rounded(double value) {
 template <typename T>
 T folded(Fold fold, T a, T b) {
   if constexpr (std::is_integral_v<T>) {
-    using Unsigned = std::make_unsigned_t<T>;  // wraps, where a signed one may not
+    using Unsigned = std::make_unsigned_t<T>;  // wraps on overflow, which is undefined for signed types
     const auto x = static_cast<uint64_t>(static_cast<Unsigned>(a)), y = static_cast<uint64_t>(static_cast<Unsigned>(b));
     switch (fold) {
       case Fold::prod:
@@ -168,7 +169,7 @@ void with_type(Type type, Body body) {
   }
 }
 
-// into = into fold with
+// Folds `with` into `into`: into = into op with.
 inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t bytes) {
   with_type(type, [&]<typename T>(T) {
     for (size_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
@@ -181,7 +182,8 @@ inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t
   });
 }
 
-// Multiplies by a number of the same type. Floating point only: an average of floats is made by scaling before the sum.
+// Multiplies all numbers by `factor`, which has the same type. Used only for floats, which are scaled before the sum to get an
+// average.
 inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   with_type(type, [&]<typename T>(T) {
     T by;
@@ -195,7 +197,7 @@ inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   });
 }
 
-// The average of integers is the sum, divided towards zero.
+// Divides integers, rounding towards zero: this makes an average of their sum.
 inline void divide(Type type, char* data, size_t bytes, int by) {
   with_type(type, [&]<typename T>(T) {
     if constexpr (std::is_integral_v<T>) {
@@ -212,7 +214,7 @@ inline void divide(Type type, char* data, size_t bytes, int by) {
 
 inline bool is_integer(Type type) { return type <= Type::u64; }
 
-// 1/n in the type, as eight bytes that start with it.
+// 1/n as a number of that type, in the first of eight bytes.
 inline uint64_t reciprocal(Type type, int n) {
   uint64_t bits = 0;
   with_type(type, [&]<typename T>(T) {

@@ -1,6 +1,6 @@
-"""What the ranks of tests/test_fakes.py do, each in a process: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
+"""What the ranks of tests/test_fakes.py run, each in a process: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
 
-A scenario gets a Rank and says on standard output, as JSON, what it found.
+A scenario gets a Rank and returns what it has found, which main() prints as JSON.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ scenarios = {}
 
 
 def scenario(body):
-    """Runs with the rank's device current and a stream of its own, and ends with the counters."""
+    """The scenario runs with the rank's device current and a stream of its own. The counters come with its value."""
 
     @functools.wraps(body)
     def run(rank: Rank):
@@ -102,7 +102,7 @@ def source(rank: int, count: int, dtype) -> np.ndarray:
 
 @scenario
 def collectives(r: Rank):
-    """Each collective, in and out of place, against numpy."""
+    """Each collective, in and out of place, compared with numpy."""
     n, me, count, nccl, comm = r.size, r.rank, r.arguments.get("count", 1001), r.nccl, r.init()
     f32, f, s = np.float32, TYPES["float32"], r.stream
     inputs = [source(q, count, f32) for q in range(n)]
@@ -149,7 +149,7 @@ def collectives(r: Rank):
 
 @scenario
 def dtypes(r: Rank):
-    """Every type and operator: rounded to the type at each step, in the order of the ranks."""
+    """Every type and operator. Results must be rounded to the type at each step, in the order of the ranks."""
     comm, bad = r.init(), []
     rng = np.random.default_rng(1)
     for name in TYPES:
@@ -164,7 +164,7 @@ def dtypes(r: Rank):
             x = r.array(data[r.rank])
             r.all_reduce(x, comm, op)
             with np.errstate(all="ignore"):
-                # Shrunk before the sum, as NCCL does with floats; integers are divided after it.
+                # For avg, floats are scaled before the sum, as in NCCL. Integers are divided after it.
                 share = dtype.type(1.0 / r.size) if dtype.kind not in "iu" else None
                 inputs = [(one * share).astype(dtype) for one in data] if op == "avg" and share is not None else data
                 fold = {"prod": np.multiply, "max": np.maximum, "min": np.minimum}.get(op, np.add)
@@ -185,7 +185,7 @@ def dtypes(r: Rank):
 
 @scenario
 def is_late(r: Rank):
-    """Nothing is there when the call returns, and everything after the stream."""
+    """When the call returns, the result is not there yet. When the stream has done its work, it is."""
     comm = r.init()
     x = r.array(np.ones(10, np.float32))
     da.synchronize(r.device)
@@ -208,7 +208,7 @@ def is_late(r: Rank):
 
 @scenario
 def late_producer(r: Rank):
-    """A kernel that is still to run: an operation on another stream that does not wait for it takes the old values."""
+    """A kernel has not run yet. An operation on another stream, which does not wait for it, takes the old values."""
     comm = r.init()
     x = r.array(np.zeros(4, np.float32))
     da.synchronize(r.device)
@@ -233,7 +233,7 @@ def reads_device_memory(r: Rank):
 
 @scenario
 def managed(r: Rank):
-    """Memory that both sides reach, until it is freed; what lies beside it is the device's alone."""
+    """Managed memory: host and device can use it until it is freed. Only the device can use the memory beside it."""
     r.array(np.ones(1))  # so that the device's memory has an odd piece before it
     memory = da._Memory(20, r.device, managed=True)
     values = (ctypes.c_float * 5).from_address(memory.pointer)
@@ -257,7 +257,7 @@ def managed(r: Rank):
 
 @scenario
 def mismatches(r: Rank):
-    """Each kind of disagreement with rank 1: nobody gets on until all abort, and then the stream is free."""
+    """Each kind of disagreement with rank 1. All ranks hang until they abort; then the stream goes on."""
     f32, f64 = np.float32, np.float64
     me, odd = r.nccl, r.rank == 1
     cases = {
@@ -291,7 +291,7 @@ def mismatches(r: Rank):
 
 @scenario
 def dies(r: Rank):
-    """Rank 1 kills itself by FAKE_DIE; what the others see."""
+    """Rank 1 kills itself, because of FAKE_DIE. The value is what the others see."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -335,7 +335,7 @@ def non_blocking(r: Rank):
 
 @scenario
 def somebody_is_missing(r: Rank):
-    """This rank comes, another never does."""
+    """This rank comes, but another rank never does."""
     comm = r.init(given=config(blocking=0))
     state = r.nccl.wait(comm, 0.5)
     files = [name for name in os.listdir(os.environ["FAKE_DIR"]) if name.startswith("mscomm-fake-")]
@@ -347,7 +347,7 @@ def somebody_is_missing(r: Rank):
 
 @scenario
 def init_codes(r: Rank):
-    """Init, blocking or not, and what it says."""
+    """The code and the text of init, blocking or not."""
     given = config(blocking=0) if r.arguments.get("non_blocking") else None
     comm = ctypes.c_uint64(1)
     which = r.arguments.get("which")
@@ -384,7 +384,7 @@ def groups(r: Rank):
     found["before"] = float(out.to_numpy()[0])
     nccl.GroupEnd()
     found["after"] = float(out.to_numpy()[0]) == n * (n + 1) / 2
-    # To all and from all, as all-to-all is made below 2.28.
+    # Send to all ranks and receive from all. All-to-all is made in this way before NCCL 2.28.
     w, o = r.array(np.arange(n * 3, dtype=np.float32) + 100 * me), r.empty(n * 3)
     nccl.GroupStart()
     for peer in range(n):
@@ -406,7 +406,7 @@ def groups(r: Rank):
     nccl.GroupEnd()
     found["joined"] = float(out.to_numpy()[0]) == n * (n + 1) / 2 + 10 * n
     da.synchronize(r.device, other)
-    # A member's error is the group's, and nothing of it runs.
+    # An error of one call is the error of the whole group, and no call of the group runs.
     nccl.GroupStart()
     found["member"] = nccl.code("AllReduce", x.ptr, out.ptr, 8, 99, 0, comm, s)
     nccl.AllReduce(x.ptr, out.ptr, 8, f, 0, comm, s)
@@ -424,7 +424,7 @@ def groups(r: Rank):
 
 @scenario
 def exchange_without_group(r: Rank):
-    """Both send first: neither gets to its receive."""
+    """Both ranks send first, so neither gets to its receive."""
     comm = r.init()
     x, out = r.array(np.ones(8, np.float32)), r.empty(8)
     r.nccl.Send(x.ptr, 8, 7, 1 - r.rank, comm, r.stream)
@@ -455,7 +455,7 @@ def two_all_reduces(r: Rank):
 
 @scenario
 def configurations(r: Rank):
-    """Which configurations NCCL takes. The tests run this with one rank."""
+    """Which configurations NCCL accepts. The tests run this with one rank."""
     tries = {
         "good": config(),
         "magic": config(magic=1),
@@ -496,7 +496,7 @@ def two_communicators(r: Rank):
 
 @scenario
 def grouped_communicators(r: Rank):
-    """Several in one group, on one stream: in the order of the group, on all ranks."""
+    """Several communicators in one group, on one stream. On all ranks they run in the order of the group."""
     comms = [r.init(i, config(blocking=0)) for i in range(3)]
     for comm in comms:
         r.nccl.wait(comm)
@@ -520,7 +520,7 @@ def misuse(r: Rank):
     nccl, comm = r.nccl, r.init()
     what = r.arguments["what"]
     if what == "threads":
-        # One thread waits in a call for the stream, another calls meanwhile.
+        # One thread is in a call that waits for the stream. Meanwhile another thread makes calls.
         x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
         with compute.hold(r.device):
@@ -532,7 +532,7 @@ def misuse(r: Rank):
                 nccl.code("AllReduce", x.ptr, x.ptr, 8, 7, 2, comm, r.stream)
         thread.join()
     elif what == "grouped":
-        # One thread has begun a group, another calls meanwhile.
+        # One thread has begun a group. Meanwhile another thread makes a call.
         x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
         nccl.GroupStart()
@@ -592,7 +592,7 @@ def captured(r: Rank):
 
 @scenario
 def driver(r: Rank):
-    """The driver's own promises, in one process."""
+    """What the driver itself promises, in one process."""
     library, found = r.cuda.library, {}
     u64, i32 = ctypes.c_uint64, ctypes.c_int
 
@@ -633,7 +633,7 @@ def driver(r: Rank):
     r.cuda.call("cuStreamSynchronize", u64(side))
     found["then"] = code("cuEventQuery", event)
     r.cuda.call("cuEventDestroy_v2", event)
-    # The legacy default stream waits for those that are not made without that.
+    # The legacy default stream waits for the other streams, except for non-blocking ones.
     polite = da.new_stream(r.device, blocking=True)
     y = r.array(np.zeros(4, np.float32))
     da.synchronize(r.device)
@@ -657,7 +657,7 @@ def driver(r: Rank):
 
 @scenario
 def arrays(r: Rank):
-    """DeviceArray against numpy."""
+    """DeviceArray, compared with numpy."""
     a = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
     x = r.array(a)
     bad = []
@@ -705,7 +705,7 @@ def arrays(r: Rank):
 
 @scenario
 def dlpack(r: Rank):
-    """A capsule has what the array is, the consumer's stream waits, and it is given back with the capsule."""
+    """A capsule describes the array and holds it, and the consumer's stream waits for the current one."""
     x = r.array(np.arange(12, dtype=EXTRA.get("bfloat16", np.float16)).reshape(3, 4))[:, ::2]
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     get = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))

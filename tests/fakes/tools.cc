@@ -1,4 +1,4 @@
-// The small things that every library of the stand-ins has its own copy of.
+// Small functions; every library of the stand-ins has its own copy of them.
 #include <pthread.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ size_t hand_over(const std::string& json, char* to, size_t bytes) {
 }
 
 void spawn(std::function<void()> body) {
-  // Python's handlers are for Python's threads.
+  // Python's signal handlers must run on Python's own threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
