@@ -1,7 +1,7 @@
-"""From a welcome to working groups: gathers facts about this rank, exchanges memory with the ranks of its host, and
-links with the ranks of a group.
+"""Sets up an epoch and its groups: gathers facts about this rank, shares memory with the ranks of its host, and
+connects the ranks of a group.
 
-Listeners live for one exchange; between exchanges no socket listens and no memfd is open.
+A listener is open only during one exchange. Between exchanges, no socket listens and no memfd is open.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
-_LARGE = 1 << 40  # bytes of a message
-_ADDRESS_SPACE = 1 << 46  # the heaps of a host may together map this much of a process's 2^47 bytes
+_LARGE = 1 << 40  # bytes; for longer messages, the choice of the algorithm does not change any more
+_ADDRESS_SPACE = 1 << 46  # bytes that the heaps of one host may map together; a process has 2^47
 
 
 # -- facts about this rank
 
 
 class Asked(NamedTuple):
-    """What the user of this rank says of the backend: its name or "auto", and the device or None."""
+    """The backend that the user of this rank asked for: its name or "auto", and a device or None."""
 
     backend: str
     device: int | None
-    local_rank: int | None = None  # what the launcher says
+    local_rank: int | None = None  # this rank's number on its host, if the launcher gives it
 
 
 def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
-    """What this rank tells the others about itself. memory: where the ranks of its host reach it."""
+    """What this rank tells the others about itself. memory: the listener at which the ranks of its host reach it."""
     return {
         "version": package_version(),
         "backend": asked.backend,
@@ -58,7 +58,7 @@ def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory: MSCOMM_HOST_ID, or the boot and the namespaces of this process."""
+    """An id that is equal for processes that can share memory: MSCOMM_HOST_ID, or else the boot id and namespaces."""
     if said := environment.read("MSCOMM_HOST_ID", os.environ):
         return f"MSCOMM_HOST_ID={said}"
     try:
@@ -70,7 +70,7 @@ def host_id() -> str:
 
 
 def cpu_quota() -> float:
-    """CPUs' worth of time that the cgroup allows; inf without a limit. cgroup v2's cpu.max, v1's cfs quota."""
+    """How many CPUs' time the cgroup allows; inf without a limit. Reads cgroup v2's cpu.max or v1's cfs quota."""
     for path, read in (
         ("/sys/fs/cgroup/cpu.max", lambda text: text.split()),
         (
@@ -85,20 +85,21 @@ def cpu_quota() -> float:
 
 
 def can_spin(members: Sequence[dict[str, Any]]) -> bool:
-    """Whether the host has a CPU for each of these ranks: the union of their masks, within the smallest quota."""
+    """Whether there is a CPU for each of these ranks, which are all the ranks of one host."""
     return len(members) <= cpus_of(members)
 
 
 def cpus_of(members: Sequence[dict[str, Any]]) -> float:
-    """CPUs for these ranks of one host together: the union of their masks, within the smallest quota."""
+    """How many CPUs these ranks of one host have together: those in any of their masks, at most the smallest quota."""
     cpus = {cpu for member in members for cpu in member["cpus"]}
     return float(min(len(cpus), *(member["quota"] for member in members)))
 
 
 def forced_algorithms(algo: str) -> list[str]:
-    """The algorithm named for each collective, "" for none: of "all_reduce=ring,broadcast=tree", or one name for all.
+    """The algorithm that `algo` names for each collective, "" if it names none.
 
-    ValueError for what names no algorithm.
+    algo: like "all_reduce=ring,broadcast=tree", or one name for every collective that has such an algorithm. ValueError
+    if an item names no algorithm.
     """
     known = {(what, name) for what, name, _ in _core.algorithms()}
     names = {name for _, name in known}
@@ -121,9 +122,9 @@ def forced_algorithms(algo: str) -> list[str]:
 
 
 def heap_bytes(ranks: int) -> int:
-    """The size of a rank's heap: all of the host's memory, as far as the address space has room.
+    """The size of a rank's heap: as large as the host's memory, or less if the address space has no room for that.
 
-    It is sparse: unused pages do not exist.
+    The heap is sparse: a page takes memory only once it is used.
     """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -135,14 +136,14 @@ def heap_bytes(ranks: int) -> int:
 
 
 def chosen(core: _core.Group) -> dict[str, str]:
-    """The algorithm of each collective: "direct", or "tree or ring" where large messages go by another."""
+    """The algorithm of each collective: for example "direct", or "tree or ring" if large messages use another one."""
     small, large = core.chosen(0), core.chosen(_LARGE)
     return {what: name if name == large[what] else f"{name} or {large[what]}" for what, name in small.items()}
 
 
 class Founded(NamedTuple):
-    """A group's core, and the control memory that this rank lent to it (None: another rank did, or there is none), for
-    so many ranks."""
+    """A group's core. `control`: the control memory that this rank lent to the group for `control_ranks` ranks, or None
+    if another rank lent it or the group has none."""
 
     core: _core.Group
     control: int | None
@@ -150,7 +151,7 @@ class Founded(NamedTuple):
 
 
 class Epoch:
-    """What all groups of one epoch have in common: who the ranks are, which hosts they are on, their shared memory."""
+    """What all groups of one epoch have in common: the ranks, their hosts, and their shared memory."""
 
     def __init__(
         self,
@@ -188,9 +189,9 @@ class Epoch:
         all_came: Callable[[], None],
         forced: list[str],
     ) -> Founded:
-        """A new group of these ranks, of which this is one; all of them call it. group: its id for the hub.
+        """Make a group of these ranks, which include this one. All of them must call this. group: its id for the hub.
 
-        all_came: called when they have; from then on the id is used up. forced: see forced_algorithms.
+        all_came: called when all ranks have come; from then on the id is used up. forced: see forced_algorithms.
         """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
@@ -220,7 +221,7 @@ class Epoch:
                     told = dict(zip(*self.member.meet(group, what, ranks, offered, deadline, founds=True), strict=True))
                     met = True
                 elif self.member:
-                    self.member.check(group)  # of one rank: no meeting tells that the job was aborted
+                    self.member.check(group)  # a group of one rank has no meeting that could report an abort of the job
                 all_came()
                 spin = can_spin([self.facts[rank] for rank in self.neighbours()])
                 core = _core.Group(
@@ -291,9 +292,9 @@ class Epoch:
         told: dict[int, dict[str, Any]],
         deadline: Deadline,
     ) -> list[int]:
-        """A connected, authenticated socket to every other rank, in their order; -1 for this one.
+        """Descriptors of authenticated connections to all ranks, in the order of `ranks`; -1 for this rank.
 
-        The later one connects; over a unix socket where both are on one host.
+        Of two ranks, the later one in `ranks` connects to the other, over a unix socket if both are on one host.
         """
         assert self.member
         member = self.member
@@ -310,7 +311,7 @@ class Epoch:
         return fds
 
     def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
-        """A connection to the rank, at the one of its addresses that is meant for us."""
+        """The descriptor of a connection to the rank, at that one of its addresses that this rank can use."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
         address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
         if address is None:
@@ -329,9 +330,10 @@ class Epoch:
         return sock.detach()
 
     def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
-        """A connection from the rank, whatever its program does: for messages of the group from here to there.
+        """Ask the rank to connect, whatever its program is doing. Returns the descriptor of the connection.
 
-        check: called at least every 100 ms; may raise to end the wait.
+        The connection carries the group's messages from this rank to that one. check: called at least every 100 ms; it
+        may raise to end the wait.
         """
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
@@ -343,9 +345,9 @@ class Epoch:
 def share(
     member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline, asked: str
 ) -> Epoch:
-    """What the groups of this epoch stand on; every rank calls it.
+    """Set up what all groups of this epoch need. Every rank calls this.
 
-    memory: the listener that facts() told of. asked: the backend.
+    memory: the listener that facts() was given. asked: the backend's name, or "auto".
     """
     everyone = welcome.facts
     plan.agree(everyone)
@@ -388,7 +390,7 @@ def share(
 
 
 def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Accelerator | None:
-    """This rank's accelerator of the backend that follows from what all ranks have told; None: the CPU core."""
+    """This rank's accelerator, for the backend that follows from all ranks' facts; None if that is the CPU core."""
     chosen = accelerators.choose(asked, everyone, plan.hosts(everyone), rank_names(everyone))
     if rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
         log.info(f"backend {chosen.backend}: {chosen.reason}")
@@ -422,7 +424,7 @@ def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]])
 
 
 def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
-    """The lowest rank of the host speaks for it."""
+    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only its lowest rank calls this."""
     try:
         threads = environment.read("OMP_NUM_THREADS", os.environ)
     except ValueError as error:
@@ -444,7 +446,7 @@ def _warn_of_forced(forced: list[str]) -> None:
 
 
 def alone(asked: Asked) -> Epoch:
-    """A job of one."""
+    """The epoch of a job of one rank."""
     here = {"host": "", "hostname": socket.gethostname(), "pid": os.getpid(), "cpus": [0], "quota": 1.0}
     facts: list[dict[str, Any]] = [here | accelerators.facts(*asked, os.environ)]
     peers = _core.Peers(rank=0, names=rank_names(facts), hosts=[0], pidfds=[-1], heap=None, heap_fds=[])
@@ -472,19 +474,19 @@ def unix_listener() -> socket.socket:
 
 
 def _numbers(ranks: list[int]) -> str:
-    """For messages: 0 to 7, or each of them."""
+    """The ranks as messages name them: "0 to 7" if they are consecutive, otherwise each of them."""
     whole = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
     return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
 def _numbered(hosts: list[int]) -> list[int]:
-    """The hosts of a group, numbered by their first rank."""
+    """The host of each rank of a group, with the hosts numbered from 0 in the order of their first ranks."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:
-    """Which listeners a rank needs: for later ranks of its own host (True), of others (False)."""
+    """The listeners that a rank needs for later ranks: True stands for one for its own host, False for other hosts."""
     return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
 
@@ -505,7 +507,10 @@ def _exchange_memory(
     member: Member,
     closing: contextlib.ExitStack,
 ) -> list[int]:
-    """The heaps' descriptors, in the order of neighbours. The first collects and hands out: one connection a rank."""
+    """The heaps' descriptors, in the order of neighbours.
+
+    The first rank collects all descriptors and sends them to the others, so each of the others needs one connection.
+    """
     first, *others = neighbours
     if rank == first:
         heap_fds = [heap_fd]
@@ -531,8 +536,8 @@ def _exchange_memory(
 
 
 def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]], names: list[str]) -> list[int]:
-    """Descriptors that show the core at once that a process of this host has ended. -1 for other hosts' ranks, and
-    before Linux 5.3.
+    """By rank, a descriptor that shows the core at once that a process of this host has ended. -1 for this rank, for
+    ranks of other hosts, and before Linux 5.3.
     """
     fds = [-1] * len(everyone)
     with _closing_unless_done(fds):
@@ -543,7 +548,7 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
                 fds[peer] = os.pidfd_open(everyone[peer]["pid"])
             except ProcessLookupError:
                 raise PeerLost(f"{names[peer]} ended while the group was set up", [peer]) from None
-            except (OSError, AttributeError) as error:  # not in this kernel or Python, or forbidden: the hub tells
+            except (OSError, AttributeError) as error:  # the system offers no pidfds, so rely on the hub
                 if links.is_shortage(error):
                     raise
                 return fds
@@ -552,9 +557,9 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
 
 @contextlib.contextmanager
 def _reaching(peer: int, where: str = "") -> Iterator[None]:
-    """What goes wrong on the way to a peer is a symptom of that peer, unless it is this process that lacks something.
+    """Turn an error on the way to a peer into a symptom, a PeerLost that names the peer. The hub finds the cause.
 
-    The hub knows the cause behind a symptom.
+    If this process lacks descriptors or memory, no peer is to blame, and the error is raised unchanged.
     """
     try:
         yield

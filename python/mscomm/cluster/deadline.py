@@ -1,4 +1,4 @@
-"""Deadlines: one is made where a wait begins, and is passed down unchanged to everything that waits inside it."""
+"""Deadlines. A call that waits makes one when it begins, and passes it down to every wait inside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mscomm import environment
 
 
 class Deadline:
-    """A point in monotonic time, `seconds` from now; `inf` never passes."""
+    """A point in monotonic time, `seconds` after it was made. With `inf` it never passes."""
 
     __slots__ = ("at", "seconds")
 
@@ -26,11 +26,11 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def left(self) -> float:
-        """Seconds to wait now: never negative, and at most an hour, because some waits refuse `inf`."""
+        """The seconds to wait now: never negative, and at most an hour, because some system calls refuse `inf`."""
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
     def rest(self) -> float:
-        """Seconds until it passes, `inf` for one that never does. Use this to hand the time on, and left() to wait."""
+        """The seconds until the deadline passes, possibly `inf`. Use this to pass the time on, and left() to wait."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
@@ -40,7 +40,7 @@ class Deadline:
 
 
 def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
-    """Sleep until one of the poll `events` (or an error) is on the socket; TimeoutError at the deadline."""
+    """Wait until the socket has one of the poll `events`, or an error. Raises TimeoutError at the deadline."""
     poller = select.poll()
     poller.register(sock, events)
     while not poller.poll(deadline.left() * 1000):
@@ -49,7 +49,7 @@ def wait(sock: socket.socket, events: int, deadline: Deadline) -> None:
 
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
-    """The timeout in seconds: it may be a number or a timedelta, must be more than 0, and inf means no timeout."""
+    """The timeout in seconds. It may be a number or a timedelta and must be more than 0; inf means no timeout."""
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):

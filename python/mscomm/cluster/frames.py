@@ -1,4 +1,4 @@
-"""Control frames: a u32 length and a msgpack map. Everything that the other end sends is checked before it is used."""
+"""Control frames, each a u32 length and a msgpack map. What the other end sends is checked before it is used."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Frames:
         self._sending = threading.Lock()  # held for a whole frame, so that two senders' frames do not mix
 
     def send(self, frame: Frame, deadline: Deadline) -> None:
-        """Hand the frame to the kernel; raises OSError when the link has ended, and TimeoutError at the deadline."""
+        """Hand the frame to the kernel. Raises OSError if the link has ended, and TimeoutError at the deadline."""
         data = memoryview(encode(frame, self._send_limit))
         with self._sending:
             while data:
@@ -84,7 +84,7 @@ class Frames:
                     wait(self.sock, select.POLLOUT, deadline)
 
     def receive(self, deadline: Deadline) -> Frame | None:
-        """The next frame, or None when the other end has closed. An Error closes the link."""
+        """The next frame, or None if the other end has closed. Raises Error for an invalid one, and closes the link."""
         while not self._held:
             frames = self.arrived()
             if frames is None:
@@ -95,7 +95,7 @@ class Frames:
         return self._held.pop(0)
 
     def arrived(self) -> list[Frame] | None:
-        """The frames that have come, without waiting; None if the other end has closed. An Error closes the link."""
+        """The frames that have come so far, without waiting. None and errors mean the same as in receive()."""
         try:
             received = self.sock.recv(64 << 10)
         except BlockingIOError:

@@ -1,7 +1,7 @@
-"""The hello that opens every connection, without any I/O: bytes in, bytes out. docs/design/0001-call.md has its table.
+"""The hello that opens every connection; docs/design/0001-call.md has its table. The caller does all I/O.
 
-Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size: no length that an
-unproven peer sends decides what is parsed or allocated.
+Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size, so a peer that has
+proved nothing yet cannot decide how much is parsed or allocated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mscomm.version import VERSION
 MAGIC = b"MSCM"
 WIRE = 1
 CONTROL, MEMORY, DATA, MESSAGES, LAUNCHER = 1, 2, 3, 4, 5
-OF_THE_HUB = (CONTROL, LAUNCHER)  # a process that connects for one of these may know nothing about the job yet
+OF_THE_HUB = (CONTROL, LAUNCHER)  # links to the hub: a process may open them before it knows anything about the job
 HELLO_S = 5.0  # a hello that takes longer is abandoned
 
-_OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire, purpose or status, 0, nonce
+_OPENING = struct.Struct("<4sHBB32s")  # messages 1 and 2: magic, wire version, purpose (1) or status (2), 0, nonce
 _IDENTITY = struct.Struct("<16s16siIQ")  # message 3: job, package version, rank, epoch, 0
 _VERDICT = struct.Struct("<B7s")  # message 4: verdict, 0
 _PROOF_BYTES = 32
@@ -63,7 +63,7 @@ _Script = Generator[tuple[bytes, int], bytes, None]
 class Hello:
     """One end of a hello. Send `feed(b"")`; then, until `done`, read up to `needs` bytes and send what `feed` returns.
 
-    `feed` raises an Error that says what is wrong with the peer. An acceptor that refuses a peer also answers it: then
+    `feed` raises an Error that says what is wrong with the peer. An acceptor that refuses a peer first answers it: then
     `refusal` is set when the hello is `done`, and the caller sends the answer before it closes the connection.
     """
 
@@ -78,12 +78,12 @@ class Hello:
 
     @classmethod
     def connector(cls, key: bytes, purpose: int, mine: Identity) -> Hello:
-        """The end that connected; it says `mine` about itself."""
+        """The hello of the end that connects. `mine`: what it says about itself."""
         return cls(lambda hello: _connector(hello, key, purpose, mine))
 
     @classmethod
     def acceptor(cls, key: bytes, purposes: Container[int], mine: Identity, ranks: Container[int]) -> Hello:
-        """The end that listened: the peer must send the job, version and epoch of `mine`, and one of `ranks`.
+        """The hello of the end that listens. The peer must send `mine`'s job, version and epoch, and one of `ranks`.
 
         On a link to the hub, the peer may not know its rank yet, and the job comes from MSCOMM_JOB_ID (see `named`).
         """
@@ -95,7 +95,7 @@ class Hello:
 
     @property
     def needs(self) -> int:
-        """How many bytes to read next; never more than the rest of the current message of the hello."""
+        """How many bytes to read next: at most the rest of the current message of the hello."""
         return self._size - len(self._held)
 
     def feed(self, received: bytes) -> bytes:

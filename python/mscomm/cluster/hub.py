@@ -27,10 +27,10 @@ from mscomm.cluster.switchboard import Line, Switchboard
 from mscomm.errors import Error
 
 _T = TypeVar("_T")
-_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when to tell which ranks the job waits for
+_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and then how often, to tell the user which ranks the job waits for
 _UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
-_CONTESTED_S = 5.0  # how long processes of two jobs at one port may still come and hear why they cannot join
+_CONTESTED_S = 5.0  # if two jobs use one port: how long the hub stays, to tell the processes why they cannot join
 
 
 class Outcome(NamedTuple):
@@ -48,7 +48,7 @@ class _Group:
         self.ranks = ranks
         self.judge = judge
         self.announced = False
-        self.announcement = ""  # the verdict's text, as its ranks heard it
+        self.announcement = ""  # the text of the verdict that was sent to its ranks
         self.closed: set[int] = set()
 
 
@@ -62,13 +62,13 @@ class _Launcher(Line):
 class Hub:
     """The hub of one job of `size` ranks. Give it listeners or inherited sockets, then call serve() in a thread.
 
-    `ranks_known`: members name their rank when they join; otherwise the hub assigns ranks (plan.assign_ranks).
-    `watched`: a launcher calls process_ended for each rank. `restarts`: lost ranks may be restarted; a launcher that
-    watches says for each ended process whether it restarts it. `named`: the job that newcomers must name
+    `ranks_known`: each member says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
+    launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; a launcher then says for each
+    process that ended whether it restarts the rank. `named`: the job's name, which every hello must carry
     (links.job_of). `log` gets short lines for people; it must not raise.
 
-    `nodes`: the ranks of each other host whose launcher will connect, by the name of that host in messages. `layout`:
-    the launcher's options that decide these ranks. `tell` gets lines that a waiting user should see at once.
+    `nodes`: the ranks of each other host whose launcher will connect, by that host's name in messages. `layout`: the
+    options that give each launcher its ranks, equal on all hosts. `tell` gets lines for a user who is waiting.
     """
 
     def __init__(
@@ -100,38 +100,38 @@ class Hub:
         self._nodes = nodes or {}
         self._layout = layout
         self._tell = tell or (lambda text: None)
-        self._tell_at: float | None = None  # when to tell next which hosts and ranks the job waits for
-        self._turned_away = ""  # the last connection that was turned away, until _tell has said so
-        self._unproven = 0  # connections without the job's key since _tell last said so
-        self._unproven_at = 0.0  # when _tell may say so again
+        self._tell_at: float | None = None  # when to tell the user next which hosts and ranks the job waits for
+        self._turned_away = ""  # text about the last connection that was turned away, until the user has been told
+        self._unproven = 0  # the number of connections without the job's key since the user was last told of them
+        self._unproven_at = 0.0  # when the user may next be told of them
         self._listening = False
-        self._own: set[int] = set()  # ranks that were adopted: this host's launcher started them
+        self._own: set[int] = set()  # ranks that this host's launcher started, and whose links were adopted
         self._attended: set[int] = set()  # ranks whose launcher, on another host, has connected
-        self._absent: dict[int, str] = {}  # ranks that ended before any rank had joined, and how
+        self._absent: dict[int, str] = {}  # by rank: how it ended, if that was before any rank had joined
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks whose process ended with status 0, after bye if it had joined
-        self._ended_badly: dict[int, str] = {}  # ranks whose process ended in any other way and is not restarted
+        self._ended_well: set[int] = set()  # ranks whose process ended with status 0 and, if it had joined, after bye
+        self._ended_badly: dict[int, str] = {}  # by rank: how it ended, if not well and without a restart
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self._over: Verdict | None = None
-        self._aborted: Verdict | None = None  # why all groups of this epoch are aborted, later ones too
+        self._aborted: Verdict | None = None  # why all groups of this epoch, also later ones, are aborted
         self._abort_announced = False
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # two jobs want this port: until then every process that joins is told so
+        self._contested_until = 0.0  # if two jobs want this port: until then, every process that joins is told so
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(named, self._version)  # a newcomer knows only this name of the job, and no epoch
+        mine = Identity(named, self._version)  # a process that joins knows the job by this name, and no epoch yet
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )
         self._door = Door(
             self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._note_turned_away
         )
-        # Other threads append orders and send a byte; the hub's thread acts on them.
+        # Another thread appends an order here and sends a byte. The byte wakes the hub's thread, which runs the order.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -147,9 +147,9 @@ class Hub:
         self._listening = True
 
     def adopt(self, sock: socket.socket, rank: int) -> None:
-        """Any thread: take over our end of a socket pair; the rank inherits the other end.
+        """Take over our end of a socket pair, whose other end the rank inherits. Any thread may call this.
 
-        There is no hello on it: the hub sends the key first.
+        Such a link has no hello: instead, the hub sends the key first.
         """
         require_same_user(sock)
         self._order(lambda: self._adopt(sock, rank))
@@ -159,43 +159,43 @@ class Hub:
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
-        """This rank's process started the hub: once it has ended, the hub waits for no further connections."""
+        """This rank's process has started the hub: watch it, and expect no more connections once it has ended."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
 
     def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
-        """Any thread: the launcher saw the rank's process end, for example "killed by SIGKILL" or "exit code 1".
+        """The launcher saw the rank's process end. Any thread may call this.
 
-        again: the launcher restarts the rank, and calls adopt() for its new link afterwards.
+        how: for example "killed by SIGKILL" or "exit code 1". again: the launcher restarts the rank after this call.
         """
         self._order(lambda: self._process_ended(rank, how, badly, again))
 
     def stop(self) -> None:
-        """Any thread: make serve() return soon, whatever the members do."""
+        """Make serve() return soon, whatever the members do. Any thread may call this."""
         self._stopped = True
         self._wake()
 
     @property
     def verdict(self) -> Verdict | None:
-        """Any thread: the job's first failure, once it is decided; with restarts, the failure that ended the job."""
+        """The job's first failure, or with restarts the failure that ended the job. Any thread may read this."""
         return self._over if self._restarts else self._world.judge.verdict
 
     @property
     def over(self) -> Verdict | None:
-        """Any thread: why the job cannot go on; a launcher then ends its ranks."""
+        """Why the job cannot go on, which makes launchers end their ranks; None if it can. Any thread may read this."""
         return self._over
 
     @property
     def attended(self) -> int:
-        """Any thread: how many ranks have a launcher on another host that has connected."""
+        """How many ranks have a launcher on another host that has connected. Any thread may read this."""
         return len(self._attended)
 
     def attends(self, ranks: range) -> bool:
-        """Any thread: whether the launcher of these ranks, on another host, has connected."""
+        """Whether the launcher of these ranks, on another host, has connected. Any thread may call this."""
         return self._attended.issuperset(ranks)
 
     @property
     def can_restart(self) -> bool:
-        """Any thread: whether a rank that is restarted now can take part in the job."""
+        """Whether a rank that is restarted now can take part in the job. Any thread may read this."""
         left = self._welcomed and self._ended_well
         return not (left or self._over or self._never_began or self._stopped)
 
@@ -248,7 +248,7 @@ class Hub:
         return Outcome(self._watched, f"no {self._roster.plural} came")
 
     def _sleep_s(self) -> float | None:
-        """The seconds to wait for events before something is due; None: nothing is due."""
+        """The seconds to wait for events before something is due; None if only events matter."""
         now = time.monotonic()
         dues = [group.judge.due() for group in self._groups.values()]
         waits = [until - now for until in (*dues, self._topo_until) if until is not None]
@@ -289,7 +289,7 @@ class Hub:
             self._give_up(end)
 
     def _give_up(self, verdict: Verdict) -> None:
-        """The job cannot go on: tell the ranks that wait for the next epoch, and the launchers."""
+        """Note that the job cannot go on, and tell it to the launchers and the ranks that wait for the next epoch."""
         self._over = verdict
         self._log(f"the job cannot go on: {verdict.text}")
         self._begin_epoch()
@@ -297,7 +297,7 @@ class Hub:
             self._tell_launcher(launcher)
 
     def _end(self) -> Verdict | None:
-        """Why the job cannot go on, if it cannot."""
+        """Why the job cannot go on; None if it can."""
         judge = self._world.judge
         verdict = judge.verdict
         if self._ended_badly and judge.due() is None:
@@ -311,7 +311,7 @@ class Hub:
     def _explained(self, verdict: Verdict, group: _Group) -> Verdict:
         """The verdict, with the failure of another group added if that may be why a rank of this group left.
 
-        If a rank left because it waits for the next epoch, the cause is the world's failure.
+        If a rank left this group to wait for the next epoch, the verdict is the world's instead.
         """
         if verdict.kind != "PeerLost":
             return verdict
@@ -348,7 +348,7 @@ class Hub:
         try:
             self._wake_w.send(b"!")
         except OSError:
-            return  # full: the hub wakes anyway; closed: serve() has returned
+            return  # the socket is full, so the hub wakes anyway; or it is closed, because serve() has returned
 
     def _woken(self) -> None:
         self._wake_r.recv(4096)
@@ -361,7 +361,7 @@ class Hub:
     def _process_ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         links = [link for link in self._board.lines if link.rank == rank]
         for link in links:
-            self._board.drain(link)  # handle what it sent before it ended first
+            self._board.drain(link)  # first handle everything that the process sent before it ended
         member = self._roster.at(rank)
         if again:
             self._started_again.add(rank)
@@ -372,12 +372,12 @@ class Hub:
         for group in self._groups_of(rank):
             group.judge.process_ended(rank, how, badly, time.monotonic())
         for link in links:
-            self._board.end(link, "")  # do not wait for the socket's end: a child of the rank may still hold it
+            self._board.end(link, "")  # do not wait until the socket closes, because a child of the rank may hold it
         if member is None and not again and not self._restarts and not self._welcomed:
             self._lost(rank, f"rank {rank}", "ended before it joined")
         if self._restarts:
             if badly and member is not None:
-                member.left = False  # it said bye before it failed
+                member.left = False  # its process failed after bye, so the bye does not count
             if not again and not self._welcomed and self._roster.at(rank) is None:
                 self._lost(rank, f"rank {rank}", f"ended before it joined: {how}")
             self._begin_epoch()
@@ -412,7 +412,7 @@ class Hub:
         ]
 
     def _close_group(self, link: Link, name: str, number: int) -> None:
-        """A rank has destroyed the group. This is a failure only when another rank waits for it in that group."""
+        """A rank has destroyed the group. This is a failure only if another rank waits for it in that group."""
         group = self._groups.get(name)
         if group is None or group is self._world or link.number not in group.ranks:
             return
@@ -472,7 +472,8 @@ class Hub:
     def _abort_epoch(self, verdict: Verdict) -> None:
         """Abort all groups of this epoch, including groups that are still to be made."""
         if self._aborted is None:
-            self._aborted = verdict  # at once: the next event may be the end of a link
+            # Do not leave this to _look(): a link may end before that, and the meetings would then end with PeerLost.
+            self._aborted = verdict
             self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
 
     def _handle_compare(self, link: Link, frame: Frame) -> None:
@@ -498,7 +499,7 @@ class Hub:
         answers = self._meetings.come(link.number, key, name, ranks, _field(frame, "facts", dict), survivors)
         if frame.get("founds") and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
-            for other in self._roster:  # a rank may have left the job before
+            for other in self._roster:  # a rank may have left the job before the group existed
                 if other.left and other.number in group.ranks:
                     group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
@@ -519,7 +520,7 @@ class Hub:
         key, name, ranks = self._meeting(link, frame)
         why = _field(frame, "why", str)
         group = self._groups.get(key)
-        if group:  # all ranks had come in the meantime, so that the group exists
+        if group:  # all ranks have met in the meantime, so the group exists
             now = time.monotonic()
             group.judge.failed(link.number, "Aborted", [link.number], why, -1, self._members(group), now)
         else:
@@ -544,16 +545,16 @@ class Hub:
         self._close_group(link, _field(frame, "group", str), _field(frame, "number", int))
 
     def _handle_rejoin(self, link: Link, frame: Frame) -> None:
-        """A survivor waits for the next epoch: it takes no part in this one any more."""
+        """A survivor waits for the next epoch, and takes no part in this one any more."""
         link.facts = _field(frame, "facts", dict)
         link.rejoin_key = _field(frame, "key", str)
         link.waits = True
-        if len(self._ready) < self._roster.size:  # end the set-up of the others, which waits for this rank
+        if len(self._ready) < self._roster.size:  # the others' set-up waits for this rank, so end it
             text = f"{link} gave up its set-up, and waits for the next epoch"
             now = time.monotonic()
             self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
         self._begin_epoch()
-        self._answer(self._meetings.look())  # the meetings of ranks that are still in this epoch
+        self._answer(self._meetings.look())  # ranks that are still in this epoch may wait for this one in a meeting
 
     def _handle_unrejoin(self, link: Link, frame: Frame) -> None:
         """A rank's wait for the next epoch has timed out, unless that epoch has begun in the meantime."""
@@ -624,7 +625,7 @@ class Hub:
             self._welcome()
 
     def _welcome(self) -> None:
-        """All ranks have joined: tell each its rank and the facts of all."""
+        """Tell each rank its number and the facts of all, once all have joined."""
         self._topo_until = None
         try:
             self._roster.assign()
@@ -641,7 +642,7 @@ class Hub:
             self._board.write(link, data)
 
     def _begin_epoch(self) -> None:
-        """Begin a new epoch if every rank waits for it: survivors by rejoin, restarted ranks by join."""
+        """Begin a new epoch if every rank waits for it: survivors after "rejoin", restarted ranks after "join"."""
         waiting = [link for link in self._roster if link.waits]
         if not waiting:
             return
@@ -663,7 +664,7 @@ class Hub:
         self._welcome()
 
     def _never_again(self) -> tuple[str, list[int]] | None:
-        """If there can be no next epoch: why, and the ranks that caused this."""
+        """Why there can be no next epoch, and the ranks that caused this; None if there can be one."""
         if not self._restarts:
             return "rejoin: nobody starts a lost rank of this job again; use `mscomm run --max-restarts N`", []
         if self._over:
@@ -690,7 +691,7 @@ class Hub:
         if link.left or (link.rank is None and not link.joined):
             return
         if not link.joined and any(other.rank == link.rank for other in self._roster):
-            return  # a second connection that claimed a rank that is already here
+            return  # it was a second connection for a rank that has joined
         how = how or ("ended without release" if link.joined else "ended before it joined")
         self._lost(link.number, str(link), how)
 
@@ -711,7 +712,7 @@ class Hub:
     # -- launchers of other hosts
 
     def _tell_missing(self) -> None:
-        """Tell the user which hosts or ranks the job waits for, when they should be there by now."""
+        """Tell the user which hosts or ranks the job still waits for."""
         nodes = [f"{name} ({_ranks(ranks)})" for name, ranks in self._nodes.items() if ranks[0] not in self._attended]
         absent = [rank for rank in range(self._roster.size) if self._roster.at(rank) is None]
         last = f"; {self._turned_away}" if self._turned_away else ""
@@ -770,8 +771,8 @@ class Hub:
     def _contest(self, who: str, seconds: float) -> None:
         """A process that was started `seconds` ago wanted to serve another job at our port, and could not.
 
-        The ranks of that job connect to us. A rank that joined since then may belong to either job, so neither job can
-        go on with it.
+        The ranks of that job connect to this hub instead. A rank that joined after the start of that process may belong
+        to either job, so neither job can go on.
         """
         self._log(f"{who} wanted to serve another job at this port")
         now = time.monotonic()
@@ -807,12 +808,12 @@ class Hub:
         return None
 
     def _tell_launcher(self, launcher: _Launcher) -> None:
-        """Send the launcher whether the job can go on."""
+        """Tell the launcher whether the job can go on and, if it cannot, why."""
         over = self._over._asdict() if self._over else None
         self._launchers.write(launcher, encode({"t": "state", "over": over}, FROM_HUB_BYTES))
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
-        """Nobody starts or restarts the launcher's ranks any more. Each joined rank's end is seen on its own link."""
+        """A launcher has ended, so nobody starts or restarts its ranks any more. Those that have joined may run on."""
         self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
 
     def _without_launcher(self, launcher: _Launcher, why: str) -> None:
@@ -824,8 +825,8 @@ class Hub:
                 self._process_ended(rank, why, badly=True, again=False)
 
     def _dismiss_launchers(self) -> None:
-        """Tell the launchers that the job is over, and let them close first: if we closed a link while data from the
-        launcher was unread, the kernel could reset it, and the launcher would miss the message.
+        """Tell the launchers that the job is over, and let them close their links first. If we closed a link that has
+        unread data, the kernel could reset it, and the launcher would miss the message.
         """
         for launcher in list(self._launchers.lines):
             self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))

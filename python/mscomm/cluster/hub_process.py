@@ -20,7 +20,7 @@ _spawned: list[subprocess.Popen[bytes]] = []  # the next spawn() reaps those tha
 
 
 class _Detached(subprocess.Popen[bytes]):
-    """A child that may outlive us, so that dropping the object must cause no ResourceWarning."""
+    """A child process that may outlive this one, so dropping this object must not cause a ResourceWarning."""
 
     def __del__(self, *_: object) -> None:
         self.poll()
@@ -29,11 +29,11 @@ class _Detached(subprocess.Popen[bytes]):
 def spawn(
     listener: socket.socket, size: int, key: bytes, topo_timeout_s: float, named: bytes = UNKNOWN_JOB
 ) -> subprocess.Popen[bytes]:
-    """Rank 0: start a hub with known ranks that serves the listener. Its process ends by itself when the job has ended.
+    """Start a hub that serves the listener. Rank 0 calls this. The hub's process ends by itself when the job has ended.
 
-    The key goes through a pipe, so that it is neither in argv nor in the environment. The caller need not wait for the
-    process: the next spawn reaps it. It inherits none of our standard streams, because a launcher would wait until they
-    are closed.
+    The key goes through a pipe, so it is neither in argv nor in the environment. The caller need not wait for the
+    process, because the next spawn() reaps it. The process inherits none of our standard streams, because a launcher
+    waits until all copies of them are closed.
     """
     # The folders in which this process found mscomm and msgpack.
     folders = [str(Path(__file__).absolute().parents[2]), str(Path(str(msgpack.__file__)).absolute().parents[1])]
@@ -43,12 +43,12 @@ def spawn(
         reader, writer = os.pipe()
         stack.callback(os.close, reader)
         stack.callback(os.close, writer)
-        os.write(writer, key)  # 32 bytes: a pipe takes them at once
+        os.write(writer, key)  # this cannot block, because an empty pipe has room for 32 bytes
         passed = [listener.fileno(), reader]
         with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox offers no pidfds
             passed.append(os.pidfd_open(os.getpid()))
             stack.callback(os.close, passed[-1])
-        # If our standard streams are closed, these may be fds 0 to 2, which the child needs for its own streams.
+        # If our standard streams are closed, these descriptors may be 0 to 2, which the child needs for its streams.
         fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in passed]
         for fd in fds:
             stack.callback(os.close, fd)

@@ -1,7 +1,8 @@
-"""Which of its addresses this host uses for a job: it listens there, and other hosts connect to it there.
+"""Chooses the address that this host uses for a job: it listens there, and other hosts connect to it there.
 
-MSCOMM_SOCKET_IFNAME chooses the address; else NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, each in its own syntax. If none
-of them is set, it is the address from which this host reaches the scheduler, and the interfaces are not listed at all.
+MSCOMM_SOCKET_IFNAME chooses the address; if it is not set, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME does, each in its
+own syntax. If none of them is set, this host uses the address from which it reaches the scheduler, and does not list
+its interfaces.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Interface(NamedTuple):
     """One address of one network interface that is up."""
 
     name: str
-    address: str  # numeric; a link-local IPv6 address with its scope, fe80::1%eth0
+    address: str  # numeric; a link-local IPv6 address includes its scope: fe80::1%eth0
     loopback: bool
 
 
@@ -37,10 +38,10 @@ class _Rule(NamedTuple):
 
 
 def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) -> str:
-    """The address for this rank's data listener: the chosen interface's, else the one from which it reaches the hub.
+    """The address where this rank listens for data: the chosen interface's, else the one from which it reaches the hub.
 
-    It is loopback if the hub is on loopback or at a unix socket: then all ranks are on this host, and only
-    MSCOMM_SOCKET_IFNAME can choose another. ValueError if a variable matches no interface.
+    If the hub is on loopback or at a unix socket, all ranks are on this host. Then this is a loopback address, unless
+    MSCOMM_SOCKET_IFNAME chooses another. ValueError if a variable matches no interface.
     """
     own = "127.0.0.1"
     if control.family in (socket.AF_INET, socket.AF_INET6):
@@ -53,10 +54,9 @@ def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) 
 def host_address(env: Mapping[str, str] = os.environ) -> str:
     """The address at which other hosts reach this one.
 
-    It is for use before there is a scheduler, when the route to it cannot be looked up.
-
-    It is the chosen interface's address; else the address from which packets for other networks leave; else the address
-    of the only interface that is not loopback.
+    Use this before there is a scheduler, when the route to the scheduler cannot be looked up yet. The result is the
+    chosen interface's address; else the address from which packets for other networks leave; else the address of the
+    only interface that is not loopback.
     """
     chosen = _chosen(env, VARIABLES, "0.0.0.0")
     if chosen is not None:
@@ -64,10 +64,10 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
     for family, elsewhere in _ELSEWHERE:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((elsewhere, 9))  # sends nothing
+                probe.connect((elsewhere, 9))  # this sends nothing
                 host = str(probe.getsockname()[0])
             except OSError:
-                continue  # no route: an isolated network, or a host without this family
+                continue  # no route: the network is isolated, or this host lacks the address family
         if not _ip(host).is_loopback:
             return host
     here = interfaces()
@@ -88,8 +88,8 @@ def name_of(address: str) -> str | None:
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
     """The address that another host published, as this host must dial it; ValueError if it is not an address.
 
-    The scope of a link-local address must be an interface of this host, not of the other one: it is taken from our own
-    address, else from the chosen interface, else from the only interface with a link-local address.
+    A link-local address needs a scope, which must be an interface of this host, not of the other one. The scope is that
+    of our own address, else the chosen interface, else the only interface with a link-local address.
     """
     address = published.partition("%")[0]
     if not _ip(address).is_link_local or _ip(address).version == 4:
@@ -110,7 +110,7 @@ def endpoint(host: str, port: int) -> str:
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of the interfaces that are up, interface by interface."""
+    """The addresses of all interfaces that are up, grouped by interface."""
     import psutil  # imported here because it takes 12 ms, and most jobs do not need it
 
     states = psutil.net_if_stats()
@@ -130,9 +130,9 @@ def _chosen(env: Mapping[str, str], variables: Iterable[str], own: str) -> str |
 
 
 def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> list[Interface] | None:
-    """The interfaces that match the first item, of the first variable that is set, that matches any interface.
+    """The interfaces that the first set variable chooses. The items of its list are tried until one of them matches.
 
-    None if no variable is set; ValueError if no item matches.
+    None if no variable is set; ValueError if no item matches any interface.
     """
     variable = next((name for name in variables if environment.read(name, env)), None)
     if variable is None:
@@ -141,7 +141,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # only exclusions: any interface that is left will do
+    if len(excluding) == len(rules):  # the list has only exclusions, so any interface that is left will do
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]
@@ -155,9 +155,9 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
 def _rules(variable: str, text: str, names: set[str]) -> Iterable[_Rule]:
     """The items of the variable's list, in order.
 
-    MSCOMM_SOCKET_IFNAME: each item is a network, or the name of an interface, else a prefix of names; ^ before an item
-    excludes it. NCCL_SOCKET_IFNAME: each item is a prefix of names; one = before the list makes them whole names, and
-    one ^ at the very front excludes all of them. GLOO_SOCKET_IFNAME: each item is a whole name.
+    MSCOMM_SOCKET_IFNAME: each item is a network, the name of an interface, or a prefix of such names; ^ before an item
+    excludes what it matches. NCCL_SOCKET_IFNAME: each item is a prefix; = before the list makes every item a whole
+    name, and ^ at the very front excludes what the list matches. GLOO_SOCKET_IFNAME: each item is a whole name.
     """
     all_excluded, all_exact = False, variable == _GLOO
     if variable == _NCCL:
@@ -184,7 +184,9 @@ def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
 
 
 def _preferred(matching: list[Interface], own: str) -> str:
-    """The best of the matching addresses: our own; else a global one, if possible of our own address's family."""
+    """The best of the matching addresses: our own if it matches, otherwise preferably a global one, and among these
+    preferably one of our own address's family.
+    """
     addresses = [interface.address for interface in matching]
     if own in addresses:
         return own

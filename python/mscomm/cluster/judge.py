@@ -1,6 +1,7 @@
-"""Decides which failure was the first, by the rules of docs/design/0001-call.md, "What ends a call early". No I/O.
+"""Decides which failure was the first, by the rules of docs/design/0001-call.md, "What ends a call early".
 
-The hub tells the judge what each rank reported, how each rank ended, and when. The judge gives one verdict.
+The hub tells the judge what each rank reported, how each rank ended, and when. The judge gives one verdict and does no
+I/O.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from mscomm.errors import KINDS
 BELIEVED_AFTER_S = 0.2  # a symptom becomes the verdict after this long, if the rank that it names stays silent
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # REASON_WITHIN_S with restarts; shorter, because survivors can rejoin only after the verdict
-ASKED_EVERY_S = 1.0  # at most: otherwise every rank whose call is stuck would start a comparison
+RESTARTED_WITHIN_S = 0.1  # REASON_WITHIN_S if ranks are restarted: short, because survivors rejoin after the verdict
+ASKED_EVERY_S = 1.0  # the least time between two comparisons of one call, because every stuck rank requests one
 _CALLS_KEPT = 16
 
 
@@ -36,7 +37,7 @@ class Progress(NamedTuple):
 
 
 class _Symptom(NamedTuple):
-    """A rank reports that other ranks are lost, or passes on what a device's library says in that case."""
+    """A rank's report that other ranks are lost, or of the error that a device's library gives in that case."""
 
     kind: str
     reporter: int
@@ -48,28 +49,30 @@ class _Symptom(NamedTuple):
 class Judge:
     """Takes events and gives at most one verdict.
 
-    `name(rank)`: what messages call the rank. `watched`: a launcher reports how processes end.
+    `name(rank)`: what messages call the rank. `watched`: a launcher reports how processes end. `restarts`: lost ranks
+    may be restarted.
     """
 
     def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
         self.verdict: Verdict | None = None
-        self.asking = False  # the hub owes all ranks the question "where are you, and what was your call `asked`"
+        self.asking = False  # the hub must now ask all ranks "where are you, and what was your call `asked`"
         self.asked = -1
         self._name = name
         self._watched = watched
         self._reason_s = RESTARTED_WITHIN_S if restarts else REASON_WITHIN_S
         self._spoke: set[int] = set()
-        self._left: dict[int, int] = {}  # rank: number of its last call
+        self._left: dict[int, int] = {}  # by rank, if it left: the number of its last call
         self._destroyed: set[int] = set()  # the ranks in _left that left only the group, not the job
-        self._ends: dict[int, str] = {}  # how the process ended, as the launcher saw it
-        self._gone: dict[int, tuple[str, float]] = {}  # lost ranks: how, and until when to wait for the launcher
+        self._ends: dict[int, str] = {}  # by rank: how its process ended, according to the launcher
+        # By lost rank: how it was lost, and until when to wait for the launcher to say more.
+        self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
         self._question: tuple[Verdict, int, float, set[int]] | None = (
             None  # the timeout to explain, the call's number, until when to wait, the ranks that must still answer
         )
         self._progress: dict[int, Progress] = {}
-        self._asked_at: dict[int, float] = {}  # by the call number that the ranks were asked about last
-        self._calls: dict[int, dict[int, str]] = {}  # the last call numbers: the call that each rank made
+        self._asked_at: dict[int, float] = {}  # the last call number that the ranks were asked about, and when
+        self._calls: dict[int, dict[int, str]] = {}  # for the last few call numbers: each rank's call, by rank
 
     # -- events
 
@@ -97,14 +100,15 @@ class Judge:
                 and self._watched
                 and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
             ):
-                self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))  # wait for how it ended
-            elif not self._gone.keys() - {rank}:  # else a rank was lost earlier, and look() will say how
-                waiting_for = ranks if kind == "CollectiveTimeout" else ()  # a message waits only for its peer
+                # The launcher will say how the process of that rank ended.
+                self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))
+            elif not self._gone.keys() - {rank}:  # otherwise a rank was lost earlier, which look() will report
+                waiting_for = ranks if kind == "CollectiveTimeout" else ()  # a message timed out: it waits for its peer
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank is stuck in a call that others may not have made: ask what they called under that number."""
+        """A rank is stuck in a call that others may not have made: ask all ranks what their call of that number was."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
             self._ask(number)
@@ -126,7 +130,7 @@ class Judge:
         self.asking, self.asked = True, number
 
     def _mismatch(self, calls: Mapping[int, str]) -> Verdict:
-        """The same words as in csrc/comm/communicator.cc, for ranks that find the mismatch themselves."""
+        """The verdict on different calls, with a text like that of csrc/comm/communicator.cc."""
         by_call: dict[str, list[int]] = {}
         for rank in sorted(calls):
             by_call.setdefault(calls[rank], []).append(rank)
@@ -153,7 +157,7 @@ class Judge:
         self._left[rank] = number
         if destroyed:
             self._destroyed.add(rank)
-            for symptom in self._symptoms:  # others saw its link end before the hub heard that it left
+            for symptom in self._symptoms:  # another rank saw its link end before the hub heard that it left
                 if rank in symptom.lost and not self.verdict:
                     text = self._how_they_left(symptom.lost, symptom.text)
                     self.verdict = Verdict("PeerLost", symptom.lost, (), text)
@@ -172,7 +176,7 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        This alone decides nothing before the link has ended, except that a bad end after bye gives the verdict at once.
+        This decides nothing while the rank's link is open. After bye, however, a bad end gives the verdict at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
@@ -182,7 +186,7 @@ class Judge:
     # -- decisions
 
     def due(self) -> float | None:
-        """When to call look() again if nothing happens before; None: no need to."""
+        """When to call look() again if nothing happens before; None if that is not needed."""
         if self.verdict:
             return None
         if self._question:
@@ -192,7 +196,7 @@ class Judge:
         return self._symptoms[0].until if self._symptoms else None
 
     def look(self, now: float) -> None:
-        """Give the verdict if it is time."""
+        """Give the verdict if it can be decided now."""
         if self.verdict:
             return
         if self._question:
@@ -240,7 +244,7 @@ class Judge:
         for lost in ranks:
             if lost not in self._left:
                 continue
-            seen = f"{self._name(lost)} has left the job"  # what a rank reports: it knows no more
+            seen = f"{self._name(lost)} has left the job"  # what ranks report, because they know no more
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)
             if words not in text:
@@ -248,8 +252,8 @@ class Judge:
         return text
 
     def _root(self) -> _Symptom:
-        """Follow "q lost r, r lost s" from the first symptom to the one that names a silent rank. In a circle, the
-        first symptom counts.
+        """The symptom that counts. Follow "q lost r, r lost s" from the first symptom to the one that names a silent
+        rank. If this leads in a circle, the first symptom counts.
         """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]
@@ -264,7 +268,7 @@ class Judge:
             seen.add(symptom.reporter)
 
     def _circular(self) -> bool:
-        """Whether every rank that a symptom names has reported itself, so that no rank is left that could say more."""
+        """Whether every rank that a symptom names has itself sent a report, so there is nothing more to wait for."""
         return all(
             symptom.lost and all(rank in self._spoke for rank in symptom.lost) for symptom in self._symptoms
-        )  # a symptom from NCCL names no rank: NCCL does not know which one is lost
+        )  # a symptom from NCCL names no rank, because NCCL does not know which rank is lost

@@ -1,6 +1,6 @@
-"""Connections: dial, accept, authenticate, and pass file descriptors. Every socket here is close-on-exec.
+"""Opens, accepts and authenticates connections, and passes file descriptors. Every socket here is close-on-exec.
 
-The hello itself is in hello.py and the control frames in frames.py; their names are handed on here.
+The hello itself is in hello.py, and control frames are in frames.py. This module exports some of their names again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mscomm.errors import AuthenticationError, CollectiveTimeout, Error
 # ("host", port), or the name of an abstract unix socket: b"\0..." or "\0..."
 Address: TypeAlias = "tuple[str, int] | str | bytes"
 
-_HALF_OPEN = 64  # connections that may be in the middle of a hello at one time, or twice as many as ranks are expected
+_HALF_OPEN = 64  # how many connections may be in their hello at one time, unless twice the number of ranks is more
 _FDS_A_MESSAGE = 253  # the kernel's SCM_MAX_FD
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE_S = 0.1  # for a listener whose connections cannot be accepted now
+_PAUSE_S = 0.1  # how long to ignore a listener when descriptors or memory are short
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
@@ -45,7 +45,7 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
 def connect(address: Address, deadline: Deadline, *, source: str | None = None) -> socket.socket:
-    """A connected TCP or abstract unix socket; OSError (refused, unreachable, timed out) as the kernel says."""
+    """A connected TCP or abstract unix socket. Raises OSError if the address refuses, is unreachable or times out."""
     if isinstance(address, (str, bytes)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -63,7 +63,7 @@ def connect(address: Address, deadline: Deadline, *, source: str | None = None) 
 
 
 def _connect_unix(sock: socket.socket, address: str | bytes, deadline: Deadline) -> None:
-    """Retry while the listener's backlog is full, which any user of the host can bring about for a while."""
+    """Connect, and retry while the listener's backlog is full. Any user of the host can keep it full for a while."""
     sock.setblocking(False)
     while True:
         try:
@@ -100,11 +100,10 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """For links of the hub, on TCP: notice silence also while bytes are on their way.
+    """On a TCP link of the hub, notice a silent host also while bytes that we sent are not acknowledged yet.
 
-    Links between ranks must not have this limit; the hub's verdict ends them. The limit would also end a link whose
-    other side is well but has not read for that long, such as a rank that still computes while the next call's data
-    waits.
+    Links between ranks must not have this limit; the hub's verdict ends them. The limit would also end a link to a
+    healthy rank that has not read for that long, for example because it computes while the next call's data waits.
     """
     if _is_tcp(sock):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(node_timeout_s() * 1000)))
@@ -115,7 +114,7 @@ def _is_tcp(sock: socket.socket) -> bool:
 
 
 def job_of(env: Mapping[str, str]) -> bytes:
-    """The job as the first contact with its hub names it: from MSCOMM_JOB_ID."""
+    """The job's id in a hello to its hub, from MSCOMM_JOB_ID."""
     return named(environment.read("MSCOMM_JOB_ID", env))
 
 
@@ -134,9 +133,9 @@ _PEERS = {
 
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
-    """The connector's side of the hello; raises what is wrong, naming the address, and leaves closing to the caller."""
-    # A hub accepts at once. The exception is a hub that rank 0 has just started: on a busy host it may take a while. It
-    # listens at a unix socket whose name nobody else has. A rank may be busy for any time before it accepts.
+    """Do the connector's side of the hello. An error names the address; the caller then closes the socket."""
+    # A hub on TCP accepts at once, so a silent listener is not a hub. A hub on a unix socket may have been started just
+    # now, which can take a while on a busy host. A rank may be busy for any time before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
         _limit_silence(sock)
@@ -150,7 +149,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             received = sock.recv(hello.needs)
             if not received:
                 raise ConnectionResetError("it closed the connection")
-            if answer := hello.feed(received):  # after the last one the other end may have done all it wanted, and gone
+            if answer := hello.feed(received):  # send nothing after the last message: the other end may have closed
                 sock.sendall(answer)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {_PEERS[purpose]}: {error}") from error
@@ -167,7 +166,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
 
 
 def _name(sock: socket.socket) -> str:
-    """The peer's address for messages."""
+    """What messages call the peer: its address."""
     try:
         address = sock.getpeername()
     except OSError:
@@ -181,21 +180,21 @@ def _name(sock: socket.socket) -> str:
 
 
 def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
-    """A TCP socket that listens at the address: at a free port of MSCOMM_PORTS, or if that is unset at any.
+    """A TCP socket that listens at the address, at a free port of MSCOMM_PORTS, or at any free port if that is not set.
 
-    OSError if there is none.
+    OSError if no port is free.
     """
     allowed = environment.read("MSCOMM_PORTS", env)
-    # In any order, so that a free one is found sooner; not from the numbers that the user's program may have seeded.
+    # A random order finds a free port sooner. Do not use Python's global generator, which the user may have seeded.
     ports = random.SystemRandom().sample(allowed, len(allowed)) if allowed else [0]
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # with a link-local one's scope
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # with a scope if link-local
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if allowed:  # a port where connections have ended a while ago is free
+            if allowed:  # also use a port that only old connections in TIME_WAIT still hold
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address[0], port, *address[2:]))
-            listener.listen(backlog)  # with SO_REUSEADDR this is where a taken one shows
+            listener.listen(backlog)  # with SO_REUSEADDR, a taken port may show only here
             return listener
         except OSError as error:
             listener.close()
@@ -211,10 +210,11 @@ def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
 class Door:
     """The listeners of one selector loop, and the connections to them that are still in their hello.
 
-    `enter(sock, peer, purpose)` gets each connection that proved itself, `turned_away(address, why, unproven)` hears of
-    the others, unproven: it speaks mscomm's protocol and has another key. Garbage, wrong keys, slow and silent ones are
-    dropped; at most 64, or twice as many as `ranks`, are half-open, and the oldest makes room for the next. The
-    selector's data are callables, to be called when the socket is ready.
+    `enter(sock, peer, purpose)` is called for each connection whose hello succeeds, `turned_away(address, why,
+    unproven)` for each other one. unproven: the peer speaks mscomm's protocol but has another key. A connection is
+    dropped if it sends garbage, has a wrong key, or is too slow. At most 64 connections, or twice the number of
+    `ranks`, are in their hello at one time; the oldest is dropped for the next. The data of each selector key is a
+    function to call when the socket is ready.
     """
 
     def __init__(
@@ -236,10 +236,10 @@ class Door:
         self._log = log or (lambda text: None)
         self._turned_away = turned_away or (lambda address, why, unproven: None)
         self._on_shortage = on_shortage or (lambda error: None)
-        self._complaints: set[str] = set()  # each kind of nuisance is logged once
+        self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
-        self._paused: dict[socket.socket, float] = {}  # listeners, and when they are tried again
-        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first; when it is given up
+        self._paused: dict[socket.socket, float] = {}  # by listener: when to try it again
+        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first: the hello and when to give up
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -250,8 +250,8 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def expire(self) -> float | None:
-        """Drop those whose time is up, and try paused listeners again. Returns the seconds until the next such time;
-        None if there is none.
+        """Drop connections whose hello takes too long, and try paused listeners again. Returns the seconds until there
+        is more to do; None if nothing is due.
         """
         now = time.monotonic()
         for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
@@ -263,7 +263,7 @@ class Door:
         return min((until - now for until in times), default=None)
 
     def close(self) -> None:
-        """Drop the half-open connections and forget the listeners, which stay open for their owner."""
+        """Drop the connections that are in their hello. Forget the listeners, which stay open for their owner."""
         for sock in list(self._half_open):
             self._forget(sock).close()
         for listener in self._listeners:
@@ -273,8 +273,8 @@ class Door:
         self._paused.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        # One a turn: between two newcomers everybody who has something to say is heard, so a flood cannot push out the
-        # honest.
+        # Accept only one connection per turn of the loop. All other sockets are served in between, so a flood of
+        # connections cannot push out honest ones.
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
@@ -305,13 +305,13 @@ class Door:
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(sock))
 
     def _read(self, sock: socket.socket) -> None:
-        if sock not in self._half_open:  # dropped earlier in this turn
+        if sock not in self._half_open:  # it was dropped earlier in this turn of the loop
             return
         hello = self._half_open[sock][0]
         try:
             received = sock.recv(hello.needs)
             if not received:
-                if hello.heard:  # our proof
+                if hello.heard:  # then it has received our proof
                     self._drop(sock, "it closed after our side of the hello: it has another key", unproven=True)
                 else:
                     self._drop(sock, "it closed during the hello")
@@ -369,7 +369,7 @@ def accept_all(
     came: dict[int, socket.socket] = {}
 
     def enter(sock: socket.socket, peer: Identity, _: int) -> None:
-        if peer.rank not in missing:  # two at once under one rank: the first counts
+        if peer.rank not in missing:  # a second connection of one rank: only the first counts
             sock.close()
             return
         missing.remove(peer.rank)

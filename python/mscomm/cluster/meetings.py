@@ -1,4 +1,4 @@
-"""Meetings, in which ranks exchange facts: which ranks wait for which, and when all have come. No I/O.
+"""Meetings, in which ranks wait for each other and exchange facts. This module does no I/O.
 
 A meeting has a key, which all its ranks use, and a name for messages to people. It ends for all its ranks at once:
 either with the facts of all, or with the reason why it cannot take place.
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 
 def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
-    """The answer that the meeting cannot take place. ranks: those that caused this."""
+    """An answer that says that the meeting cannot take place. ranks: those that caused this."""
     return Answer(to, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": list(ranks)})
 
 
@@ -82,7 +82,7 @@ class Meetings:
         return self._look(key)
 
     def withdraw(self, rank: int, key: str, seconds: float) -> Iterable[Answer]:
-        """A rank's wait has timed out: the meeting is over for all its ranks."""
+        """A rank's wait has timed out, so the meeting ends for all its ranks."""
         meeting = self._open.get(key)
         if meeting is None or rank not in meeting.facts:
             return []  # the meeting was over already
@@ -92,7 +92,7 @@ class Meetings:
         return self._cancel(key, "CollectiveTimeout", why, missing)
 
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
-        """A rank gives up, perhaps before it came: each of the others hears why, now or when it comes."""
+        """A rank gives up the meeting, perhaps before coming to it. The others are told why, now or when they come."""
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
         answer = unmet(meeting.here, key, "Aborted", why, [rank])
@@ -119,7 +119,7 @@ class Meetings:
         if lost and not meeting.survivors:
             return self._cancel(key, "PeerLost", f"{meeting.name}: {'; '.join(lost.values())}", list(lost))
         for rank in lost:
-            meeting.facts.pop(rank, None)  # it came, and was lost before the others came
+            meeting.facts.pop(rank, None)  # the rank came, but was lost before the others came
         if any(rank not in lost for rank in meeting.missing):
             return []
         del self._open[key]

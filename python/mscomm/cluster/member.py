@@ -1,4 +1,4 @@
-"""One rank's end of its control link: it joins the job, meets other ranks, reports failures, and hears of theirs.
+"""One rank's end of its control link: it joins the job, meets other ranks, reports failures, and is told of others'.
 
 A daemon thread reads the link from join() on. It calls back only the methods of `Communicator` and `dialled`.
 """
@@ -29,7 +29,7 @@ from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 SETTLE_S = 2.0  # how long a rank that failed waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
-_NUMBERS = 500  # groups in one bye, at most; in any other group, the hub takes the rank to be behind
+_NUMBERS = 500  # a bye has the last call numbers of this many groups; the hub assumes call 0 for the others
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # host or network down
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that failed (-1: no call)
@@ -37,7 +37,7 @@ Failure = tuple[str, str, list[int], list[int], bool, int]
 
 
 class Communicator(Protocol):
-    """What the member needs of a group's communicator; all return at once and may be called from any thread."""
+    """What the member needs of a group's communicator. All methods return at once and may be called from any thread."""
 
     def abort(self, kind: str, ranks: list[int], waiting_for: list[int], text: str) -> None: ...
 
@@ -73,7 +73,7 @@ class Met(NamedTuple):
 class Member:
     """A rank's membership in the job.
 
-    `hub`: what messages call the other end. Without `rank` and `node_id`, the hub assigns the rank.
+    `hub`: what messages call the other end. If `rank` is None, the hub assigns one; `node_id` may decide which.
     """
 
     def __init__(
@@ -91,25 +91,26 @@ class Member:
         self._node_id = node_id
         self._hub = hub
         self._hub_address = ""  # the hub's address if it is on another host
-        # Guards what the reading thread learns; waiters sleep on it. Never held while a communicator is called.
+        # Guards what the reading thread learns; other threads wait on it. Never held while a communicator is called.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
         self._told: set[str] = set()  # groups whose failure we have reported to the hub
         self._welcome: Welcome | None = None
-        self._go = -1  # the last epoch in which all ranks are ready
+        self._go = -1  # the last epoch in which all ranks have become ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._refused: str | None = None  # the key of the last meeting that the hub refused
         self._failure: Error | None = None  # a failure of the whole link: the hub refused us, or is gone
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
-        self._ended: str | None = None  # why the link is over
+        self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
         self._closed: dict[str, list[int]] = {}  # by group that is being founded: the ranks that destroyed it already
         self._leaving = False
         self._forked = False
-        # The core writes to it when a call has failed that nobody waits for, and when there is a notice.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed that
+        # nobody waits for.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
@@ -117,7 +118,7 @@ class Member:
     # -- the way in
 
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Register with the hub and wait until all ranks have. Raises the verdict, or the hub's reason to refuse us."""
+        """Register with the hub and wait until all ranks have joined. Raises the verdict, or why the hub refuses us."""
         self._hub_address = _address(self._frames.sock.getpeername())
         known = {**self._known(), **facts}
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
@@ -144,13 +145,13 @@ class Member:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
-            # The hub knows which ranks are missing, unless the last one comes at this moment.
+            # Ask the hub which ranks are missing. It may also answer that the last one has come at this moment.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
         except Error:
-            raise  # the link is over
+            raise  # the link has ended
         except BaseException:  # raised by a signal handler: this rank stops waiting
-            with contextlib.suppress(Error):  # the link is over too
+            with contextlib.suppress(Error):  # the link has ended too
                 self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
@@ -183,7 +184,7 @@ class Member:
 
         founds: the meeting founds a group, and key is the group's id. survivors: do not wait for lost ranks.
         Raises Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
-        CollectiveTimeout.
+        CollectiveTimeout at the deadline.
         """
         words = {"key": key, "name": name, "ranks": list(ranks), "facts": dict(facts)}
         if founds:
@@ -193,11 +194,11 @@ class Member:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name)
         except CollectiveTimeout:
-            # The hub knows which ranks did not come, unless the last one comes at this moment.
+            # Ask the hub which ranks did not come. It may also answer that the last one has come at this moment.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
         except Error:
-            raise  # the link is over
+            raise  # the link has ended
         except BaseException as error:  # raised by a signal handler
             self.refuse(key, name, ranks, error)
             raise
@@ -217,20 +218,20 @@ class Member:
         assert self._welcome
         words = "".join(traceback.format_exception_only(error)).strip()
         why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
-        with contextlib.suppress(Error):  # the link is over too
+        with contextlib.suppress(Error):  # the link has ended too
             self._say({"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}, Deadline(SETTLE_S))
         with self._news:
             self._met.pop(key, None)
 
     def check(self, group: str) -> None:
-        """Raise the failure of the group, if there is one. For waits before attach()."""
+        """Raise the failure of the group, if there is one. Use this in waits before attach()."""
         with self._news:
             failure = self._verdict(group) or self._failure
         if failure:
             raise _again(failure)
 
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
-        """From now on pass the group's events to the communicator; events that came earlier are passed on now.
+        """Pass the group's events to the communicator from now on. Events that came earlier are passed on at once.
 
         dialled(rank, address) is called when that rank asks us to connect to the address; it must return at once too.
         """
@@ -249,7 +250,7 @@ class Member:
             dialled(rank, address)
 
     def detach(self, group: str) -> None:
-        """This rank's part in the group has ended."""
+        """End this rank's part in the group, and tell the hub so."""
         with self._news:
             communicator = self._communicators.pop(group, None)
             for table in (self._dialled, self._early, self._verdicts):
@@ -299,7 +300,7 @@ class Member:
         return error
 
     def report(self, kind: str, text: str, ranks: Sequence[int], group: str = "") -> None:
-        """Tell the hub of a failure outside calls: abort(), an uncaught exception. The frame is sent when this returns.
+        """Tell the hub of a failure outside calls, by abort() or an uncaught exception. Returns once the frame is sent.
 
         group: "" for all groups of the job.
         """
@@ -347,7 +348,7 @@ class Member:
             self.close()
 
     def close(self) -> None:
-        """Close the link at once. The hub takes this rank for lost, unless it has said bye."""
+        """Close the link at once. The hub then counts this rank as lost, unless it has said bye."""
         with contextlib.suppress(OSError):  # the other end closed first
             self._frames.sock.shutdown(
                 socket.SHUT_RDWR
@@ -507,7 +508,7 @@ class Member:
             raise CollectiveTimeout(f"{self._hub} did not read {frame['t']!r} within {deadline.seconds:g} s") from error
         except OSError as error:
             if self._reader.is_alive():
-                self._reader.join(deadline.within(SETTLE_S).left())  # it first reads the hub's last frames
+                self._reader.join(deadline.within(SETTLE_S).left())  # the hub's last frames may say why it is gone
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
     def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:

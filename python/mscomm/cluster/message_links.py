@@ -1,7 +1,7 @@
-"""The links for a group's messages: one from a rank to each peer that it sends to, made at the first message.
+"""The links for a group's messages. A rank has one to each peer that it sends to, made at the first message.
 
-The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in any call:
-its control thread gets the request, and starts a thread that connects.
+The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in any call,
+because the thread that reads its control link gets the request and starts a thread that connects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mscomm.cluster.deadline import Deadline
 from mscomm.cluster.hello import MESSAGES
 from mscomm.errors import CollectiveTimeout, Error, make
 
-_ANSWER_S = 30.0  # for the receiver to connect; the sender is waiting already
+_ANSWER_S = 30.0  # how long the receiver tries to connect to the sender, which is waiting already
 
 
 class MessageLinks:
@@ -26,7 +26,7 @@ class MessageLinks:
         self._core = core
         self._group = group
         self._ranks = ranks
-        self._dialling = [threading.Lock() for _ in ranks]  # one link to a peer is made at a time
+        self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to it is made
         self.linked = {ranks.index(epoch.rank)}  # peers that have a link; a message to oneself needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
@@ -45,7 +45,7 @@ class MessageLinks:
             finally:
                 self._dialling[peer].release()
         except Error as symptom:
-            if core.failure() is not None:  # another thread's, which has told the other ranks
+            if core.failure() is not None:  # this is another thread's failure, which it has reported to the hub
                 raise
             error = make(type(symptom).__name__, f"{self._me}: {what}: {symptom}", symptom.ranks, symptom.waiting_for)
             self._break(error)
@@ -58,7 +58,7 @@ class MessageLinks:
             raise
 
     def dialled(self, rank: int, addresses: Any) -> None:
-        """That rank of the job wants to send to this rank. Returns at once."""
+        """Answer a request: that rank of the job wants to send to this rank. Returns at once."""
         peer = self._ranks.index(rank)
         # Do this before the member's thread reads on: the sender may say bye as soon as it has sent its message.
         self._core.expect_incoming(peer)
@@ -76,7 +76,7 @@ class MessageLinks:
             self._core.add_incoming(peer, fd)
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
-            if self._core.failure() is not None and self._epoch.member is not None:  # else we left the group
+            if self._core.failure() is not None and self._epoch.member is not None:  # otherwise we have left the group
                 self._epoch.member.settle(self._group, symptom, -1)
 
     def _no_link(self, rank: int, error: RuntimeError | OSError) -> Error:

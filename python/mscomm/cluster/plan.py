@@ -1,4 +1,4 @@
-"""Pure functions of what ranks say about themselves: which rank each gets, which share a host, whether all agree."""
+"""Pure functions of the ranks' facts: which rank each process gets, which ranks share a host, whether all agree."""
 
 from __future__ import annotations
 

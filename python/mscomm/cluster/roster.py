@@ -1,4 +1,4 @@
-"""The members of a job: whom to admit, which rank each gets, what messages call them, and who is missing. No I/O."""
+"""The members of a job: which may join, which rank each gets, what messages call them, which are missing. No I/O."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Link(Line):
 
     def __init__(self, sock: socket.socket, rank: int | None, adopted: bool) -> None:
         super().__init__(sock)
-        self.adopted = adopted  # inherited from the launcher, not accepted from a listener
-        self.rank = rank  # None: the hub will give it one
+        self.adopted = adopted  # the rank inherits the other end, so this link did not come through a listener
+        self.rank = rank  # None: not known yet
         self.seat = -1  # its place in the order of joining; -1: it has not joined
         self.since = 0.0  # when it joined, in time.monotonic() seconds
         self.left = False
         self.welcomed = False  # it has taken part in an epoch
         self.waits = False  # it waits for the next epoch, and takes no part in this one any more
-        self.rejoin_key = ""  # the key under which it expects the answer
+        self.rejoin_key = ""  # the key of its last rejoin(), under which it expects the answer
         self.node_id: str | None = None
         self.facts: Frame = {}
 
@@ -47,7 +47,7 @@ class Roster:
 
     def __init__(self, size: int, ranks_known: bool) -> None:
         self.size = size
-        self.address = ""  # where members join, for messages
+        self.address = ""  # the address where members join, as messages name it
         self.plural = "ranks" if ranks_known else "workers"
         self._ranks_known = ranks_known
         self._members: list[Link] = []

@@ -93,7 +93,7 @@ def read_key(path: str, origin: str = "") -> bytes:
 
 
 def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
-    """A key that everybody can compute, for a job whose user has allowed a job without a key."""
+    """A key that everybody can compute, if the user has allowed the job to have no key; otherwise an error."""
     if not permit_plain:
         raise AuthenticationError(
             f"{host}:{port} can be reached from other machines and the job has no key. Either give it one everywhere:\n"
@@ -105,12 +105,12 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
         f"this job has no key: anybody who can reach {host}:{port} can join it. "
         "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
     )
-    # The host is no part of it: the scheduler and the workers may know it by different names or addresses.
+    # Leave the host out, because the scheduler and the workers may know it by different names or addresses.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 
 
 def derived_key(key: bytes, job: str) -> bytes:
-    """The key of one of several jobs that share a key file: each job rejects the ranks of the others."""
+    """The key of one of several jobs that share a key file, so that each job rejects the ranks of the others."""
     return hmac.new(key, b"mscomm job " + job.encode(), hashlib.sha256).digest()
 
 

@@ -1,5 +1,5 @@
-"""Many control links in one selector loop. It reads whole control frames, queues what it sends up to a bound, and never
-waits for a single link.
+"""Serves many control links in one selector loop. It reads whole control frames, queues unsent data up to a limit, and
+never waits for a single link.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Generic, TypeVar
 from mscomm.cluster.frames import FROM_HUB_BYTES, FROM_MEMBER_BYTES, Frame, Parser
 from mscomm.errors import Error
 
-_UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a link with more than this unsent is closed: its other end does not read
+_UNSENT_BYTES = 2 * FROM_HUB_BYTES  # a link with more unsent bytes is closed, because its other end does not read
 
 
 class Line:
-    """One control link as the hub holds it."""
+    """The hub's end of one control link."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
