@@ -1,4 +1,4 @@
-"""init(init_method=...): either tcp://host:port, where the ranks meet, or an MPI communicator that carries the address.
+"""Joins by init(init_method=...): at tcp://host:port, where the ranks meet, or over an MPI communicator.
 
 Any object with rank, size, Bcast and Allgather of plain buffers, as in mpi4py, counts as a communicator. This module
 does not import MPI.
@@ -47,7 +47,7 @@ def launcher(init_method: Any, rank: int | None, world_size: int | None) -> Laun
 
 
 class _Tcp:
-    """Rank 0 listens at the address, the others connect there."""
+    """Rank 0 listens at the address, and the others connect to it."""
 
     NAME = "init_method"
     _used: ClassVar[set[tuple[str, int]]] = set()

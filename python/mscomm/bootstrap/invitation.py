@@ -1,4 +1,4 @@
-"""What every launcher module of this folder offers, and what it gives: a way into the job."""
+"""The interface of the launcher modules in this folder, and the Invitation that each returns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Invitation:
 
 
 class Launcher(Protocol):
-    """A way into a job."""
+    """Something that can connect this process to its job."""
 
     NAME: str
 
@@ -50,4 +50,5 @@ class Found(Launcher, Protocol):
     """What each launcher module of this folder offers."""
 
     PLACE: tuple[tuple[str, ...], tuple[str, ...]]
-    """The variables that tell the rank, and those that tell how many ranks there are; the first that is set counts."""
+    """The variables that give the rank, and those that give the number of ranks; of each, the first that is set counts.
+    """

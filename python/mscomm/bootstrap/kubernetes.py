@@ -1,7 +1,7 @@
 """A Kubernetes indexed job with one rank per pod: JOB_COMPLETION_INDEX is the rank, WORLD_SIZE the number of ranks.
 
-Pod 0's name is our own with -0 at the end, in the domain of the job's headless service, unless MASTER_ADDR names it.
-The name resolves only some time after the pod has started, so the other ranks retry until the deadline.
+MASTER_ADDR names pod 0. If it is not set, pod 0's name is our own with -0 at the end, in the domain of the job's
+headless service. The name resolves only some time after pod 0 has started, so the other ranks retry until the deadline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Joining through a launcher's key-value store: rank 0 starts the hub and publishes its address, the others connect.
+"""Joins through a launcher's key-value store: rank 0 starts the hub and publishes its address, and the others connect.
 
-PMI-1 and PMIx share this code. Rank 0 publishes one string. If all ranks are on one host, it is
+PMI-1, PMIx and MPI communicators share this code. Rank 0 publishes one string. If all ranks are on one host, it is
 `mscomm1,unix,NAME,KEY`: an abstract unix socket and the job's key in hex. Otherwise it is `mscomm1,tcp,ADDRESS,PORT`,
-and the key comes from a file: with several hosts, the key never goes through the store.
+and the key comes from a file, because with several hosts the key never goes through the store.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FAILED = "mscomm1,failed"
 
 
 class Names(NamedTuple):
-    """The variables that tell a rank its place. In each list, the first that is set counts."""
+    """The names of the variables that tell a rank its place. In each list, the first that is set counts."""
 
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]  # Slurm's "4(x2)" is not a number and means several hosts
+    local_size: tuple[str, ...]  # with several hosts, Slurm writes for example "4(x2)", which counts as no number
 
 
 class Store(NamedTuple):
@@ -89,8 +89,8 @@ def join(
 def _host(
     launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
-    """Rank 0's part. The hub starts while the others get its address; connections that come before it wait in the
-    listener's backlog.
+    """Rank 0's part. The others may get the address before the hub's process runs; until then, their connections wait
+    in the listener's backlog.
     """
     try:
         process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)

@@ -1,4 +1,4 @@
-"""Our own launcher, `mscomm run`: MSCOMM_* variables give the rank and the job, and the rank inherits a descriptor.
+"""Joins under our own launcher, `mscomm run`. MSCOMM_* variables give the rank, which also inherits a descriptor.
 
 On one host, this descriptor is the control link itself. Over several hosts, the rank reads the job's key from it, and
 MSCOMM_SCHED is the address at which the launcher of node 0 listens.
@@ -31,7 +31,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Take over the inherited descriptor and read the job's key from it. Over several hosts, then connect."""
+    """Take over the inherited descriptor and read the job's key from it. Over several hosts, connect to the hub too."""
     inherited = KEY_FD if SCHED in env else CONTROL_FD
     rank, size, local_rank, local_size, fd = (_number(env, name) for name in (*VARIABLES[:4], inherited))
     if fd in _taken:
@@ -80,7 +80,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _adopt(fd: int, name: str) -> socket.socket:
-    """The socket behind the descriptor, which our children no longer inherit."""
+    """Take over the descriptor as a socket, which our children will not inherit."""
     advice = "only the process that `mscomm run` started, or one that inherits its descriptors, can join, and only once"
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -30,7 +30,7 @@ PLACE = ((), ("MS_WORKER_NUM",))  # the scheduler assigns the ranks
 
 
 class Settings(NamedTuple):
-    """The MS_* variables, checked."""
+    """The checked values of the MS_* variables."""
 
     host: str
     port: int
@@ -114,7 +114,7 @@ def _missing(env: Mapping[str, str], name: str, expected: str) -> ValueError:
 
 
 def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
-    """Be the scheduler until the job has ended, then end the process: status 0, or 1 if the job failed.
+    """Serve as the scheduler until the job has ended, then end the process with status 0, or 1 if the job failed.
 
     If the scheduler cannot start (a wrong variable, a port that is taken), this raises an exception instead.
     """
@@ -125,8 +125,8 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         host, port = listener.getsockname()[:2]
         try:
             # Several schedulers could bind the port before one of them listens, and each would write its key file. An
-            # abstract unix name can be bound only once. Its scope is the network namespace, as for the port, and it
-            # goes away with the process.
+            # abstract unix name can be bound only once. It is known in the same network namespace as the port, and is
+            # free again when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         except OSError as error:
             raise _cannot_listen(settings, error, env, permit_plain) from error
@@ -197,7 +197,7 @@ def _stop_on_sigterm(stop: Callable[[], None]) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process as sys.exit does, but under pytest too, where SystemExit would only fail a test."""
+    """End the process like sys.exit(). This also works under pytest, where SystemExit would only fail a test."""
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more

@@ -1,10 +1,10 @@
-"""MPICH's Hydra and Intel MPI: the PMI-1 text protocol over PMI_FD (or PMI_PORT), spoken in this process.
+"""Joins under MPICH's Hydra and Intel MPI: speaks their PMI-1 text protocol over PMI_FD (or PMI_PORT).
 
-An MPI library in the same process may speak it over the same descriptor, before us or after us. So we leave the
+An MPI library in this process may speak PMI-1 over the same descriptor, before us or after us. So we leave the
 descriptor open with its flags unchanged, and read nothing but the answers to our own questions. We send `finalize` only
-at exit, because an MPI_Init after it fails with a broken pipe. At exit we must send it, unless MPI does: Hydra kills
-the other ranks if a rank that spoke to it ends without `finalize`. PMI_PORT (`mpirun -pmi-port`) is different: there we
-open a connection of our own, and Hydra then forgets the one of MPI, so it works only for processes without MPI.
+at exit, because a later MPI_Init would fail with a broken pipe. At exit we must send it, unless MPI does: Hydra kills
+the other ranks if a rank that spoke to it ends without `finalize`. With PMI_PORT (`mpirun -pmi-port`), we open a new
+connection instead. Hydra then forgets MPI's connection, so PMI_PORT works only for processes without MPI.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLACE = (_NAMES.rank, _NAMES.size)
 _ANSWER_BYTES = 4096  # no answer is longer; the value that we store has less than 200 bytes
 _GOODBYE_S = 2.0
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
-_farewells: set[int] = set()  # inherited descriptors on which an exit handler says goodbye
+_farewells: set[int] = set()  # inherited descriptors for which an exit handler is registered
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -53,7 +53,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
-    """Send cmd=init, which may be repeated if MPI has sent it before, and return a store for one new key."""
+    """Send cmd=init, which is allowed even if MPI has sent it before, and return a store for one new key."""
     _ask(fd, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
     limit = _ask(fd, "cmd=get_maxes", "maxes", deadline).get("vallen_max", "")
     name = _ask(fd, "cmd=get_my_kvsname", "my_kvsname", deadline).get("kvsname", "")
@@ -84,7 +84,10 @@ def _store(fd: int, size: int, deadline: Deadline) -> kvs.Store:
 
 
 def _ask(fd: int, question: str, answer: str, deadline: Deadline, lines: int = 1) -> dict[str, str]:
-    """The fields of the answer. Raises BackendUnavailable for an unexpected answer, CollectiveTimeout for none."""
+    """Ask mpirun for something, and return the fields of its answer.
+
+    Raises BackendUnavailable if the answer is not the expected one, CollectiveTimeout if none comes.
+    """
     asked = question.partition(" ")[0]
     try:
         os.write(fd, f"{question}\n".encode("ascii"))
@@ -181,7 +184,7 @@ def _finalize_unless_mpi(fd: int, inode: int, pid: int) -> None:
 
 
 def _mpi_initialized() -> bool:
-    """Whether an MPI library in this process was initialised: then it sends `finalize` itself, or has sent it."""
+    """Whether an MPI library in this process was initialised. If so, it sends `finalize` itself, or has sent it."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[5].strip() for line in maps if re.search(r"/libmpi(ch)?\.so", line)}
     answer = ctypes.c_int(0)

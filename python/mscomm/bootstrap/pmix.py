@@ -1,7 +1,8 @@
-"""Open MPI 4 and 5, PRRTE, Slurm's and LSF's PMIx: a short-lived helper process passes one string through PMIx's store.
+"""Joins under launchers with PMIx: Open MPI 4 and 5, PRRTE, Slurm and LSF. One string goes through PMIx's store.
 
-PMIx_Init and PMIx_Finalize in this process would break an MPI_Init before or after them. The helper is a C++ program,
-csrc/tools/pmix_helper.cc: it takes 50 ms for 8 ranks on 2 cores, where Python with ctypes takes 110 ms.
+A short-lived helper process does that, because PMIx_Init and PMIx_Finalize in this process would break an MPI_Init
+before or after them. The helper is a C++ program, csrc/tools/pmix_helper.cc. It takes 50 ms for 8 ranks on 2 cores,
+while Python with ctypes takes 110 ms.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _NAMES = kvs.Names(
 )
 PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
-_TIMED_OUT = 75  # the helper's exit status
+_TIMED_OUT = 75  # the helper's exit status if rank 0 put nothing in time
 _ANSWER_MAX = 4096
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
-_connections: list[int] = []  # the last helper's, to the server; open until the next one: pmix_helper.cc says why
+_connections: list[int] = []  # the last helper's connection, kept open until the next helper (pmix_helper.cc says why)
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -42,7 +43,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> Invitation:
-    """Connect to the hub that rank 0 starts. A rank waits for no rank but 0."""
+    """Connect to the hub that rank 0 starts. The other ranks wait only for rank 0."""
     seat = kvs.place(env, _NAMES, NAME)
     if "PMIX_NAMESPACE" not in env:
         raise BackendUnavailable(f"{NAME}: there is a rank, but no PMIX_NAMESPACE to reach mpirun by. {kvs.INSTEAD}")
@@ -61,7 +62,7 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         try:
-            # The helper ends by itself at the deadline. If it has not one second later, it hangs in libpmix: kill it.
+            # The helper ends by itself at the deadline. One second later, run() kills a helper that hangs in libpmix.
             done = subprocess.run(
                 command,
                 input=text.encode(),
@@ -102,7 +103,7 @@ def libraries(env: Mapping[str, str]) -> list[str]:
     """Where to look for libpmix, best first: at PMIX_PREFIX, which fits the server; on the loader's path; beside the
     daemon that started us; beside mpirun; in this Python's environment.
 
-    On a host where mpirun started a daemon, PMIX_PREFIX and PATH may not lead to it, but the daemon is our parent.
+    On a host where mpirun started a daemon, PMIX_PREFIX and PATH may not lead to libpmix, but the daemon is our parent.
     """
     folders = env.get("PATH", "").split(":")
     mpirun = next((folder for folder in folders if os.access(f"{folder}/mpirun", os.X_OK)), "")

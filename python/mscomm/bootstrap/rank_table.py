@@ -1,9 +1,9 @@
-"""Ascend's rank table: RANK_TABLE_FILE, RANK_ID, and, if they are set, RANK_SIZE and DEVICE_ID.
+"""Joins with Ascend's rank table: reads RANK_TABLE_FILE, RANK_ID and, if they are set, RANK_SIZE and DEVICE_ID.
 
 With one server, the ranks meet at a unix socket, and server_id is not used. With several, they meet on rank 0's server,
-whose server_id must be an address or a name that the others can resolve, at MSCOMM_PORT or at one of eight ports that
-are derived from the table. An error in the table or in these variables raises ValueError; if the ranks do not meet,
-BackendUnavailable is raised.
+at MSCOMM_PORT or at one of eight ports that are derived from the table. The server_id of that server must then be an
+address or a name that the others can resolve. An error in the table or in these variables raises ValueError; if the
+ranks do not meet, BackendUnavailable is raised.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether a table is named, or variables are set that need one. accept() then says what is missing.
+    """Whether the variables name a table, or need one. If they need one and name none, accept() says so.
 
-    RANK_ID=0 and RANK_SIZE=1 without a table do not count: MindSpore's scripts for one device set them for a job of
-    one.
+    RANK_ID=0 and RANK_SIZE=1 need no table, because MindSpore's scripts for one device set them for a job of one.
     """
     return bool(_path(env)[1]) or (bool(_text(env, "RANK_ID")) and _text(env, "RANK_SIZE") not in ("", "1"))
 

@@ -1,10 +1,10 @@
 """Reads and writes Ascend's rank table, a JSON file that says which rank runs on which server and device.
 
-Reading is strict. A contradiction, or anything that HCCL's documents do not allow, is an error with its place, on every
-backend: a field that is missing or has another type, a number out of its range, a rank, device or address that is there
-twice. If a table is unambiguous and only HCCL refuses it, that is a remark, and mscomm accepts the table: the CPU core
-does not need the order of the servers or the addresses of network cards. `unfit_for_910` finds what HCCL in general can
-run, but Atlas 910 cannot. Unknown fields are ignored.
+Reading is strict on every backend. A contradiction is an error, and so is anything that HCCL's documents do not allow;
+the message gives the place. Examples are a field that is missing or has another type, a number out of range, and a
+rank, device or address that occurs twice. If a table is unambiguous and only HCCL refuses it, mscomm accepts it and
+adds a remark, because the CPU core needs neither the order of the servers nor the addresses of network cards.
+`unfit_for_910` finds what HCCL in general can run, but Atlas 910 cannot. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
     >>> text = make([Server("10.0.0.1", [0, 1]), Server("10.0.0.2", [0, 1])])
@@ -26,12 +26,12 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-LARGEST_BYTES = 16 << 20  # some 100,000 ranks
+LARGEST_BYTES = 16 << 20  # enough for about 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
 MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # to report for one table; a file of another kind can have one in each line
-# HCCL's other kinds of tables, known by the key that holds their servers.
+MOST_PROBLEMS = 100  # how many are reported for one table; a file that is no rank table can have one in each line
+# HCCL's other kinds of tables, recognised by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
     "cluster_list": "this is a table of several clusters",
@@ -62,7 +62,7 @@ class Table(NamedTuple):
     """A table without errors. `digest` is the same for copies that differ only in white space and the order of keys."""
 
     version: str
-    seats: list[Seat]  # by rank
+    seats: list[Seat]  # in the order of the ranks
     remarks: list[Problem]  # what HCCL would refuse
     digest: str
 
@@ -73,7 +73,7 @@ class Table(NamedTuple):
 
 
 class InvalidTable(ValueError):
-    """The message shows the first of `problems` and how many more there are."""
+    """Raised if a table has errors. The message shows the first of `problems` and how many more there are."""
 
     def __init__(self, path: str, problems: Sequence[Problem]) -> None:
         more = f" (and {len(problems) - 1} more: mscomm ranktable check {path})" if len(problems) > 1 else ""
@@ -110,7 +110,7 @@ def parse(content: bytes, path: str) -> Table:
 
 
 def _content(path: str) -> bytes:
-    """The bytes of a regular file; one byte more than allowed if it is too long. Does not wait on a FIFO."""
+    """The bytes of a regular file, or only one byte more than allowed if it is too long. Does not block on a FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -119,7 +119,7 @@ def _content(path: str) -> bytes:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object and its duplicate keys: Python's JSON parser silently keeps only the last value of each."""
+    """A JSON object that knows its duplicate keys. Python's JSON parser silently keeps only the last value of each."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -157,7 +157,7 @@ def _document(content: bytes, path: str) -> tuple[Any, str]:
 
 
 def _integer(text: str) -> int | str:
-    """Keep a very long number as text: Python refuses thousands of digits, and we report it with its place."""
+    """Keep a very long number as text, to report it with its place later. int() refuses thousands of digits."""
     return int(text) if len(text) < 20 else text
 
 
@@ -178,7 +178,7 @@ class _EnoughError(Exception):
 
 
 class _Walk:
-    """One pass over a table: collects the errors, in the order of the file, and the ranks."""
+    """One pass over a table. It collects the ranks, and the errors in the order of the file."""
 
     def __init__(self) -> None:
         self.errors: list[Problem] = []
@@ -214,7 +214,7 @@ class _Walk:
             self._super_pods(table)
 
     def _server_count(self, table: _Object, servers: int) -> None:
-        if "server_count" not in table and table.get("version") == "1.2":  # optional in 1.2
+        if "server_count" not in table and table.get("version") == "1.2":  # in version 1.2 it is optional
             return
         count = self._number(table, "", "server_count", 1, 1 << 20, "the number of servers")
         if count is not None and count != servers:
@@ -328,7 +328,7 @@ class _Walk:
         if key not in holder:
             there = ", ".join(_shown(other) for other in list(holder)[:8])
             self.error(where, f"it is missing{f' (there is {there})' if there else ''}; expected {expected}")
-        elif type(holder[key]) not in kinds:  # not isinstance: a bool is an int
+        elif type(holder[key]) not in kinds:  # isinstance would take a bool for an int
             self.error(where, f"it is {_shown(holder[key])}; expected {expected}")
         else:
             return holder[key]
@@ -354,7 +354,7 @@ class _Walk:
         return None
 
     def _address(self, holder: _Object, at: str, key: str, what: str) -> str | None:
-        """An IP address; the field is optional."""
+        """The IP address in the field, which is optional; None if it is missing or wrong."""
         if key not in holder:
             return None
         expected = f"{what}, an IP address, or no {key} at all"
@@ -386,7 +386,7 @@ def is_address(text: str) -> bool:
         ipaddress.ip_address(text)
     except ValueError:
         return False
-    return re.fullmatch(r"[\w:.%-]+", text, re.ASCII) is not None  # a scope may be anything
+    return re.fullmatch(r"[\w:.%-]+", text, re.ASCII) is not None  # ipaddress accepts any characters as a scope
 
 
 def is_host(text: str) -> bool:

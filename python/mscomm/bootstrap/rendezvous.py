@@ -1,9 +1,9 @@
-"""Meeting at a place that every rank can work out: rank 0 starts the hub there, the others connect, in any order.
+"""Lets the ranks meet at a place that each can work out. Rank 0 starts the hub there, the others connect, in any order.
 
-Launchers without a key-value store share this code. The ranks of one host meet at an abstract unix socket whose name is
-derived from the job; the key is in a file that only this user can read. Ranks on several hosts meet at a TCP port of
-rank 0's host. Rank 0 takes the first free port of a few; the others try these in turn, and the hello tells them which
-one is their job's.
+Launchers without a key-value store share this code. If all ranks are on one host, they meet at an abstract unix socket
+whose name is derived from the job; the key is in a file that only this user can read. Ranks on several hosts meet at a
+TCP port of rank 0's host. Rank 0 takes the first free one of a few ports; the others try these in turn, and the hello
+tells them which one is their job's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     import psutil
 
 _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
-_ATTEMPT_S = 5.0  # per address if there are several: one behind a firewall must not use up all the time
+_ATTEMPT_S = 5.0  # for one address, if there are several: one behind a firewall must not use up all the time
 _SAYS_WAITING_AFTER_S = 10.0
-_LAST_JOB_S = 5.0  # the previous job's hub may hold the address for a moment
-_HIGH_PORTS = range(61440, 1 << 16)  # above the ephemeral ports, which begin at 32768 and end at 60999
-_TELL_S = 2.0  # to reach a hub that has bound the address but may not listen yet
-_SILENCES = 3  # a listener that closes without an answer may be the previous job's, which has just ended
+_LAST_JOB_S = 5.0  # how long to retry to listen, because the previous job's hub may hold the address for a moment
+_HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
+_TELL_S = 2.0  # how long to try to reach a hub that has bound the address but may not listen yet
+_SILENCES = 3  # give up when a listener has closed this often without an answer; the last job's hub may do it once
 
 
 class Seat(NamedTuple):
@@ -104,21 +104,21 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """Where the hub may listen if that port belongs to another program: eight of MSCOMM_PORTS, else the next eight."""
+    """The ports for the hub if `port` belongs to another program: eight of MSCOMM_PORTS, else the eight after it."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
 
 
 def meeting_ports(job: str, env: Mapping[str, str]) -> Sequence[int]:
-    """Where the hub may listen if the launcher names no port: MSCOMM_PORT, else eight ports derived from the job."""
+    """The ports for the hub if the launcher names none: MSCOMM_PORT, else eight ports that are derived from the job."""
     if port := environment.read("MSCOMM_PORT", env):
         return range(port, port + 1)
     return _eight_of(environment.read("MSCOMM_PORTS", env) or _HIGH_PORTS, job)
 
 
 def _eight_of(ports: range, job: str) -> range:
-    """Eight consecutive ones of these ports; every rank of the job gets the same eight."""
+    """Eight consecutive ports of the range; every rank of the job gets the same eight."""
     place = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % max(1, len(ports) - 8)
     return ports[place : place + 8]
 
@@ -138,14 +138,14 @@ def reach(
     *,
     source: str | None = None,
 ) -> socket.socket:
-    """A connection to the first target that listens and that passes `admit`, the hello.
+    """Connect to the targets in turn, until one listens and passes `admit`, which does the hello. Returns the socket.
 
     Retries until the deadline, because the listener may start after us. Then raises BackendUnavailable: "<absent>
-    within 3 s: what was tried. <advice>". With a single target, an Error from its listener is raised at once, unless
-    that closed without an answer.
+    within 3 s: what was tried. <advice>". If there is only one target, an Error from `admit` is raised at once, unless
+    the listener closed without an answer.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # why targets that did listen failed; they may be gone later
+    heard: dict[links.Address, str] = {}  # by target that once listened: why it failed; it may not listen any more
     while True:
         problems = {}
         for target in targets:
@@ -211,7 +211,7 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
 def _host(
     launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """Rank 0's part. Connections that come before the hub serves wait in the listener's backlog."""
+    """Rank 0's part: start the hub and connect. Until the hub serves, connections wait in the listener's backlog."""
     until = deadline.within(_LAST_JOB_S)
     while True:
         try:
@@ -273,7 +273,7 @@ def _bind(seat: Seat, spot: Spot, port: int, env: Mapping[str, str]) -> socket.s
 
 
 def own_address(host: str, env: Mapping[str, str]) -> str:
-    """The numeric address of this host, which the other hosts reach under the name `host`."""
+    """The numeric address at which other hosts reach this host, which they call `host`."""
     address = str(_resolve(host, 0)[1][0])
     if security.is_loopback(address) and not is_loopback_name(host):
         # /etc/hosts often maps a host's own name to a loopback address, which the other hosts cannot reach.
@@ -314,10 +314,11 @@ def is_loopback_name(host: str) -> bool:
 
 
 def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, str]) -> str:
-    """The address is taken. If a hub has it, tell it that another job wanted it. Returns who has it, for messages.
+    """Called when the address is taken. If a hub holds it, tell that hub that another job wanted it. Returns what
+    messages say about the holder.
 
-    Ranks of both jobs may have joined that hub, which cannot tell them apart. key: gives the hub's key; called once the
-    hub listens.
+    Ranks of both jobs may have joined that hub, which cannot tell them apart. key: returns the hub's key; called once
+    the hub listens.
     """
     import psutil
 
@@ -329,7 +330,7 @@ def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, st
         links.greet(sock, key(), links.LAUNCHER, links.newcomer(env), deadline)
 
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that there is no hub, or one that refuses our ranks too and so need not be told.
+    # An error means that there is no hub, or that it refuses our ranks too and so need not be told.
     with contextlib.suppress(Error, OSError), reach([(host, port)], deadline, admit, "", "") as sock:
         Frames(sock).send(words, deadline)
     return _holder(host, port)
@@ -374,7 +375,7 @@ def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_
 
 
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """The key of _new_key, for another rank that is connected. FileNotFoundError if rank 0's file is not there yet."""
+    """The key that _new_key() gave rank 0, for a rank that is connected. FileNotFoundError if there is no file yet."""
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
@@ -389,7 +390,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -
 
 
 def _path(spot: Spot, address: Any) -> str:
-    """The file in which rank 0 leaves the key; "" if no file is visible to the other ranks and to nobody else."""
+    """The file in which rank 0 leaves the key; "" if there is none that all other ranks, and nobody else, can read."""
     if not isinstance(address, tuple):
         return security.key_path(_unix_name(spot.job)[1:])
     if security.is_loopback(address[0]):

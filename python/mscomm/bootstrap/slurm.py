@@ -1,7 +1,7 @@
-"""Slurm's srun without an MPI plugin: reads the variables of a job step. Task 0 runs on the first node of its list.
+"""Joins under Slurm's srun without an MPI plugin, by the variables of a job step. The step's first node runs task 0.
 
-With --mpi=pmix or --mpi=pmi2, the launchers PMIx and PMI come first. Over several nodes, the key is in
-MSCOMM_JOB_KEY_FILE, or else in a file that rank 0 writes to ~/.mscomm, which the nodes must share.
+With --mpi=pmix or --mpi=pmi2, pmix.py or pmi.py is used instead. Over several nodes, the key is in the file that
+MSCOMM_JOB_KEY_FILE names, or else in one that rank 0 writes to ~/.mscomm, which the nodes must share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-_SPECIAL_STEPS = 0xFFFFFFF0  # from here on: batch script, interactive shell and the like, which srun did not start
+_SPECIAL_STEPS = 0xFFFFFFF0  # this and higher step numbers are batch scripts, interactive shells and the like, not srun
 _calls = itertools.count()
 
 

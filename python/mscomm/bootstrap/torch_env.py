@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE and MASTER_ADDR without torchrun: Kubeflow's PyTorchJob, and scripts that set them by hand."""
+"""Joins by RANK, WORLD_SIZE and MASTER_ADDR without torchrun, as Kubeflow's PyTorchJob or a user's script sets them."""
 
 from __future__ import annotations
 
