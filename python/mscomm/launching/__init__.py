@@ -1,1 +1,1 @@
-"""Starting ranks as processes, watching them and showing their output: for `mscomm run` and for mscomm.launch."""
+"""Starts ranks as processes, watches them and shows their output, for `mscomm run` and mscomm.launch."""

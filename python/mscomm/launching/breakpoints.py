@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
-HOOK = f"{__name__}.no_terminal"  # for PYTHONBREAKPOINT
+HOOK = f"{__name__}.no_terminal"  # the value of PYTHONBREAKPOINT in such a rank
 
 
 def no_terminal(*_: Any, **__: Any) -> NoReturn:

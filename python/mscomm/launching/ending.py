@@ -11,14 +11,14 @@ from mscomm.cluster.judge import Verdict
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that say less than the end of the rank that they name
+_OF_ONE_RANK = ("PeerLost", "Aborted")  # these verdicts name a rank, and how that rank ended says more than they do
 
 
 class End(NamedTuple):
     """How the process of one rank ended."""
 
     rank: int  # the number in the job, not on this host
-    code: int  # as in subprocess: negative if killed by that signal
+    code: int  # as in subprocess: the exit status, or -N if signal N killed it
     after_s: float
 
     @property
@@ -64,7 +64,7 @@ def failed(
     return _sentences(f"rank {first.rank} failed first{here}: {said}", because, advice)
 
 
-# By the exception's name.
+# What the user should do, by the exception's name.
 _ADVICE = {
     "CollectiveTimeout": "If the work only takes longer, give init or the call a larger timeout",
     "ModuleNotFoundError": f"Install it for {sys.executable}, or name its folder in PYTHONPATH",
@@ -86,7 +86,7 @@ def _sentences(*texts: str) -> str:
 
 
 def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:
-    """The message about a job that the user, or the system, ended by a signal. words: where Ctrl-C hit the ranks."""
+    """The message about a job that the user, or the system, ended by a signal. words: see failed()."""
     by_place: dict[str, list[int]] = {}
     for rank, said in sorted(words.items()):
         if place := said.interrupted_at:

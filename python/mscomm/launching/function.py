@@ -25,7 +25,7 @@ from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import PIPE_CLOSED, Launch
 from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
 
-# A rank finds mscomm where this process did, which may have changed sys.path.
+# The program of a rank. It first takes over our sys.path, which this process may have changed, to find mscomm there.
 _SERVE = """
 import os, pickle, sys
 with open(os.dup(int(sys.argv[1])), "rb") as memory:
@@ -35,7 +35,7 @@ from mscomm.launching.function import serve
 serve()
 """
 _OF_THE_MAIN_MODULE = ("sys_argv", "dir", "init_main_from_name", "init_main_from_path")
-_importing_main = False  # in a rank, while it imports the script in which launch() was called
+_importing_main = False  # true in a rank while it imports the script that called launch()
 
 
 def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | timedelta | None = None) -> list[Any]:
@@ -44,17 +44,17 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
     The function joins the job by init(), like a script under `mscomm run`. What it prints goes to sys.stdout and
     sys.stderr of this process, in whole lines that begin with the rank.
 
-    Ranks are new processes, not forks, as with multiprocessing's "spawn": function, args and results are pickled. The
-    pickles pass between this process and its ranks in unnamed files in memory. In a script, put the call of launch
+    Ranks are new processes, not forks, as with multiprocessing's "spawn", so function, args and results are pickled.
+    The pickles pass between this process and its ranks in unnamed files in memory. In a script, put the call of launch
     under `if __name__ == "__main__":`. A function that was written in a notebook needs the package cloudpickle.
 
-    timeout: seconds or a timedelta for the whole launch; None: no limit.
+    timeout: seconds or a timedelta for the whole launch; None for no limit.
 
-    Raises what the first rank to fail raised, or an Error with its text if the exception cannot be pickled. Its
-    __cause__ has the tracebacks of all ranks, and the first failed rank as `.rank`. PeerLost for a rank that ended
-    without an exception; CollectiveTimeout after the timeout, whose waiting_for names the ranks that had not returned.
-    The other ranks are ended, also at KeyboardInterrupt. TypeError if function or args cannot be pickled; ValueError
-    for n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
+    Raises the exception of the first rank that failed, or an Error with its text if it cannot be pickled. Its __cause__
+    has the tracebacks of all ranks, and the first failed rank as `.rank`. Raises PeerLost if that rank ended without an
+    exception, and CollectiveTimeout after the timeout, with the ranks that had not returned in waiting_for. The other
+    ranks are then ended, also after KeyboardInterrupt. TypeError if function or args cannot be pickled; ValueError for
+    n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
 
     >>> def total(x):
     ...     mscomm.init()
@@ -82,7 +82,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
         job = _Calls(size, files, timeout_s)
         status = job.run()
         if job.signals:
-            signal.raise_signal(job.signals[0])  # mostly KeyboardInterrupt; the ranks have ended
+            signal.raise_signal(job.signals[0])  # mostly raises KeyboardInterrupt; the ranks have ended
         if status == PIPE_CLOSED and job.first is None:
             raise BrokenPipeError(f"launch: {name}: the ranks were ended: sys.stdout or sys.stderr cannot be written")
         outcomes = [_outcome(rank, file, len(call)) for rank, file in enumerate(files)]
@@ -90,7 +90,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
 
 
 class RankTraceback(Exception):
-    """The __cause__ of what launch() raises: the ranks' tracebacks as text. `rank`: whose exception it was."""
+    """The __cause__ of what launch() raises: the ranks' tracebacks as text. `rank`: the rank that failed first."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)
@@ -109,7 +109,7 @@ class _Outcome(NamedTuple):
 
 
 class _Calls(Launch):
-    """The ranks of a launch(). It keeps how they ended, which `mscomm run` would print."""
+    """The ranks of one launch(). Unlike `mscomm run`, this does not print how they ended, but keeps it."""
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -164,7 +164,7 @@ def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s:
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
-    """What a rank needs to set up the main module of this process, and then the call."""
+    """The pickles for a rank: sys.path, what it needs to set up this process's main module, and the call."""
     prepared = spawn.get_preparation_data("mscomm-rank")
     main = {key: prepared[key] for key in _OF_THE_MAIN_MODULE if key in prepared}
     by_cloudpickle = not _can_be_imported(function, main)
@@ -195,7 +195,7 @@ def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool
 
 
 def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
-    """What the rank has left behind the call in its file; None if it is missing or incomplete."""
+    """The outcome that the rank wrote to its file, after the call; None if it is missing or incomplete."""
     with open(os.dup(file), "rb") as memory:
         memory.seek(begin)
         try:
@@ -227,7 +227,7 @@ def serve() -> None:
             function, args = pickle.load(memory)  # noqa: S301
             result = function(*args)
             if job := sys.modules.get("mscomm.job"):
-                job.release()  # this may raise an error that no call has met
+                job.release()  # may raise a failure that no call has raised yet
             outcome = _result(pickler, result)
         except Exception as error:
             memory.seek(0, os.SEEK_END)
@@ -240,7 +240,7 @@ def serve() -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Show it as Python shows an uncaught exception; after init() the hook also tells the other ranks."""
+    """Show the exception as Python shows an uncaught one. After init(), the hook also reports it to the other ranks."""
     tracebacks.shorten(error)
     sys.excepthook(type(error), error, error.__traceback__)
 

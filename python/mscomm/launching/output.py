@@ -1,7 +1,7 @@
 """The ranks' output: whole lines with a rank prefix on the terminal, and the unchanged bytes in the log files.
 
-The launcher's loop never waits for a reader: each `Output` has a thread for that. While an output has much left to
-write, the launcher does not read the ranks' pipes, so that the ranks wait and nothing is lost.
+The launcher's loop never waits for the reader of its own output, because each `Output` has a thread that does. While an
+output has much left to write, the launcher does not read the ranks' pipes, so the ranks wait and nothing is lost.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
 
-_LONGEST_LINE_BYTES = 64 << 10  # a longer one, or a progress bar that never ends its line, is shown in pieces
+_LONGEST_LINE_BYTES = 64 << 10  # a longer line, such as a progress bar that never ends its line, is shown in pieces
 _FULL_BYTES = 1 << 20  # an output with this much unwritten is full
 _PIECE_BYTES = 16 << 10
-_PROMPT_S = 0.1  # an unfinished line that is this old, from the rank that has our stdin, is a prompt
+_PROMPT_S = 0.1  # an unfinished line that is this old, of the rank that has our stdin, counts as a prompt
 
 
 class Output:
-    """Our own stdout or stderr. `wake` is called in the writing thread when there is room again, or no reader."""
+    """Our own stdout or stderr. The writing thread calls `wake` when there is room again, or no reader any more."""
 
     def __init__(self, fd: int, wake: Callable[[], None]) -> None:
         self._fd = fd
         self._wake = wake
         self._closed = False
-        # Guards the bytes; the writing thread and flush() sleep on it.
+        # Guards the bytes; the writing thread and flush() wait on it.
         self._news = threading.Condition()
         self._unwritten = bytearray()
         self.broken = False  # nobody reads any more
@@ -41,14 +41,14 @@ class Output:
         return len(self._unwritten) >= _FULL_BYTES
 
     def write(self, data: bytes) -> None:
-        """Returns at once."""
+        """Queue the data; returns at once."""
         with self._news:
             if not self.broken:
                 self._unwritten += data
                 self._news.notify_all()
 
     def flush(self, stalled_s: float) -> int:
-        """Wait until all is written, or the reader has taken nothing for so long. Returns how many bytes are left."""
+        """Wait until all is written, or nothing could be for `stalled_s` seconds. Returns how many bytes are left."""
         with self._news:
             while self._unwritten and self._news.wait(stalled_s):
                 continue
@@ -63,7 +63,7 @@ class Output:
         return not self._thread.is_alive()
 
     def _write(self, piece: bytes) -> int:
-        """Write some of it; returns how many bytes."""
+        """Write some or all of the piece; returns how many bytes were written."""
         return os.write(self._fd, piece)
 
     def _serve(self) -> None:
@@ -93,7 +93,7 @@ class Output:
 class TextOutput(Output):
     """Writes to sys.stdout or sys.stderr, which in a notebook or a test may have no descriptor.
 
-    stream: may be None, as sys.stdout may be; then the output is dropped.
+    stream: if it is None, which sys.stdout may be, the output is dropped.
     """
 
     def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ class TextOutput(Output):
             try:
                 try:
                     self._stream.write(text)
-                except UnicodeEncodeError as error:  # a character that its encoding does not have
+                except UnicodeEncodeError as error:  # the encoding of the stream lacks a character
                     self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
                 self._stream.flush()
             except Exception as error:  # it was closed, or is not a stream
@@ -187,7 +187,7 @@ class Stream:
 
 
 class Streams:
-    """All streams, in the launcher's selector. Its callbacks raise BrokenPipeError when nobody reads our own output."""
+    """All ranks' streams, in the launcher's selector. A callback raises BrokenPipeError if our output has no reader."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -202,7 +202,7 @@ class Streams:
         self._watch(stream)
 
     def wake(self) -> None:
-        """Any thread: make the launcher look at the outputs."""
+        """Make the launcher look at the outputs. Any thread may call this."""
         os.eventfd_write(self._wake_fd, 1)
 
     def take_all(self) -> None:
@@ -248,7 +248,9 @@ class Streams:
             self._watch(stream)
 
     def close(self) -> None:
-        """Close the pipes that are still open: only a process that left its rank's process group can hold them."""
+        """Close our ends of the pipes that are still open. Only a process that left its rank's process group can hold
+        the other ends.
+        """
         for stream in self._open:
             if stream not in self._paused:
                 self._selector.unregister(stream.pipe)

@@ -27,7 +27,7 @@ from mscomm.cluster.judge import Verdict
 from mscomm.errors import AuthenticationError, BackendUnavailable, Error
 from mscomm.launching.output import Output, Stream
 
-LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, which no event reports to it
+LOOK_S = 0.2  # how often a launcher looks for failures on other hosts, because no event reports them
 
 Say = Callable[[str], None]
 
@@ -43,7 +43,7 @@ class Part(Protocol):
     look_s: float | None
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        """Before any rank is started: listen, or connect to the launcher that does. May wait.
+        """Called before any rank is started: listen, or connect to the launcher that listens. It may wait.
 
         log: writes a line to the scheduler's log; tell: writes a line for the user.
         """
@@ -105,7 +105,7 @@ class _WithHub(_OneHost):
 
 
 class WholeJob(_WithHub):
-    """All ranks are on this host: nothing listens, nobody else can join."""
+    """The launcher of all ranks, on one host. Nothing listens, so no other process can join."""
 
     first = 0
     look_s: float | None = None
@@ -157,7 +157,7 @@ class Node0(_WithHub):
         self._topo_timeout_s = topo_timeout_s
         self._keys: list[socket.socket] = []  # our ends of the sockets from which the ranks read the key
         self._local: set[int] = set()  # the ranks of this host
-        self._job_began: bool | None = None  # whether a local rank called init(); known once they have ended
+        self._job_began: bool | None = None  # whether a local rank called init(); None until all of them have ended
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
         try:
@@ -188,7 +188,7 @@ class Node0(_WithHub):
         self._until = float("inf")
 
     def _others_key(self) -> bytes:
-        """The key of the job that has our address."""
+        """The key of the job that already listens at our address."""
         return security.worker_key(os.environ, *self._address, self._permit_plain)
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
@@ -201,7 +201,7 @@ class Node0(_WithHub):
         self._thread = _serve(self._hub, stack)
 
     def needed(self, well: bool) -> bool:
-        """Needed until the ranks of the other nodes have left too; after a failure, only until they can have heard."""
+        """Node 0 is needed until the ranks of the other nodes have left or, after a failure, had time to hear of it."""
         if self._job_began is None:  # look only once, because the kernel reports a reset only once
             self._job_began = any(_was_read(ours) for ours in self._keys)
         if not self._job_began:  # no local rank called init(), so there is no job to wait for
@@ -215,7 +215,7 @@ class Node0(_WithHub):
 
 
 class OtherNode(_OneHost):
-    """Connects to node 0's hub before it starts its ranks, tells it how they end, and hears when the job is over."""
+    """Connects to node 0's hub before it starts its ranks, and reports how they end. The hub tells it when to stop."""
 
     look_s: float | None = LOOK_S
 
@@ -268,7 +268,7 @@ class OtherNode(_OneHost):
             self._leave()
 
     def _explain(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """At the end: close the link, after telling node 0 the reason if this launcher failed."""
+        """Called at the end: close the link. If this launcher failed, first tell node 0 the reason."""
         if isinstance(error, Exception) and self._over is None:
             with contextlib.suppress(OSError):
                 self._tell_why(str(error))
@@ -351,16 +351,16 @@ class OtherNode(_OneHost):
         if link is None:
             return
         deadline = Deadline(_TELL_S)
-        with contextlib.suppress(Error, OSError):  # it ended before us
+        with contextlib.suppress(Error, OSError):  # node 0 has already ended
             link.sock.shutdown(socket.SHUT_WR)
             while link.receive(deadline) is not None:
                 continue
         link.close()
 
 
-_TELL_S = 2.0  # for node 0 to read our message
-_GIVE_UP_S = 5.0  # for a node that fails to reach node 0
-_HEAR_S = 7.0  # after a failure: for the ranks of other hosts to hear of it, report, and end
+_TELL_S = 2.0  # how long node 0 may take to read our message
+_GIVE_UP_S = 5.0  # how long a launcher that failed tries to reach node 0
+_HEAR_S = 7.0  # how long after a failure the ranks of other hosts may take to hear of it, report, and end
 
 
 def layout(nodes: int, each: int) -> str:

@@ -26,8 +26,8 @@ from mscomm.launching.parts import OtherNode, Part
 from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
-TERM_S = 2.0  # from SIGTERM to SIGKILL
-DRAIN_S = 1.0  # for output that is still in the pipes when all ranks have ended
+TERM_S = 2.0  # the time from SIGTERM to SIGKILL
+DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
 STALLED_S = 10.0  # at the end, we give up on a reader that takes nothing for this long
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
@@ -49,12 +49,12 @@ def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
 
 
 class Launch:
-    """One run of `command` as `size` ranks on this host. In the main thread, it handles the signals until it ends.
+    """One run of `command` as `size` ranks on this host. If it runs in the main thread, it also handles the signals.
 
     max_restarts: how often failed processes are restarted, for all ranks together. stdin_rank: the local rank that
-    inherits our stdin. outputs: makes our stdout and stderr; gets a function that wakes us. call_fds: by local rank,
-    descriptors that the ranks inherit; their numbers are appended to the commands. timeout_s: after this, the ranks are
-    ended.
+    inherits our stdin. outputs: makes our stdout and stderr, given a function that wakes the launcher. call_fds: by
+    local rank, descriptors that the ranks inherit; their numbers are appended to the commands. timeout_s: when to end
+    the ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Launch:
         self._scheduler_log: Log | None = None
         self._logs: list[Log] = []
         self._started = time.monotonic()
-        # By local rank. A process is reaped only before its successor starts or at the end: its pid must not be reused.
+        # By local rank. A process is reaped only at the end or before its successor starts, so its pid is not reused.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._worker_logs: list[Log | None] = []  # by local rank
         self._max_restarts = max_restarts
@@ -91,7 +91,7 @@ class Launch:
         self.signals: list[int] = []  # the signals that came to us and that we passed on
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
-        self._sent_s = float("inf")  # when we first sent a signal: a rank that ends later may end because of it
+        self._sent_s = float("inf")  # when we first sent a signal; a rank that ends later may end because of the signal
         self._look_s = part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -104,7 +104,7 @@ class Launch:
         try:
             return self._run()
         finally:
-            # A writing thread whose reader is stuck may still call wake(): then leave the descriptor open.
+            # A writing thread whose reader is stuck may still call wake(). Then leave the descriptor open.
             if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
                 self._streams.release()
 
@@ -114,7 +114,7 @@ class Launch:
                 self._scheduler_log = self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self._part.open(stack, self._note, self._say)  # may wait; Ctrl-C still ends the process here
+                self._part.open(stack, self._note, self._say)  # may wait; Ctrl-C then ends this process
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
@@ -140,12 +140,12 @@ class Launch:
         stack.callback(signal.set_wakeup_fd, old_fd)
         for number in (signal.SIGCHLD, *FORWARDED):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup
+                continue  # the launcher runs under nohup
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
 
     def _note(self, text: str) -> None:
-        """Any thread: write a line to the scheduler's log."""
+        """Write a line to the scheduler's log. Any thread may call this."""
         if self._scheduler_log:
             self._scheduler_log.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
@@ -249,7 +249,7 @@ class Launch:
         self._stderr.write(tracebacks)
 
     def _sleep_s(self) -> float | None:
-        """The seconds until the next step is due or the part must be looked at; None: wait for events only."""
+        """The seconds until the next step is due or the part must be looked at; None to wait only for events."""
         at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
@@ -304,12 +304,12 @@ class Launch:
         count = f"restart {len(self._restarts)} of {self._max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
-        os.killpg(process.pid, signal.SIGKILL)  # the processes that it started; do this before its pid can be reused
+        os.killpg(process.pid, signal.SIGKILL)  # kill what the rank started, while its pid cannot be reused yet
         process.wait()
         self._processes[local_rank] = self._start_rank(local_rank)
 
     def _end_soon(self) -> None:
-        """End the ranks that still run after REPORT_S."""
+        """End all ranks, but give them REPORT_S to end by themselves."""
         if not self._ending:
             self._ending = True
             until = time.monotonic() + REPORT_S
@@ -318,7 +318,7 @@ class Launch:
     def _end_late(self) -> None:
         """The timeout has passed: end all ranks."""
         now, self._until = time.monotonic(), float("inf")
-        if not self._ending:  # else the ranks are late because one of them failed
+        if not self._ending:  # otherwise the ranks are late because one of them failed
             self.late = [self._part.first + local for local in range(self._size) if local not in self._ends]
         self._ending = True
         self._steps = [(now, signal.SIGTERM), (now + TERM_S, signal.SIGKILL)]
@@ -406,7 +406,7 @@ class Launch:
         self._stderr.write(f"mscomm run: {text}\n".encode())
 
     def _order(self, end: End, named: tuple[int, ...]) -> tuple[bool, bool, float, bool]:
-        """Sorts failed ranks, the likely cause first. If several ends were seen at once, a rank that was killed comes
-        before one that exited.
+        """A sort key by which the rank that likely caused the failure comes first. If several ends were seen at once, a
+        killed rank comes before one that exited.
         """
         return end.after_s >= self._sent_s, end.rank not in named, end.after_s, end.code > 0

@@ -1,7 +1,7 @@
-"""The ranks' tracebacks on their way to the terminal: equal ones are shown once, with the numbers of all their ranks.
+"""Shows the ranks' tracebacks. If several ranks write the same one, it appears once, with the numbers of all of them.
 
 From the first line of a traceback on, a rank's stderr is held back for a moment, in which other ranks may write the
-same. Held lines are not changed: they are shown together after that moment, at the latest when the ranks have ended.
+same lines. Held lines are then shown together and unchanged, at the latest when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
 
-HOLD_S = 1.0  # while no rank has failed: a longer time would hide the output of a program that goes on
+HOLD_S = 1.0  # how long to hold lines while no rank has failed; longer would delay the output of a program that goes on
 RECENT_S = 10.0  # a rank that ends within this time after a traceback, with PYTHONS_STATUS, ended by that exception
 PYTHONS_STATUS = 1  # Python's exit status for a program that ends by an exception
-_MOST_BYTES = 256 << 10  # to hold for one rank; beyond it, everything that is held is shown
+_MOST_BYTES = 256 << 10  # if more is held for one rank, everything that is held is shown
 _FIRST_LINE = re.compile(
     rb"Traceback \(most recent call last\):|  \+ Exception Group Traceback|Exception in thread |KeyboardInterrupt\b"
     rb'|  File ".+", line \d+$'  # a script that cannot be compiled
     rb"|Exception ignored |Error in sys\.excepthook:"
 )
-_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")  # their exception did not end the program
+_NOT_THE_END = (b"Exception ignored ", b"Error in sys.excepthook:")  # the exception after these did not end the program
 _BETWEEN = re.compile(
     rb"\s*$|During handling of the above exception|The above exception was the direct cause|Original exception was:"
 )
@@ -42,7 +42,7 @@ class LastWords(NamedTuple):
 
     @property
     def interrupted_at(self) -> str:
-        """Where Ctrl-C interrupted this rank, or its call if it hit another rank first; "" if it was not Ctrl-C."""
+        """Where this rank was when Ctrl-C interrupted this or another rank; "" if that did not cause the exception."""
         if not re.match(r"KeyboardInterrupt\b|Aborted: .*(: KeyboardInterrupt\b| was interrupted in )", self.what):
             return ""
         here = re.fullmatch(r"KeyboardInterrupt \((.+)\)", self.what)
@@ -59,7 +59,7 @@ class Tracebacks:
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
         self._last: dict[int, LastWords] = {}  # by rank
         self.due = float("inf")  # when to show what is held, unless a failure is being reported
-        self._interrupted = False  # by Ctrl-C: then the tracebacks that it causes are left out
+        self._interrupted = False  # whether Ctrl-C came; the tracebacks that it causes are left out
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
         """Hold a rank's next lines; returns those to show now."""
@@ -80,13 +80,13 @@ class Tracebacks:
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """The ranks are about to get Ctrl-C. Show what is held before the first one, which Ctrl-C did not cause."""
+        """The ranks are about to get Ctrl-C. The first time, show what is held, because Ctrl-C has not caused that."""
         if not self._interrupted:
             self.show()
         self._interrupted = True
 
     def release(self, last: int | None = None) -> bytes:
-        """All held lines, which are then no longer held. Equal texts appear once; the one of rank `last` comes last."""
+        """Return all held lines, and hold them no longer. Equal texts appear once; that of rank `last` comes last."""
         by_text: dict[bytes, list[int]] = {}
         for rank, lines in self._held.items():
             words = last_words(lines, self._began_s[rank])
@@ -117,7 +117,7 @@ def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
     for line in lines:
         if _FIRST_LINE.match(line):
             inside = not line.startswith(b"KeyboardInterrupt")  # it is a single line
-        elif inside:  # up to the exception's line, the first that is not indented
+        elif inside:  # the traceback goes up to the exception's line, the first that is not indented
             inside = not line[:1].strip(b" |+")
         elif not _BETWEEN.match(line):
             kept.append(line)
@@ -150,11 +150,11 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
         line = raw.decode(errors="replace").rstrip()
         if raw.startswith(_NOT_THE_END):
             skipping = True
-        elif skipping:  # up to the exception's line
+        elif skipping:  # skip everything up to the exception's line
             skipping = line.startswith("Traceback ") or not line[:1].strip(" |+")
         elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))
-        elif line.startswith("KeyboardInterrupt"):  # alone, or after its frames
+        elif line.startswith("KeyboardInterrupt"):  # the line may be alone, or come after its frames
             what, frames = line, [] if what else frames
         elif _FIRST_LINE.match(raw):
             what, frames = "", []
