@@ -1,4 +1,4 @@
-"""Data-parallel training: every rank computes the gradients of its part of the batch, and all take the same step."""
+"""Data-parallel training: every rank computes the gradients of its part of the batch; all ranks take the same step."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "DistributedDataParallel":  # which needs PyTorch
+        if name == "DistributedDataParallel":  # imported only here, because it needs PyTorch
             return importlib.import_module("mscomm.train.ddp").DistributedDataParallel
         raise AttributeError(f"module 'mscomm.train' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""PyTorch's part of GradientReducer: hooks that tell when a gradient is ready, and gradients that are views.
+"""GradientReducer for PyTorch: hooks tell when a gradient is ready, and gradients are views of the buckets.
 
 The first gradient of a backward pass queues a callback in autograd's engine, which runs it at the end of the pass. For
-GradientReducer the callback notes the gradients' versions, so that wait() can tell whether the program changed a
-gradient too early; for DistributedDataParallel it finishes the step.
+GradientReducer, the callback notes the gradients' versions, so that wait() can tell whether the program changed a
+gradient too early. For DistributedDataParallel, it finishes the step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 
 
 class Autograd:
-    """Keeps the gradients of the parameters in the step's buffers. others: parameters whose gradients it only zeroes.
+    """Keeps the gradients of the parameters in the step's buffers.
 
-    Backward passes are reduced while `syncing` is set.
-
-    If autograd made a gradient outside its buffer, the gradient is copied into the buffer at once on the CPU. On a
-    device it stays where it is until its bucket is started, which gathers all such gradients.
+    others: parameters whose gradients are only set to zero. Backward passes are reduced while `syncing` is True. If
+    autograd made a gradient outside its buffer, the gradient is copied into the buffer at once on the CPU. On a device,
+    it stays where it is until its bucket is started. Starting a bucket collects all such gradients.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -39,25 +38,26 @@ class Autograd:
         self._parameters = parameters
         self._others = list(others)
         self._hooks: list[Any] = []
-        self._elsewhere: set[int] = set()  # gradients of this step, on a device, that do not lie in their buffers
+        self._elsewhere: set[int] = set()  # on a device: this step's gradients that lie outside their buffers
         self._stream: Any = None  # the stream of the previous gradient
         self.syncing = True  # False inside no_sync()
         self._seen: dict[int, tuple[Any, int]] = {}  # between backward() and wait(): gradients and their versions
-        self._end_of_pass: Any = lambda: None  # weak reference to the callback that the running pass has queued
+        self._end_of_pass: Any = lambda: None  # weak reference to the callback that the current pass has queued
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._within = False  # whether the step is finished inside the backward pass
         self._as_views = True  # whether gradients lie in the buffers
         self._opaque = False  # whether the last forward pass returned no tensor that a hook could watch
         self.accumulating = False  # whether the last forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # the first parameter that a later reducer took over, which ended this one
+        self._taken_over = ""  # the first parameter that a later reducer took over; this one has then ended
         mine = {id(parameter) for parameter in parameters}
-        for earlier in list(_alive):  # two reducers would write to one gradient
+        for earlier in list(_alive):  # end earlier reducers of these parameters, since two would write to one gradient
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
             if common:
                 earlier._taken_over = common[0]
                 earlier.end()
-        # The hooks hold this object weakly: they must end with the reducer, and not only with the parameters.
+        # The hooks hold only a weak reference to this object. So the hooks end with the reducer, and do not live as
+        # long as the parameters.
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, this, index))
@@ -76,7 +76,7 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
         self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
-        # Compare addresses, not tensor objects: users may exchange the memory of a tensor that they were given.
+        # Compare addresses, not tensor objects, because the program may replace the memory of a gradient.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
@@ -93,10 +93,10 @@ class Autograd:
             )
 
     def _watch_pass(self) -> None:
-        """Have ended() called at the end of the running backward pass.
+        """Make autograd call ended() at the end of the running backward pass.
 
-        Autograd's engine drops the callback together with the pass, even if the pass raises. The weak reference is dead
-        then, so a later pass knows that it has to queue a new callback.
+        The engine drops the callback together with the pass, even if the pass raises an exception. The weak reference
+        is then dead, so a later pass knows that it has to queue a new callback.
         """
         if self._end_of_pass() is None:
             callback = functools.partial(_ended, weakref.ref(self))
@@ -118,7 +118,7 @@ class Autograd:
                 self._seen[index] = weakref.ref(gradient), gradient._version
 
     def _check_unchanged(self) -> None:
-        """RuntimeError if the program changed a gradient before it was reduced."""
+        """Raise RuntimeError if the program changed a gradient before it was reduced."""
         for index, (before, version) in self._seen.items():
             gradient = self._parameters[index].grad
             if gradient is not None and (gradient is not before() or gradient._version != version):
@@ -143,12 +143,12 @@ class Autograd:
     # -- for DistributedDataParallel
 
     def finish_within(self, as_views: bool) -> None:
-        """From now on finish each step inside its backward pass, which expect() announces."""
+        """From now on, finish each step at the end of its backward pass. expect() tells which passes these are."""
         self._within, self._as_views, self.syncing = True, as_views, False
 
     def check_before_forward(self) -> None:
-        """RuntimeError if the last backward pass ended in the middle of a step."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpointed part is being recomputed
+        """Raise RuntimeError if the last backward pass ended in the middle of a step."""
+        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes a checkpointed part
             return
         self._end_of_pass = lambda: None
         if self._step.begun:
@@ -159,7 +159,7 @@ class Autograd:
             )
 
     def check_not_taken_over(self) -> None:
-        """RuntimeError if a later wrapper or reducer took over one of our parameters: we would no longer reduce it."""
+        """Raise RuntimeError if a later wrapper or reducer took over one of our parameters, which ended this object."""
         if self._taken_over:
             raise RuntimeError(
                 f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
@@ -170,8 +170,8 @@ class Autograd:
     def expect(self, output: Any) -> None:
         """Reduce the backward pass that will begin at this output of the module.
 
-        A hook on the output announces the pass before any gradient is ready. It announces the outermost pass: parts
-        under torch.utils.checkpoint(use_reentrant=True) run passes of their own inside it.
+        A hook on the output announces the pass before any gradient is ready. This is the outermost pass; inside it,
+        layers under torch.utils.checkpoint(use_reentrant=True) run backward passes of their own.
         """
         self.syncing, self.accumulating = True, False
         reached = functools.partial(_reached, weakref.ref(self))
@@ -181,7 +181,8 @@ class Autograd:
         self._opaque = not watched
 
     def expect_nothing(self) -> None:
-        """After a forward pass inside no_sync(): gradients of backward passes from its output stay on this rank."""
+        """Called after a forward pass inside no_sync(): the gradients of backward passes from its output stay on this
+        rank."""
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self) -> None:
@@ -209,7 +210,7 @@ class Autograd:
             )
 
     def warn_of_optimizers(self, given: list[Any]) -> None:
-        """After an uneven join(): warn of optimizers whose state is up to date only on the ranks that left last."""
+        """After an uneven join(), warn of optimizers whose state is up to date only on the ranks that left last."""
         for optimizer, (_, ours) in self._optimizers.items():
             if not ours or any(one is optimizer for one in given) or self._told_of_state:
                 continue
@@ -224,7 +225,8 @@ class Autograd:
     # -- gradients
 
     def _put(self, index: int) -> None:
-        """Take this gradient, if there is one; bring it into its buffer if autograd made a new tensor for it."""
+        """Note that this gradient is ready, if there is one. Bring it into its buffer if autograd made a new tensor for
+        it."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:  # an earlier hook removed it
@@ -256,7 +258,8 @@ class Autograd:
     def _follow(self, on_it: torch.Tensor) -> None:
         """Make the current stream wait for the previous gradient's stream.
 
-        A bucket starts on the stream that is current then, which must come after the streams of all its gradients.
+        A bucket is started on the stream that is then current. The start must wait for the streams of all its
+        gradients.
         """
         if not on_it.is_cuda:
             return
@@ -266,7 +269,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """These gradients lie in their buffers now: release the tensors that autograd made."""
+        """These gradients now lie in their buffers, so release the tensors that autograd made."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -276,14 +279,15 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """After the backward pass, put the gradients that only earlier passes made; return what this rank lacks."""
+        """After the backward pass, bring in the gradients that only earlier passes made. Returns those that this rank
+        lacks."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
         return self._step.missing()
 
     def _hand_out(self, missing: list[int]) -> None:
-        """After the step: set the gradients that only other ranks had, and those of the last buckets."""
+        """After the step, give all gradients to the program, also those that only other ranks had."""
         here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
@@ -301,14 +305,14 @@ class Autograd:
         """
         for index in [*here, *new]:
             parameter = self._parameters[index]
-            if parameter.grad is None or parameter.grad.requires_grad:  # create_graph: the graph may need it
+            if parameter.grad is None or parameter.grad.requires_grad:  # create_graph=True: the graph may need it
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         if here or new:
             into = [self._parameters[index].grad for index in [*here, *new]]
             torch._foreach_copy_(into, [self._views[index] for index in [*here, *new]])
 
     def move(self) -> None:
-        """The buffers are new: point the gradients at them."""
+        """Point the gradients at the new buffers."""
         self._look_at_buffers()
         for view, parameter in zip(self._views, self._parameters, strict=True):
             if parameter.grad is not None and self._as_views:
@@ -325,7 +329,7 @@ class Autograd:
 
 
 def tensors_in(x: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output: in lists, tuples, dicts and dataclasses."""
+    """The tensors in a module's output, also inside lists, tuples, dicts and dataclasses."""
     if isinstance(x, torch.Tensor):
         return [x]
     if isinstance(x, Mapping):
@@ -336,11 +340,11 @@ def tensors_in(x: Any) -> list[torch.Tensor]:
 
 
 def loader(optimizer: Any) -> Callable[[Any], None]:
-    """The optimizer's load_state_dict, for a state of NumPy arrays or CPU tensors."""
+    """The optimizer's load_state_dict, for a state whose arrays are NumPy's or CPU tensors."""
 
     def load(state: Any) -> None:
         loaded = with_arrays(state, arrays.over)
-        # PyTorch puts moments on the device of their parameter, but leaves a learning rate where it is.
+        # PyTorch moves moments to the device of their parameter, but does not move a learning rate that is a tensor.
         for mine, theirs in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
             for name, x in theirs.items():
                 if isinstance(x, torch.Tensor) and isinstance(mine.get(name), torch.Tensor):

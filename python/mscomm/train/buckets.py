@@ -1,10 +1,10 @@
-"""Fusion buckets: gradients of one dtype side by side, reduced by one call. This file has their layout and the buckets
-of the CPU, in memory that the ranks share; device_buckets.py has the buckets of devices.
+"""Fusion buckets: gradients of one dtype that lie side by side and are reduced by one call.
 
-A bucket has one mark per gradient: 1 if this rank has the gradient. The marks are summed together with the gradients,
-so every rank learns which gradients no rank has. On the CPU the marks lie behind the gradients, in the same dtype, and
-a carried number (see Step.carry) lies behind the marks. On a device they could not be read without waiting for the
-device, so Step sends them in a call of their own.
+This file has the layout of buckets, and the buckets of the CPU, in memory that the ranks share; device_buckets.py has
+those of devices. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed
+together with the gradients, so every rank learns which gradients no rank has. On the CPU, the marks lie behind the
+gradients, in the same dtype, and a carried number (see Step.carry) lies behind the marks. On a device, the marks could
+not be read without waiting for the device, so Step sends them in a separate call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
 
 def largest(dtype: np.dtype[Any], ranks: int) -> float:
-    """The largest value that each rank may give: the sum over the ranks then fits into dtype, however it rounds."""
+    """The largest value that each rank may send, so that the sum over the ranks fits into dtype despite rounding."""
     limit = LARGEST[dtype.name] / ranks
     given = np.array(limit, dtype)
     return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is in a bucket: the gradients, then one mark for each, then the number that is carried."""
+    """What is in a bucket: the gradients, then one mark for each, then the carried number."""
 
     dtype: np.dtype[Any]
     places: tuple[Span, ...]
@@ -57,13 +57,13 @@ class Layout(NamedTuple):
 def layouts(
     kinds: Sequence[tuple[np.dtype[Any], int]], order: Sequence[int], bucket_bytes: int, first_bytes: int = FIRST_BYTES
 ) -> list[Layout]:
-    """Distribute gradients, each a dtype and a number of elements, over buckets; order: how they become ready.
+    """Distribute gradients over buckets. kinds: the dtype and the size of each; order: in which they become ready.
 
-    A pure function of values that are equal on all ranks. A bucket is full at bucket_bytes, the first of each dtype at
-    first_bytes; a larger gradient gets a bucket of its own. The buckets are returned in the order in which they become
-    full.
+    The result depends only on values that are equal on all ranks. A bucket is full at bucket_bytes, the first one of
+    each dtype at first_bytes. A larger gradient gets a bucket of its own. The buckets are returned in the order in
+    which they become full.
     """
-    made: list[tuple[int, list[int]]] = []  # (turn at which the last gradient is ready, gradients)
+    made: list[tuple[int, list[int]]] = []  # of each bucket: the turn that completes it, its gradients
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):
@@ -92,7 +92,7 @@ def _layout(content: list[int], kinds: Sequence[tuple[np.dtype[Any], int]]) -> L
 
 
 def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
-    """The dtype that gradients of this dtype have on the wire."""
+    """The dtype in which gradients of this dtype are sent."""
     if compression is None or dtype.itemsize <= 2 or dtype.kind != "f":
         return dtype
     return dtype_of(DTYPES.index(COMPRESSIONS[compression]))
@@ -102,9 +102,9 @@ class Bucket(ABC):
     """A bucket's memory, and its state in the current step."""
 
     marks_go_along = False
-    """Whether the marks are reduced with the gradients. If not, Step sends them in a call of their own."""
+    """Whether the marks are reduced with the gradients. If not, Step sends them in a separate call."""
     carries = False
-    """Whether a number can go along, `carried`, in a dtype that holds a loss well enough."""
+    """Whether a number, `carried`, can be sent with the gradients: their dtype must be precise enough for a loss."""
     carried = 0.0
 
     def __init__(self, layout: Layout) -> None:
@@ -116,7 +116,7 @@ class Bucket(ABC):
     @property
     @abstractmethod
     def marks(self) -> np.ndarray[Any, Any]:
-        """After the step: nonzero for each gradient that some rank had."""
+        """One number per gradient. After the step it is nonzero if some rank had the gradient."""
 
     @property
     @abstractmethod
@@ -125,7 +125,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        """That gradient's part of the memory, one-dimensional."""
+        """The part of the memory that holds one gradient, one-dimensional. turn: the gradient's place in the layout."""
 
     @property
     @abstractmethod
@@ -134,11 +134,12 @@ class Bucket(ABC):
 
     @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
-        """That gradient as an array: NumPy's on the CPU, the array library's on a device."""
+        """One gradient as an array: of NumPy on the CPU, of the array library on a device."""
 
     @abstractmethod
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
-        """Take this step's gradient from source, in C order. A device reads source only when the bucket is started."""
+        """Take this step's gradient from source, which is in C order. A device reads source only when the bucket
+        starts."""
 
     @abstractmethod
     def take(self, turn: int, other: Any, its_turn: int) -> None:
@@ -150,7 +151,8 @@ class Bucket(ABC):
 
     @abstractmethod
     def start(self, async_op: bool) -> None:
-        """Begin to reduce the bucket in place, with zeros for missing gradients; done on return without async_op."""
+        """Begin to reduce the bucket in place, with zeros for missing gradients. Without async_op, the call ends
+        first."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -162,14 +164,14 @@ class Bucket(ABC):
 
     @abstractmethod
     def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
-        """A copy of that gradient's compression residual; None without compression."""
+        """A copy of one gradient's compression residual; None without compression."""
 
     @abstractmethod
     def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
-        """Set that gradient's compression residual."""
+        """Set one gradient's compression residual."""
 
     def forget(self) -> None:
-        """The step is over: no gradient is ready any more."""
+        """Begin a new step, in which no gradient is ready yet."""
         self.there[:] = bytes(len(self.there))
         self.missing = len(self.there)
 
@@ -253,13 +255,13 @@ class HostBucket(Bucket):
             self._residual[self.layout.places[turn].span] = residual.reshape(-1)
 
     def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
-        """Round the gradients to the dtype on the wire, and carry the error into the next step.
+        """Round the gradients to the dtype in which they are sent, and carry the error into the next step.
 
-        This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). The error includes what lies
-        beyond the narrow dtype's range. Infinities and NaN are sent as they are, for programs that look for them; then
-        the bucket's gradients (on a device: that element) carry no error. The residual of a gradient that this rank
-        does not have is kept until it has one: if no rank has it, the result is not used and a residual that was sent
-        would be lost.
+        This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). The error includes what
+        exceeds the range of the narrow dtype. Infinities and NaN are sent as they are, for programs that look for them;
+        the gradients of the bucket then carry no error (on a device, only that element carries none). If this rank does
+        not have a gradient, its residual waits until the rank has one. If it were sent and no rank had the gradient,
+        the result would not be used, and the residual would be lost.
         """
         end = self.layout.marks
         gradients, wire = self._memory[:end], self._wire[:end]
@@ -277,4 +279,4 @@ class HostBucket(Bucket):
                 residual[:] = 0
         for place, owed in zip(absent, waiting, strict=True):
             residual[place.span] = owed
-        self._wire[end:] = self._memory[end:]  # marks are 0 or 1
+        self._wire[end:] = self._memory[end:]  # the marks, 0 or 1, fit into any dtype

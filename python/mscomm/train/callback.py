@@ -1,4 +1,4 @@
-"""MindSpore's path to the callbacks.
+"""The callbacks under MindSpore's import path.
 
 from mscomm.train.callback import CheckpointConfig, ModelCheckpoint, LossMonitor
 """

@@ -1,9 +1,9 @@
-"""ModelCheckpoint: a training's state in files, from which Model.resume continues with the same bits.
+"""ModelCheckpoint: saves a training's state in files, from which Model.resume continues with the same bits.
 
-A rank's file also holds what only that rank knows: its random states, its position in its data, its compression
-residual. So each rank writes into a directory of its own. In data parallel training a rank that has reduced the
-gradients of step k + 1 knows that all ranks have ended step k and written its checkpoint. Only then does it delete the
-files that this checkpoint replaces, so the newest checkpoint that every rank has is always there.
+A rank's file also holds what only that rank knows: its random states, its position in its data, and its compression
+residual. So each rank writes into a directory of its own. In data parallel training, a rank that has reduced the
+gradients of step k + 1 knows that all ranks have ended step k and written their checkpoints of it. Only then does the
+rank delete the files that this checkpoint replaces. So there is always a newest checkpoint that every rank has.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mscomm.train.hooks import Callback, RunContext
 
 
 class CheckpointConfig:
-    """When ModelCheckpoint writes, and which files it keeps; MindSpore's names and defaults.
+    """Says when ModelCheckpoint writes and which files it keeps. Names and defaults are MindSpore's.
 
-    save_checkpoint_steps: write every so many steps; 0 or None: save_checkpoint_seconds decides, by the first rank's
-    clock. keep_checkpoint_max: keep so many files and delete the oldest; 0 or None: keep_checkpoint_per_n_minutes
-    decides: keep one file per so many minutes, and the newest. integrated_save, async_save: no effect, and a warning if
-    they ask for something else: a file always holds whole weights, and is complete when the step ends. crc_check: no
-    effect; files always have a checksum.
+    save_checkpoint_steps: the number of steps from one file to the next; if it is 0 or None, save_checkpoint_seconds is
+    the time between two files, by the first rank's clock. keep_checkpoint_max: how many files to keep; the oldest are
+    deleted. If it is 0 or None, one file per keep_checkpoint_per_n_minutes is kept, and the newest. integrated_save,
+    async_save: have no effect, and values other than the defaults print a warning, because a file always holds whole
+    weights and is complete when the step ends. crc_check: has no effect, because files always have a checksum.
 
-    TypeError for a value that is not a number, ValueError for one below 0 and if all four are 0 or None,
+    TypeError for a value that is not a number. ValueError for a value below 0, or if all four are 0 or None.
     NotImplementedError for MindSpore's other options.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_max=5)
@@ -77,19 +77,19 @@ class CheckpointConfig:
 class ModelCheckpoint(Callback):
     """Writes `<prefix>-<epoch>_<step>.safetensors` into this rank's own directory, as config says and at the end.
 
-    prefix: the beginning of the files' names. If the directory has files with that prefix already, it becomes
-    `<prefix>_1` and so on, but after Model.resume(directory) the series continues. directory: None for the working
-    directory; it is made if it does not exist. If two ranks of one host name the same directory, all ranks raise an
-    error before training begins. config: a CheckpointConfig.
+    prefix: the beginning of the files' names. If the directory already has files with that prefix, `<prefix>_1` and so
+    on is used; after Model.resume(directory), the series continues. directory: it is made if it does not exist; None
+    means the working directory. If two ranks of one host name the same directory, all ranks raise an error before
+    training begins. config: a CheckpointConfig.
 
-    A file gets its name when all of it is on the disk. It holds the weights under their own names, which any reader of
-    safetensors files can read; and epoch, step, the optimizer's state, random states, the dataset's position and the
-    compression residual, as text and arrays. Nothing in it can be executed. A CRC-32 checksum of all of it reveals
-    damage when the file is read. There is one file more than keep_checkpoint_max until every rank is known to have the
-    newest.
+    A file gets its name when all of it is on the disk. It holds the weights under their own names, so any reader of
+    safetensors files can read them. It also holds, as text and arrays, the epoch, the step, the optimizer's state,
+    random states, the dataset's position and the compression residual. Nothing in a file can be executed. A CRC-32
+    checksum of all of it reveals damage when the file is read. Until every rank is known to have the newest file, there
+    is one file more than keep_checkpoint_max.
 
-    TypeError for a prefix or config of another type, ValueError for a prefix with a slash; OSError if a file cannot be
-    written: earlier files are untouched.
+    TypeError for a prefix or config of another type, ValueError for a prefix with a slash. OSError if a file cannot be
+    written; earlier files are then unchanged.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100)
     >>> directory = f"checkpoints/{mscomm.get_rank()}"
@@ -111,17 +111,17 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        # The files of this series and when they were written, in the order in which they are deleted.
+        # The files of this series, with the times when they were written, in the order in which they are deleted.
         self._kept: list[tuple[Path, float]] = []
-        self._has_saved = False  # in this training
+        self._has_saved = False  # whether this training has saved a file
         self._is_due_at_epoch_end = False
         self._saved_step = 0
-        self._saved_at = 0.0  # on the monotonic clock
-        self._minute_mark = 0.0  # when the newest file that was kept for its minutes was written
+        self._saved_at = 0.0  # when the newest file was saved, on the monotonic clock
+        self._minute_mark = 0.0  # when the newest file that keep_checkpoint_per_n_minutes keeps was written
 
     @property
     def latest_ckpt_file_name(self) -> str:
-        """The newest file's path; "" before the first."""
+        """The newest file's path; "" before the first file."""
         return str(self._kept[-1][0]) if self._kept else ""
 
     def writes_to(self) -> list[str]:
@@ -131,14 +131,14 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f".*{serialization.SUFFIX}.*{tensorfile.PARTIAL}"):
-            left.unlink()  # left by a process that was killed
+            left.unlink()  # a process that was killed has left it
         there = serialization.named_like_one(self._directory)
         self._kept = []
         resumed = now.resumed_from
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # Later files are damaged, or not on every rank, and training repeats their steps: delete them first.
+            # Later files are damaged or not on every rank, and training repeats their steps. So they are deleted first.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
@@ -152,8 +152,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # Resuming from the last step of an epoch begins with the next epoch. So save such a step only after epoch_end
-        # of the other callbacks.
+        # A training that resumes from the last step of an epoch begins with the next epoch. So this step is saved only
+        # after epoch_end of the other callbacks.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)
@@ -174,7 +174,7 @@ class ModelCheckpoint(Callback):
         if not self._config.save_checkpoint_seconds:
             return False
         due = np.array([time.monotonic() - self._saved_at >= self._config.save_checkpoint_seconds])
-        if now.all_ranks_save:  # the ranks' clocks differ, but all must save at the same step for a resume
+        if now.all_ranks_save:  # the ranks' clocks differ, but all ranks must save at the same step
             collectives.broadcast_(due, group=now.group)
         return bool(due[0])
 
@@ -190,7 +190,7 @@ class ModelCheckpoint(Callback):
         self._saved_step, self._saved_at = now.cur_step_num, time.monotonic()
 
     def _delete_surplus(self) -> None:
-        """Delete the files that config does not keep. Every rank must have the newest file.
+        """Delete the files that config does not keep. Call it only when every rank has the newest file.
 
         Nothing is deleted before this training has saved a file.
         """

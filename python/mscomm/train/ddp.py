@@ -1,4 +1,4 @@
-"""DistributedDataParallel: PyTorch's wrapper of that name, over GradientReducer."""
+"""DistributedDataParallel: a wrapper like PyTorch's of the same name, which uses GradientReducer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PREFIX = "module."
 
 
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
-    """A module that all ranks train as one: when backward() returns, gradients are the mean over the ranks.
+    """A module that all ranks train as one: when backward() returns, its gradients are the mean over the ranks.
 
-    Names and rules are those of torch.nn.parallel.DistributedDataParallel, so a script changes in two lines: the one
-    that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after backward(),
-    as they do there. If the reduction fails, backward() raises the error.
+    Names and rules are those of torch.nn.parallel.DistributedDataParallel. So only two lines of a script change: the
+    one that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after
+    backward(), as with PyTorch's wrapper. If the reduction fails, backward() raises the error.
 
     >>> mscomm.init()
     >>> model = mscomm.DistributedDataParallel(module)
@@ -34,27 +34,28 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     ...     optimizer.step()
 
-    device_ids: None, or a list with the one GPU that the module is on: then the forward pass moves its arguments there.
-    output_device: None, or that GPU. broadcast_buffers: all ranks take rank 0's buffers (BatchNorm's running means) now
-    and before the first forward pass of each step. forward_sync_buffers: overrides it for forward passes; buffers are
-    still sent now. init_sync: all ranks take rank 0's parameters and buffers now; False: the ranks only compare their
-    parameters, and all raise ValueError if they differ. process_group: None for all ranks, or a Group of mscomm or its
-    name. bucket_cap_mb: MiB in a bucket (default 4). gradient_as_bucket_view: gradients lie in the buckets, which saves
-    two copies; then the next step overwrites a gradient tensor that the program has kept. find_unused_parameters: no
-    effect; a parameter that takes no part in a step is never an error, and one that took part on some ranks gets the
-    mean, with the other ranks counted as zeros. static_graph: no effect, and a warning. compression: as
-    GradientReducer's.
+    device_ids: None, or a list with the one GPU that the module is on; the forward pass then moves its arguments there.
+    output_device: None, or that GPU. broadcast_buffers: all ranks take rank 0's buffers (such as BatchNorm's running
+    means) when the module is wrapped and before the first forward pass of each step. forward_sync_buffers: if given, it
+    decides about the forward passes instead, and the buffers are still sent when the module is wrapped. init_sync: True
+    gives all ranks rank 0's parameters when the module is wrapped. With False, nothing is sent then. The ranks only
+    compare their parameters; if they differ, all raise ValueError. process_group: a Group of mscomm or its name; None
+    means all ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view: True leaves the
+    gradients in the buckets. This saves two copies, but the next step overwrites gradient tensors that the program has
+    kept. find_unused_parameters: has no effect, since a parameter that takes no part in a step is never an error. If it
+    took part on some ranks, all ranks get the mean, and the other ranks count as zeros. static_graph: has no effect,
+    and prints a warning. compression: as in GradientReducer.
 
     A backward pass is reduced if it begins at an output of a forward pass that ran outside no_sync(). If a step has
-    several such passes, each is reduced. A forward pass under torch.no_grad() changes nothing; to evaluate on one rank
-    alone, call `.module`. Layers under torch.utils.checkpoint work; if two of them share parameters, they need
-    use_reentrant=False.
+    several such passes, each is reduced. A forward pass under torch.no_grad() does not affect this, but it may exchange
+    buffers; to evaluate on one rank alone, call `.module`. Layers under torch.utils.checkpoint work; if two of them
+    share parameters, they need use_reentrant=False.
 
-    The wrapper reduces the parameters that the module has when it is made. The forward pass raises RuntimeError if a
-    parameter that was frozen then needs a gradient now, if one was added or replaced, or if a wrapper or reducer that
-    was made later reduces one of them. Each rank keeps parameters and buffers named in
-    module._ddp_params_and_buffers_to_ignore for itself. ValueError for a module with SyncBatchNorm if
-    torch.distributed, which it needs, is not initialized. Other errors as GradientReducer's.
+    The wrapper reduces the parameters that the module has when it is wrapped. The forward pass raises RuntimeError if a
+    parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced, or if a wrapper
+    or reducer that was made later has taken over a parameter. Each rank keeps the parameters and buffers that are named
+    in module._ddp_params_and_buffers_to_ignore for itself. A module with SyncBatchNorm, which needs torch.distributed,
+    raises ValueError if torch.distributed is not initialized. Other errors are those of GradientReducer.
     """
 
     def __init__(
@@ -104,12 +105,12 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._places = _places(module)
         self._syncing = True  # False inside no_sync()
         self._buffers_due = True
-        self._refuses_uneven = False  # inside join(throw_on_early_termination=True)
+        self._refuses_uneven = False  # True inside join(throw_on_early_termination=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward pass."""
+        """Run the module's forward pass."""
         self._autograd.check_before_forward()
-        again = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in a backward pass
+        again = torch._C._current_graph_task_id() != -1  # a backward pass recomputes a checkpointed part
         if torch.is_grad_enabled() and self._syncing:
             self._autograd.check_not_taken_over()
             self._check_parameters()
@@ -129,7 +130,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes inside are not reduced: their gradients add up on this rank, until a later pass reduces them.
+        """A context in which forward passes are not reduced: their gradients add up on this rank until a later pass.
 
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
@@ -150,16 +151,17 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         *,
         sync: Iterable[Any] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """For loops that have fewer steps on some ranks: a rank that has left sends zeros until all have left.
+        """A context for loops with fewer steps on some ranks: a rank that has left sends zeros until all have left.
 
-        At the end all ranks take the parameters and, with broadcast_buffers, the buffers of the highest of the ranks
-        that left last. sync: what else they take from it: [optimizer, scheduler]. Otherwise a rank that left early
-        keeps its older state. divide_by_initial_world_size: the mean is over all ranks; False: over the ranks that
-        still have batches. enable=False: join() does nothing. throw_on_early_termination: instead, all ranks raise
-        RuntimeError as soon as one rank has no batches left.
+        At the end, all ranks take the parameters of the highest of the ranks that left last and, with
+        broadcast_buffers, its buffers. sync: other objects whose state they take from it, such as [optimizer,
+        scheduler]; without sync, a rank that left early keeps its older state. divide_by_initial_world_size: True takes
+        the mean over all ranks, False over the ranks that still have batches. enable: with False, join() does nothing.
+        throw_on_early_termination: with True, all ranks raise RuntimeError as soon as one rank has no batches left.
 
-        The loop must make no other calls on the group. Inside, the buffers before a forward pass are those of the
-        highest rank that still has batches. If a loop raises an exception, the other ranks raise Aborted.
+        The loop must make no other calls on the group. Inside join(), the buffers before a forward pass are those of
+        the highest rank that still has batches. If the loop of a rank raises an exception, the other ranks raise
+        Aborted.
 
         >>> with model.join(sync=[optimizer]):
         ...     for images, labels in batches:
@@ -193,10 +195,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                 yield
         finally:
             self._refuses_uneven = False
-            self._buffers_due = True  # also on ranks that left early: all make the same calls from here on
+            self._buffers_due = True  # on all ranks, so that all make the same calls from now on
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Like torch.nn.Module's load_state_dict. Names in the state may begin with the prefix "module.", or not.
+        """Like torch.nn.Module's load_state_dict. The names in the state may begin with "module.", but need not.
 
         ValueError for assign=True, which would replace the parameters.
         """
@@ -237,10 +239,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                     f"DistributedDataParallel: {name} was added or replaced after the module was wrapped; change the"
                     " module first, and then wrap it on every rank"
                 )
-        self._places = _places(self.module)  # for example, a layer has another name
+        self._places = _places(self.module)  # for example, a layer was renamed
 
     def _before_forward(self) -> None:
-        """What the ranks do together before a forward pass."""
+        """Let the ranks exchange buffers, if it is time for that, before a forward pass."""
         if self._group.size == 1:
             return
         due = self._buffers_due and self.broadcast_buffers and bool(self._shared_buffers())
@@ -268,13 +270,13 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             collectives.broadcast(together, root, out=together, group=self._group)
             if root != self._group.rank:
                 for buffer, part in zip(buffers, together.split([one.numel() for one in buffers]), strict=True):
-                    # Through .data, which autograd does not track: a second forward pass must not break the backward
-                    # pass of the first.
+                    # Write through .data, which autograd does not track. Otherwise a second forward pass would break
+                    # the backward pass of the first.
                     buffer.data.copy_(part.view(buffer.shape))
 
 
 def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
-    """The device to which the forward pass moves its arguments; ValueError for a device that the module is not on."""
+    """The device to which the forward pass moves its arguments. ValueError for a device that the module is not on."""
     devices = sorted({str(p.device) for p in module.parameters()})
     given = [] if device_ids is None else list(device_ids)
     for argument, ones in (("device_ids", given), ("output_device", [] if output_device is None else [output_device])):
@@ -289,7 +291,7 @@ def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> tor
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """x with its tensors, also in lists, tuples and dicts, moved to that device."""
+    """x with all its tensors on that device, also those in lists, tuples and dicts."""
     if isinstance(x, torch.Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, dict):
@@ -300,7 +302,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _check_layers(module: torch.nn.Module) -> None:
-    """ValueError for layers that cannot be trained here, before anything is sent."""
+    """Raise ValueError for layers that this wrapper cannot train. It is called before anything is sent."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
@@ -318,7 +320,8 @@ def _check_layers(module: torch.nn.Module) -> None:
 
 
 def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where the module holds its parameters, and the layers that have some: the dict, the key, and the value."""
+    """The dict entries of the module in which parameters, and layers with parameters, are: (the dict, the key, the
+    value)."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for layer in module.modules():
         places += [(layer._parameters, last, p) for last, p in layer._parameters.items() if p is not None]

@@ -1,8 +1,8 @@
 """Fusion buckets in a device's memory, as arrays of the array library.
 
-Gradients that lie outside their bucket are brought in by one launch of the kernels of csrc/cuda, which scale, cast and
-apply error feedback on the way. Without kernels, copies gather the gradients, and the array library does the
-computations. Everything is enqueued on the library's current stream; nothing waits for the device.
+One launch of a kernel of csrc/cuda copies the gradients that lie outside their bucket into it, casts them and applies
+error feedback. Without kernels, the gradients are copied, and the array library does the computations. Everything is
+enqueued on the library's current stream; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mscomm.train.buckets import Bucket, Layout, largest, wired
 
 
 def has_kernel(group: Group, dtype: np.dtype[Any], on_wire: np.dtype[Any]) -> bool:
-    """Whether a kernel converts gradients of dtype to the dtype on the wire, and back."""
+    """Whether a kernel converts gradients of dtype to the dtype in which they are sent, and back."""
     return group.core.packs(dtype_code(dtype), dtype_code(on_wire))
 
 
 def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: Any) -> str:
-    """Why gradients of that dtype, in arrays like model, cannot be reduced here; "" if they can."""
+    """Why gradients of this dtype, in arrays like model, cannot be reduced here; "" if they can."""
     arrays = library(model, "parameters", "GradientReducer")
     if not hasattr(arrays, "namespace"):
         return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
@@ -42,18 +42,18 @@ def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: 
 
 
 class DeviceBucket(Bucket):
-    """A bucket that is an array of model's library on the device. Made only if why_not() returns ""."""
+    """A bucket that is an array of model's library on the device. Make one only if why_not() returns ""."""
 
     def __init__(self, layout: Layout, op: str, compression: str | None, group: Group, model: Any) -> None:
         super().__init__(layout)
         self._group = group
         self._arrays = library(model, "parameters", "GradientReducer")
         self._marks = np.zeros(len(layout.places))
-        self._streams: set[int] = set()  # on which the memory has been used
+        self._streams: set[int] = set()  # the streams on which the memory has been used
         self._made: list[Any] = []
         self._array, self._memory = self._new(model, layout.marks)
         self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
-        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: in its place in the bucket
+        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: it lies in the bucket
         self._wire_array, self._wire, self._limit = self._array, self._memory, np.inf
         self._residual_array: Any = None
         self._residual: OnDevice | None = None
@@ -67,9 +67,9 @@ class DeviceBucket(Bucket):
             if not self._has_kernel:
                 self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
             self._limit = largest(on_wire, group.size)
-        # Make the mean from the sum if the dtype on the wire is narrow, or the library has no mean. NCCL's mean
-        # multiplies by 1 / n in the dtype on the wire (hostToDevRedOp in its enqueue.cc), and in bfloat16 1 / n is off
-        # by up to a 512th.
+        # Compute the mean from the sum if the dtype that is sent is narrow, or if the vendor's library has no mean. For
+        # a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in its enqueue.cc), and in bfloat16
+        # 1 / n is wrong by up to a 512th.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), _core.ops.index("avg")))
         self._op = "sum" if sums else "avg"
@@ -84,8 +84,8 @@ class DeviceBucket(Bucket):
         return self._made[-1], memory
 
     def _stream(self) -> int:
-        """The current stream. If it is new to the memory, the array library is told, which may have made the memory on
-        another stream."""
+        """The current stream. On a stream's first use the array library is told, because it may have made the memory on
+        another one."""
         stream = self._memory.current()
         if stream not in self._streams:
             self._streams.add(stream)
@@ -147,7 +147,7 @@ class DeviceBucket(Bucket):
         self._work = started if async_op else None
 
     def _pack(self, bucket: OnDevice, stream: int) -> None:
-        """Bring the gradients into the bucket, with zeros for those that this rank does not have."""
+        """Copy the gradients into the bucket, with zeros for those that this rank does not have."""
         if not any(self.there):
             self._group.core.clear(bucket, stream)
             return
@@ -197,7 +197,7 @@ class DeviceBucket(Bucket):
         self._array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """See HostBucket._narrow. The results have the same bits as those of the kernels."""
+        """As HostBucket._narrow, by the array library. The results have the same bits as those of the kernels."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

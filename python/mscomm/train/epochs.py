@@ -1,9 +1,10 @@
-"""Tells the epoch's number, from 0, to everything that draws its order from it. It calls set_epoch() of the dataset or
-of the samplers of a PyTorch DataLoader, the method that torch.utils.data.DistributedSampler has.
+"""Tells the number of the epoch to datasets and samplers that draw the order of their data from it.
 
-Without these calls such a sampler gives every epoch the same order. A script may call set_epoch() itself, before
-train() or in a callback: that number takes effect, and later epochs count on from it. A second train() counts on, too.
-Datasets that know their place (state_dict, load_state_dict), such as mscomm's, count their passes themselves.
+Before each epoch, Epochs calls set_epoch() of the dataset or of the samplers of a PyTorch DataLoader, a method as
+torch.utils.data.DistributedSampler has it. Numbers begin at 0. Without these calls, such a sampler gives every epoch
+the same order. A script may call set_epoch() itself, before train() or in a callback. That number takes effect, and
+later epochs count on from it. A second train() counts on, too. Datasets that know their place (state_dict,
+load_state_dict), such as mscomm's, count their passes themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import weakref
 from typing import Any
 
 _PLACES = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
-_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the number told last, by any training
+_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the number that each object was given last
 
 
 def knows_its_place(dataset: Any) -> bool:
@@ -21,11 +22,11 @@ def knows_its_place(dataset: Any) -> bool:
 
 
 class Epochs:
-    """The objects that draw their order from the epoch, in one training."""
+    """The objects of one training that draw their order from the epoch."""
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
-        """initial_epoch: train()'s, or 0. resumed: what numbers() gave, if training resumes from a checkpoint in the
-        epoch `first`; checkpoints of earlier versions have no numbers."""
+        """initial_epoch: the argument of train(). first: the epoch in which training begins. resumed: what numbers()
+        returned for the checkpoint from which training resumes; empty for checkpoints of earlier versions."""
         self._found: dict[str, Any] = {}
         self._next: dict[str, int] = {}  # numbers that do not follow from the previous epoch
         self._told: dict[str, int] = {}
@@ -46,16 +47,17 @@ class Epochs:
                 dataset.set_epoch(initial_epoch)
 
     def begin(self) -> None:
-        """Call it before each epoch, and before the callbacks hear of the epoch."""
+        """Give the objects the number of the epoch. Call it before each epoch, and before the callbacks'
+        epoch_begin."""
         for place, one in self._found.items():
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
             self._told[place] = number
-            with contextlib.suppress(TypeError):  # the object cannot be a key
+            with contextlib.suppress(TypeError):  # not every object can be a weak key
                 _last[one] = number
 
     def numbers(self, ended: bool) -> dict[str, int]:
-        """For a checkpoint: the number of the current epoch, or of the next one if the current one has ended."""
+        """The numbers for a checkpoint: of the current epoch, or of the next one if the current one has ended."""
         return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
 
     def _after(self, place: str) -> int:
@@ -65,7 +67,7 @@ class Epochs:
             with contextlib.suppress(TypeError):
                 last = _last.get(self._found[place], -1)
         there = self._there(place, last)
-        return last + 1 if there == last else there  # the script has set another number
+        return last + 1 if there == last else there  # if they differ, the script has set a number
 
     def _there(self, place: str, otherwise: int) -> int:
         """The number that the object has now, if it can be read."""

@@ -1,4 +1,4 @@
-"""Callbacks: what Model.train calls at each step, in MindSpore's words."""
+"""Callbacks, which Model.train calls at each step. The names are MindSpore's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RunContext:
-    """What a callback is given: where the training is, and a way to end it."""
+    """The argument of callbacks: it says where the training is, and can end the training."""
 
     def __init__(self, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
@@ -16,24 +16,25 @@ class RunContext:
     def original_args(self) -> SimpleNamespace:
         """The training's values, as attributes.
 
-        * cur_epoch_num, cur_step_num: from 1; the step counts over all epochs. epoch_num: the last epoch. batch_num:
-          steps in an epoch.
-        * net_outputs: the step's loss, a NumPy scalar of the loss's dtype; in data parallel training the mean over the
-          ranks, the same bits on all. local_loss: this rank's own.
-        * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode, as given.
+        * cur_epoch_num, cur_step_num: the current epoch and step, counted from 1; steps are counted over all epochs.
+          epoch_num: the last epoch. batch_num: the number of steps in an epoch.
+        * net_outputs: the step's loss, a NumPy scalar of the loss's dtype. In data parallel training it is the mean
+          over the ranks, with the same bits on all. local_loss: this rank's own loss.
+        * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode: as the program
+          gave them.
         * train_dataset_element: the batch, as a tuple.
-        * group: the ranks that train together, None if this one is alone; device_number: how many there are; rank: this
-          one's rank among them, or in the job.
-        * communication_s: seconds that this rank has waited for communication, since the training began.
-        * training_state: a function that gives what ModelCheckpoint writes: (weights, state).
+        * group: the ranks that train together, None if this rank trains alone. device_number: how many ranks these are.
+          rank: this rank's number in the group, or in the job if it trains alone.
+        * communication_s: the seconds that this rank has waited for communication since the training began.
+        * training_state: a function that returns what ModelCheckpoint writes: (weights, state).
         """
         return self._arguments
 
     def request_stop(self) -> None:
         """End the training after this step.
 
-        In data parallel training every rank must call it at the same step. Decide by net_outputs, which all ranks
-        share.
+        In data parallel training, every rank must call it at the same step. So decide by net_outputs, which is the same
+        on all ranks.
         """
         self._stop = True
 
@@ -43,11 +44,11 @@ class RunContext:
 
 
 class Callback:
-    """Derive from it and override the methods that you need; each is called with a RunContext.
+    """The base class of callbacks: override the methods that you need. Each is called with a RunContext.
 
     on_train_begin, on_train_epoch_begin, on_train_step_begin, on_train_step_end, on_train_epoch_end, on_train_end call
-    begin, epoch_begin, step_begin, step_end, epoch_end and end: override either. A callback is a context manager,
-    entered before begin and left however the training ends.
+    begin, epoch_begin, step_begin, step_end, epoch_end and end; you can override either of the two. A callback is a
+    context manager, which is entered before begin and left at the end of the training, also after an exception.
 
     >>> class StopAt(mscomm.Callback):
     ...     def step_end(self, run_context):
@@ -66,9 +67,9 @@ class Callback:
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of this callback, such as a scheduler's state: numbers, text, arrays. None: nothing.
+        """What a checkpoint keeps of this callback, such as a scheduler's state: numbers, text, arrays, or None.
 
-        Change it in step_end or epoch_end: the checkpoint of a step is written after them.
+        Change this state in step_end or epoch_end, because the checkpoint of a step is written after them.
         """
         return None
 
@@ -76,22 +77,22 @@ class Callback:
         """Called before begin when training resumes, with what state_dict() returned. Arrays are NumPy's."""
 
     def begin(self, run_context: RunContext) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def epoch_begin(self, run_context: RunContext) -> None:
-        """Before each epoch."""
+        """Called before each epoch."""
 
     def step_begin(self, run_context: RunContext) -> None:
-        """Before each step."""
+        """Called before each step."""
 
     def step_end(self, run_context: RunContext) -> None:
-        """After each step."""
+        """Called after each step."""
 
     def epoch_end(self, run_context: RunContext) -> None:
-        """After each epoch."""
+        """Called after each epoch."""
 
     def end(self, run_context: RunContext) -> None:
-        """After the last step, when every rank has ended its own."""
+        """Called after the last step, when every rank has ended it."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.begin(run_context)
@@ -113,7 +114,7 @@ class Callback:
 
 
 def checked(callbacks: Any) -> list[Callback]:
-    """One callback, several or None as a list; TypeError for anything else."""
+    """A list of one callback, of several, or of none for None. TypeError for anything else."""
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):

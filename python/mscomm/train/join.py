@@ -1,8 +1,8 @@
-"""join(): loops that have fewer steps on some ranks, and one model on all of them at the end.
+"""join(): training loops that have fewer steps on some ranks, and one model on all ranks at the end.
 
-Before each step all ranks meet in an all_gather of what each does next. A rank that has left makes the calls of the
-others with zeros, until all have left. The highest of the ranks that left last then sends its model and its states to
-the others.
+Before each step, all ranks meet in an all_gather, in which each says what it does next. A rank that has left makes the
+same calls as the others, with zeros, until all have left. The highest of the ranks that left last then sends its model
+and its states to all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _open: set[str] = set()  # the names of the groups on which this rank is inside 
 
 
 class OutOfBatches(RuntimeError):
-    """A rank has no batches left, and the program wants an error then. All ranks raise it; the group stays usable."""
+    """All ranks raise this error if one has no batches left and the program wants an error then. The group stays
+    usable."""
 
 
 @contextlib.contextmanager
@@ -44,10 +45,10 @@ def join(
 ) -> Iterator[None]:
     """A context for the training loop of this rank.
 
-    by_all: the mean divides by the number of all ranks. on_forward(root): on a rank that has left, takes part in what
-    rank root sends to the others before a forward pass. at_end(root, uneven): makes the models equal; uneven: some
-    ranks left before the others. throw: raise OutOfBatches on all ranks instead, as soon as one has left. own:
-    parameters that each rank keeps for itself.
+    sync: as in GradientReducer.join. by_all: the mean divides by the number of all ranks. on_forward(root): called on a
+    rank that has left, to take part in what rank root sends before a forward pass. at_end(root, uneven): makes the
+    models equal; uneven says whether some ranks left before others. throw: raise OutOfBatches on all ranks as soon as
+    one has left. own: parameters that each rank keeps for itself.
     """
     step.check_between("join")
     if group.name in _open:  # the ranks would confuse the meetings of the two loops
@@ -80,7 +81,7 @@ def join(
 
 
 def last_rank(kinds: np.ndarray[Any, Any]) -> int:
-    """The highest rank that has not left."""
+    """The highest rank that has not left. kinds: what each rank does next."""
     return int(np.flatnonzero(kinds)[-1])
 
 
@@ -95,7 +96,7 @@ def _until_all_have_left(step: Step, group: Group, on_forward: Callable[[int], N
             on_forward(last_rank(kinds))
 
 
-# -- what the others take over at the end
+# -- what all ranks take over from the last rank
 
 
 def checked(sync: Iterable[Any] | None) -> list[Any]:
@@ -111,7 +112,7 @@ def checked(sync: Iterable[Any] | None) -> list[Any]:
 
 
 def is_module(one: Any) -> bool:
-    """Whether it is a torch.nn.Module, whose parameters and buffers are written in place."""
+    """Whether this is a torch.nn.Module, whose parameters and buffers are written in place."""
     return hasattr(one, "named_parameters") and hasattr(one, "named_buffers")
 
 
@@ -147,7 +148,7 @@ def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
 
 
 def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) -> list[Any]:
-    """Broadcast the root's arrays, in place where they can be written."""
+    """Broadcast the root's arrays and return the results. Writable arrays are written in place."""
     works = []
     for name, x in arrays:
         writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
@@ -156,8 +157,8 @@ def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) ->
 
 
 def _broadcast_state(state: Any, root: int, group: Group) -> Any:
-    """The root's state, sent as JSON and CPU arrays. If it has PyTorch tensors, all arrays come back as tensors,
-    otherwise as NumPy's."""
+    """The root's state on all ranks, sent as JSON and CPU arrays. If the state has PyTorch tensors, all its arrays are
+    returned as tensors, otherwise as NumPy arrays."""
     head: Any = None
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if root == group.rank:

@@ -24,7 +24,7 @@ from mscomm.train.hooks import RunContext
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
 
 BATCHES = "batches in an epoch"
-# The line that warnings recommend.
+# The line of code that warnings recommend.
 ONE_MODEL = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
 
 
@@ -33,16 +33,17 @@ class Model:
 
     network, loss_fn, optimizer:
 
-    * PyTorch: a torch.nn.Module; loss_fn(output, label) gives a tensor of one element; an optimizer of torch.optim.
-    * MindSpore, in graph or PyNative mode: a cell, a loss, an optimizer of mindspore.nn.
-    * JAX: a function loss(parameters, *batch), or with a loss_fn output(parameters, *data); mscomm.train.Momentum or
-      SGD over the parameters, which after training are `optimizer.parameters`.
-    * NumPy, CuPy: an object with `parameters`, float arrays in a dict, and `loss_and_gradients(*batch)`, which gives
-      the loss and the gradients in a dict; Momentum or SGD over the same parameters, which are changed in place.
+    * PyTorch: a torch.nn.Module; a loss_fn(output, label) that returns a tensor of one element; an optimizer of
+      torch.optim.
+    * MindSpore, in graph or PyNative mode: a cell, a loss and an optimizer of mindspore.nn.
+    * JAX: a function loss(parameters, *batch), or with a loss_fn a function output(parameters, *data);
+      mscomm.train.Momentum or SGD over the parameters. After training, the parameters are `optimizer.parameters`.
+    * NumPy, CuPy: an object with `parameters`, a dict of float arrays, and `loss_and_gradients(*batch)`, which returns
+      the loss and a dict of gradients; Momentum or SGD over the same parameters, which are changed in place.
 
-    PyTorch's modules and CuPy's arrays are trained on the device that they are on. Without a loss_fn the network
-    returns the loss. compression: "bf16" or "fp16", as GradientReducer's. group: the ranks that train together, None
-    for all. TypeError for a network of another kind.
+    PyTorch modules and CuPy arrays are trained on the device that they are on. Without a loss_fn, the network returns
+    the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train together; None means
+    all. TypeError for a network of another kind.
 
     >>> mscomm.init()
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
@@ -69,7 +70,7 @@ class Model:
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
         self._group = group
-        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # for the next train()
+        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # by resume(), for the next train()
 
     def train(
         self,
@@ -80,27 +81,30 @@ class Model:
         sink_size: int = -1,
         initial_epoch: int = 0,
     ) -> None:
-        """Train until the end of that epoch.
+        """Train until the end of epoch number `epoch`.
 
         epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
-        Each pass over it gives an epoch's batches: tuples, lists or dicts of arrays, NumPy's or the network's own; with
-        a loss_fn (data, ..., label). With PyTorch, integer labels become int64, and CPU arrays are moved to the device
-        of the module's first parameter. Before each epoch set_epoch() of the dataset, and of a DataLoader's samplers,
-        is called with the epoch's number, from 0, unless the dataset has a state_dict() and counts by itself.
-        callbacks: a Callback or several, called in their order, but ModelCheckpoint last. dataset_sink_mode, sink_size:
-        no effect, and a warning: as on MindSpore's CPU, each step runs by itself. initial_epoch: begin after that
-        epoch; 0 after resume(), which knows where to begin.
+        Each pass over it gives an epoch's batches: tuples, lists or dicts of arrays of NumPy or of the network's
+        library. With a loss_fn, a batch is (data, ..., label). With PyTorch, integer labels become int64, and CPU
+        arrays are moved to the device of the module's first parameter. callbacks: a Callback or several; they are
+        called in their order, but ModelCheckpoint is last. dataset_sink_mode, sink_size: have no effect, and print a
+        warning, because each step runs by itself, as on MindSpore's CPU. initial_epoch: begin after this epoch; it must
+        be 0 after resume(), which knows where to begin.
 
-        In data parallel mode (set_auto_parallel_context) the ranks of the group train one model, each on the batches of
-        its own dataset, and take the same steps; callbacks see the mean of the ranks' losses. In stand-alone mode, the
-        default, each rank trains by itself.
+        Before each epoch, set_epoch() of the dataset, and of a DataLoader's samplers, is called with the epoch's
+        number, counted from 0. A dataset that has a state_dict() counts its epochs itself.
 
-        TypeError, ValueError for wrong arguments. ValueError on all ranks if they differ in the number of batches or
-        epochs, if they begin with different weights or optimizer states, or if two ranks of one host write checkpoints
-        into one directory. RuntimeError for a dataset with fewer batches than it said. Other errors as in all_reduce.
+        In data parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each uses the batches
+        of its own dataset, and all take the same steps; callbacks see the mean of the ranks' losses. In stand-alone
+        mode, the default, each rank trains by itself.
+
+        TypeError or ValueError for wrong arguments. All ranks raise ValueError if they differ in the number of batches
+        or epochs, if they begin with different weights or optimizer states, or if two ranks of one host write
+        checkpoints into one directory. RuntimeError if the dataset has fewer batches than it said. Other errors are
+        those of all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it saves what a step has left in the others
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last: it saves the others' state after a step
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -116,7 +120,7 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            new = {name: x for name, x in sent.items() if x is not shared[name]}  # not writable in place
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # could not be written in place
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(
             group,
@@ -171,22 +175,22 @@ class Model:
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
         """Load a checkpoint, so that the next train() continues with the same bits as a run without a break.
 
-        path: a directory that ModelCheckpoint has written to, on each rank its own; or a file. In a directory resume()
-        takes the training that wrote last, and of its checkpoints the newest that every rank has, whole and undamaged;
-        a warning names those that it leaves out. In data parallel mode all ranks call it together, after
+        path: a directory that ModelCheckpoint has written to, a separate one for each rank; or a file. In a directory,
+        resume() takes the training that wrote last, and its newest checkpoint that every rank has, whole and undamaged.
+        A warning names the checkpoints that are left out. In data parallel mode all ranks call resume() together, after
         set_auto_parallel_context.
 
-        Returns the checkpoint's (epoch, step), or None if training begins at the start, so a script can always call it.
-        It returns None if no rank has a checkpoint, or, with a warning, if not every rank has the training's first one.
-        Nothing is deleted.
+        Returns the checkpoint's (epoch, step), or None if training begins at the start, so a script can always call
+        resume(). It returns None if no rank has a checkpoint, or, with a warning, if not every rank has the training's
+        first one. No file is deleted.
 
         The dataset continues by its load_state_dict(). If it has none, the batches that were done are read again and
         skipped. Training with another number of ranks or batches is refused; load_checkpoint gives the weights for
         that.
 
-        ValueError on all ranks if only some of them have a checkpoint of a training that got further, or if no
-        checkpoint is on all of them; and for a file that is truncated, damaged, not a checkpoint, or of another
-        network.
+        All ranks raise ValueError if only some of them have a checkpoint of a training that got further, or if there is
+        no checkpoint that all of them have. ValueError also for a file that is truncated, damaged, not a checkpoint, or
+        of another network.
 
         >>> model.resume(f"checkpoints/{mscomm.get_rank()}")
         (3, 100)
@@ -200,10 +204,10 @@ class Model:
         return chosen.epoch, chosen.step
 
     def _optimizer_entries(self) -> dict[str, Any]:
-        """The entries of the optimizer's state, by their path in it, without those that each rank keeps for itself."""
+        """The optimizer's state as {path: entry}, without the entries that each rank keeps for itself."""
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
-            return {}  # the user's own optimizer, which a checkpoint cannot hold
+            return {}  # an optimizer of the user's own, whose state a checkpoint cannot hold
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
@@ -327,7 +331,8 @@ class Model:
             now.communication_s = reducer.waited_s
 
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
-        """The batches of the current epoch that are still to come. state: that of a checkpoint to resume from."""
+        """The batches of the current epoch that are still to come. state: from the checkpoint to resume from, or
+        None."""
         dataset, first = now.train_dataset, now.cur_step_num % now.batch_num
         taken = first
         if state is not None:
@@ -335,7 +340,7 @@ class Model:
                 dataset.load_state_dict(state["dataset"])
             else:
                 taken = 0
-            # If batches are read again, start from the random states of the epoch's beginning, where its order may be
+            # If batches are read again, begin with the random states from the start of the epoch, when its order may be
             # drawn.
             randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
         now.epoch_random = None if knows_its_place(dataset) else randomness.states()
@@ -375,7 +380,7 @@ class Model:
 
 
 def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any) -> int:
-    """The number of batches; TypeError and ValueError for wrong arguments of train()."""
+    """Check the arguments of train(), with TypeError or ValueError. Returns the number of batches in an epoch."""
     for name, value, low in (("epoch", epoch, 1), ("sink_size", sink_size, -1), ("initial_epoch", initial_epoch, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Model.train: {name} is a {type(value).__name__}; expected an int")
@@ -400,7 +405,8 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """Give each callback state of a checkpoint to the next callback of its class; the other callbacks start afresh."""
+    """Give each callback state in a checkpoint to the next callback of its class. The other callbacks start without a
+    state."""
     left = list(callbacks)
     for name, state in states:
         one = next((one for one in left if type(one).__name__ == name), None)
@@ -425,8 +431,8 @@ def _place(group: Group | None) -> list[int]:
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
-    """Whether all ranks write files, and a unique name for this training. ValueError on all ranks if the facts differ,
-    or if two ranks of a host write into one folder."""
+    """Returns whether all ranks write files, and a random name for this call of train(), the same on all ranks.
+    ValueError on all ranks if the facts differ, or if two ranks of a host write into one folder."""
     part = secrets.token_hex(8)
     if group is None:
         return False, part
@@ -454,7 +460,8 @@ def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tu
 
 
 def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advice: str) -> None:
-    """ValueError on all ranks if they begin with different values. mine: arrays and numbers, by name."""
+    """Raise ValueError on all ranks if they begin with different values. mine: this rank's arrays and numbers by
+    name."""
     if group is None or group.size == 1:
         return
     sums = {name: states.checksum(x, name, "Model") for name, x in mine.items()}
@@ -471,7 +478,8 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Warn if several processes each train alone by default, as in MindSpore: the user hardly means that."""
+    """Warn if several processes each train alone. This is the default, as in MindSpore, but the user hardly wants
+    it."""
     if is_initialized():
         size = resolve(group).size
         if size > 1:

@@ -1,4 +1,4 @@
-"""Callbacks that say how the training goes: LossMonitor, TimeMonitor, ProgressBar."""
+"""Callbacks that report how the training proceeds: LossMonitor, TimeMonitor, ProgressBar."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import numpy as np
 from mscomm import notices
 from mscomm.train.hooks import Callback, RunContext
 
-_EVERY_S = 5.0  # between a ProgressBar's lines if there is no terminal
+_EVERY_S = 5.0  # the time between a ProgressBar's lines if there is no terminal
 
 
 def _say(line: str) -> None:
-    """Print it in one write: several ranks may share a pipe, and print() writes the newline separately."""
+    """Print the line in one write, because several ranks may share a pipe and print() writes the newline separately."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 class LossMonitor(Callback):
-    """Prints `epoch: 1 step: 1, loss is 2.3025854` on every rank: the mean over the ranks, the same bits on all.
+    """Prints lines such as `epoch: 1 step: 1, loss is 2.3025854`. The loss is the mean over the ranks.
 
-    per_print_times: print every so many steps; 0: never. local: print the loss of this rank's own batch instead. A loss
-    that is NaN or infinite ends the training with a ValueError on every rank, whatever is printed.
+    The mean has the same bits on all ranks. per_print_times: the number of steps from one line to the next; 0 prints no
+    lines. local: True prints the loss of this rank's own batch instead. If the loss is NaN or infinite, the training
+    ends with a ValueError on every rank, even if no lines are printed.
 
-    TypeError for a per_print_times that is not an int, ValueError below 0.
+    TypeError if per_print_times is not an int, ValueError if it is below 0.
 
     >>> model.train(10, dataset, callbacks=[mscomm.LossMonitor()])
     """
@@ -55,7 +56,8 @@ class LossMonitor(Callback):
 class TimeMonitor(Callback):
     """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
-    data_size: steps in an epoch, if they differ from the dataset's. data_time has no effect; True gets a warning.
+    data_size: the number of steps in an epoch, if it is not the dataset's. data_time: has no effect; True prints a
+    warning.
     """
 
     def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
@@ -73,20 +75,21 @@ class TimeMonitor(Callback):
 
 
 class ProgressBar(Callback):
-    """A bar on rank 0's terminal: epoch, steps, loss, data rows per second over all ranks, and share of communication.
+    """Shows on rank 0's terminal the epoch, the steps, the loss, the speed and the share of communication.
 
-    That share is the part of the time in which rank 0 waits for communication that no computation hides.
+    The speed is in data rows per second over all ranks. The share of communication is the part of the time in which
+    rank 0 waits for communication without computing.
 
-    console: a rich.console.Console, by default on stderr. If it is no terminal, as under `mscomm run`, ProgressBar
-    prints a line every 5 seconds and one at the end.
+    console: a rich.console.Console; by default it is on stderr. If the console is not a terminal, as under `mscomm
+    run`, ProgressBar prints a line every 5 seconds and one at the end.
 
     >>> model.train(10, dataset, callbacks=[mscomm.train.ProgressBar()])
     """
 
     def __init__(self, console: Any = None) -> None:
         self._console = console
-        self._active = False  # on rank 0
-        self._state = ""  # the last step's line if there is no terminal; "" once it is printed
+        self._active = False  # True on rank 0 during training
+        self._state = ""  # without a terminal: the last step's line until it is printed, then ""
         self._printed = 0.0
         self._bar: Any = None
         self._task: Any = None
@@ -137,7 +140,7 @@ class ProgressBar(Callback):
             self._print()
 
     def _print(self) -> None:
-        """Print the state as a line, if it is new."""
+        """Print the last step's line if it was not printed yet."""
         if self._state:
             self._console.print(self._state, highlight=False, soft_wrap=True)
         self._state, self._printed = "", time.monotonic()

@@ -1,6 +1,6 @@
 """Momentum and SGD for NumPy, CuPy and JAX arrays. PyTorch and MindSpore have optimizers of their own.
 
-Arrays that can be written are changed in place. JAX's cannot be: `parameters` then holds new ones after each step.
+Writable arrays are changed in place. JAX arrays cannot be written, so `parameters` holds new arrays after each step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _Optimizer:
                 raise ValueError(f"{name}: {argument} is {value}; it must not be negative")
         self.parameters = params
         self.learning_rate = learning_rate
-        """May be set between steps."""
+        """It may be changed between steps."""
         self.momentum = momentum
         self.weight_decay = weight_decay
         self._velocities: list[Any] = []
 
     def step(self, gradients: Any) -> None:
-        """Change the parameters by one step. gradients: arrays in the form of the parameters."""
+        """Change the parameters by one step. gradients: arrays in the same structure as the parameters."""
         before, given = trees.leaves(self.parameters), trees.leaves(gradients)
         if given.keys() != before.keys():
             raise ValueError(f"{type(self).__name__}.step: gradients of {list(given)}, parameters {list(before)}")
@@ -59,11 +59,11 @@ class _Optimizer:
         return velocity
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: the learning rate and the velocities."""
+        """The optimizer's state for a checkpoint: the learning rate and the velocities."""
         return {"learning_rate": self.learning_rate, "velocities": list(self._velocities)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict(); ValueError if it is of other parameters."""
+        """Continue from a state_dict(). ValueError if the state belongs to other parameters."""
         parameters = list(trees.leaves(self.parameters).values())
         velocities = list(state["velocities"])
         if velocities and [_shape(one) for one in velocities] != [_shape(one) for one in parameters]:
@@ -78,9 +78,9 @@ class _Optimizer:
 class Momentum(_Optimizer):
     """Gradient descent with momentum: v = momentum v + g; p = p - learning_rate v.
 
-    params: arrays in a list, a tuple or a dict, possibly nested. use_nesterov: p = p - learning_rate (g + momentum v).
-    weight_decay: weight_decay p is added to g. TypeError for an argument that is not a number, ValueError for a
-    negative one.
+    params: arrays in a list, a tuple or a dict, possibly nested. use_nesterov: with True, p = p - learning_rate (g +
+    momentum v). weight_decay: weight_decay p is added to g. TypeError for an argument that is not a number, ValueError
+    for a negative one.
 
     >>> optimizer = mscomm.train.Momentum({"w": np.zeros((10, 3))}, 0.01, 0.9)
     >>> optimizer.step({"w": np.ones((10, 3))})
@@ -103,9 +103,10 @@ class Momentum(_Optimizer):
 
 
 class SGD(_Optimizer):
-    """Gradient descent: v = momentum v + (1 - dampening) g; p = p - learning_rate v. Without momentum v is g.
+    """Gradient descent: v = momentum v + (1 - dampening) g; p = p - learning_rate v. Without momentum, v is g.
 
-    The first v is g. nesterov: p = p - learning_rate (g + momentum v). Arguments otherwise as Momentum's.
+    The first v is g. nesterov: with True, p = p - learning_rate (g + momentum v). The other arguments are those of
+    Momentum.
 
     >>> optimizer = mscomm.train.SGD([np.zeros(3)], 0.1)
     """

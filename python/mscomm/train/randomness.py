@@ -13,8 +13,8 @@ import numpy as np
 
 
 def states() -> dict[str, Any]:
-    """The states for restore(): numbers, tuples and arrays. PyTorch's is among them if the program has imported it,
-    those of its GPUs if the program has used them."""
+    """The current states for restore(): numbers, tuples and arrays. PyTorch's state is included if the program has
+    imported PyTorch, and those of its GPUs if the program has used them."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -38,7 +38,8 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def _restore_cuda(current: int, generators: list[np.ndarray[Any, Any]]) -> None:
-    """The number of GPUs may have changed: this rank's GPU continues with the state of its former one."""
+    """The number of GPUs may have changed, so the GPU of this rank continues with the state of the GPU that the rank
+    had before."""
     import torch
 
     chosen = dict(enumerate(generators[: torch.cuda.device_count()]))

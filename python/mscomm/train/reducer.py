@@ -1,4 +1,4 @@
-"""GradientReducer: the mean of the ranks' gradients, in fusion buckets, while the backward pass still runs."""
+"""GradientReducer: averages the ranks' gradients, bucket by bucket, while the backward pass is still running."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from mscomm.train.device_buckets import DeviceBucket, why_not
 from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
-BUCKET_MB = 4.0  # where ranks share a host, larger ones gain nothing: see docs/performance.md
-# Libraries whose autograd says when each gradient is ready. For the others the program calls reduce().
+BUCKET_MB = 4.0  # larger buckets are no faster for ranks on one host: see docs/performance.md
+# The libraries whose autograd tells when each gradient is ready. With the others, the program calls reduce().
 _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
 
 class GradientReducer:
-    """Combines the gradients of all ranks, so that each takes the step of the whole batch.
+    """Combines the gradients of all ranks, so that every rank takes the step of the whole batch.
 
-    parameters: PyTorch: `model.parameters()` or `model.named_parameters()`. NumPy, JAX, MindSpore, CuPy: a list or a
-    dict of arrays with the shapes and dtypes of the gradients, best the weights themselves. PyTorch parameters on a GPU
-    and CuPy arrays must be on the device with which this rank has joined. All ranks give the same parameters in the
-    same order; otherwise all raise a ValueError that names the first that differs. mean: divide by the number of ranks;
-    False: sum. bucket_mb: MiB in a bucket (default 4; the first of each dtype has at most 1). compression: "bf16" or
-    "fp16": ranks send 16 bits per element; the rounding error is carried into the next step. exclude: parameters, or
-    their names, that each rank keeps for itself. parameter_broadcast: all ranks begin with rank 0's parameters, which
-    are written in place. group: None for all ranks, or a Group or its name.
+    parameters: for PyTorch, `model.parameters()` or `model.named_parameters()`; for NumPy, JAX, MindSpore and CuPy, a
+    list or a dict of arrays with the shapes and dtypes of the gradients, preferably the weights themselves. PyTorch
+    parameters on a GPU and CuPy arrays must be on the device with which this rank has joined. All ranks must give the
+    same parameters in the same order; otherwise all raise a ValueError that names the first difference. mean: True
+    divides the sum by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the first bucket of each
+    dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and carry the rounding
+    error into the next step. exclude: parameters, or their names, that each rank keeps for itself. parameter_broadcast:
+    True writes rank 0's parameters into those of all ranks at the start. group: a Group or its name; None means all
+    ranks.
 
-    Without parameter_broadcast the ranks compare the bits of their parameters, including frozen ones. PyTorch's and
-    MindSpore's parameters are the weights: if they differ, all ranks raise a ValueError that names the rank and the
-    parameter. Other arrays need not be the weights, so rank 0 only prints a warning. The reducer leaves buffers, such
-    as BatchNorm's running means, alone: each rank has its own until broadcast_parameters(dict(model.named_buffers()))
-    gives all ranks rank 0's, for example before evaluation. DistributedDataParallel does that by itself.
+    Without parameter_broadcast, the ranks compare the bits of their parameters, including frozen ones. If PyTorch or
+    MindSpore parameters differ, all ranks raise a ValueError that names the rank and the parameter. Other arrays need
+    not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not touch buffers, such as
+    BatchNorm's running means, which are different on each rank. broadcast_parameters(dict(model.named_buffers())) gives
+    all ranks those of rank 0, for example before evaluation. DistributedDataParallel does that by itself.
 
-    PyTorch: a gradient's memory is a view of its bucket. A bucket is reduced as soon as the backward pass has filled it
-    and those before it; wait() reduces the last one. After the first step the buckets are laid out anew, in the order
-    in which rank 0's gradients became ready.
+    With PyTorch, each gradient is a view into the memory of a bucket. A bucket is reduced as soon as the backward pass
+    has filled it and all buckets before it; wait() reduces the last bucket. After the first step the buckets are
+    rebuilt in the order in which rank 0's gradients became ready.
 
     >>> reducer = GradientReducer(model.parameters())
     >>> for images, labels in batches:
@@ -57,25 +58,25 @@ class GradientReducer:
     ...     reducer.wait()
     ...     optimizer.step()
 
-    A parameter that took part on no rank keeps its gradient, which may be None. A parameter that took part on some
-    ranks gets the mean on all of them, with the other ranks counted as zeros. Clip and unscale gradients after wait():
-    wait() raises RuntimeError for a gradient that was changed since backward(). optimizer.step() before wait() raises
-    it too.
+    A parameter that took part on no rank keeps its gradient, which may be None. If a parameter took part on some ranks,
+    all ranks get the mean, and the other ranks count as zeros. Clip and unscale gradients after wait(). wait() raises
+    RuntimeError if a gradient was changed since backward(); optimizer.step() raises it if wait() was not called.
 
-    Other libraries: `reduce(gradients)` returns the combined gradients.
+    With other libraries, `reduce(gradients)` returns the combined gradients.
 
     >>> gradients = reducer.reduce(gradients)
 
-    On a device everything is enqueued on the library's current stream, but buckets that fill during the backward pass
-    are reduced in parallel with it. wait() and reduce() return when all ranks have enqueued their calls, and do not
-    wait for the device. If this mscomm has kernels (see `mscomm doctor`), one launch brings the gradients that lie
-    elsewhere into a bucket and compresses them on the way. Otherwise they are copied, and the array library compresses
-    them.
+    On a device, all work is enqueued on the library's current stream, except that buckets which fill during the
+    backward pass are reduced in parallel with it. wait() and reduce() return when all ranks have enqueued their calls;
+    they do not wait for the device. If this mscomm has kernels (see `mscomm doctor`), one launch copies the gradients
+    that lie elsewhere into a bucket and compresses them on the way. Without kernels, the gradients are copied first,
+    and the array library compresses them.
 
-    Parameters that need no gradient (`requires_grad`) are not reduced. The reducer works as long as the program holds a
-    reference to it. On the CPU the bits are those of an all_reduce of each gradient, whatever the buckets; on a device
-    the vendor's library may round in another order when more arrays go at once. Errors as in all_reduce; after one the
-    group is broken and the gradients are undefined. After rejoin() each rank makes a new reducer.
+    Parameters without requires_grad are not reduced. The reducer works as long as the program holds a reference to it.
+    On the CPU, the results have the same bits as one all_reduce per gradient, whatever the buckets; on a device, the
+    vendor's library may add in another order when more arrays are in one call. The errors are those of all_reduce.
+    After an error the group is broken and the gradients are undefined. After rejoin() each rank must make a new
+    reducer.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class GradientReducer:
             "compression": compression,
             "parameter_broadcast": bool(parameter_broadcast),
         }
-        # Ranks may have different devices, but all of them must refuse, or none.
+        # Ranks may have different devices. If one rank cannot reduce its gradients, all ranks must raise the error, so
+        # each sends its reason to the others.
         reasons = (
             f"{name}: {why}"
             for name, p, (dtype, _) in zip(self._names, self._parameters, self._kinds, strict=True)
@@ -148,7 +150,7 @@ class GradientReducer:
             others = [*self._excluded.values(), *self._frozen.values()]
             self._autograd = importlib.import_module(path).Autograd(self._step, self._names, self._parameters, others)
         self.last_rank: int | None = None
-        """After join(): the rank in the group that left last, whose model the others have; None before."""
+        """After join(): the rank in the group that left last, whose model all ranks have now. None before that."""
 
     def _memory(self, x: Any, name: str, function: str) -> np.ndarray[Any, Any]:
         there = memory_anywhere(x, name, function)
@@ -158,55 +160,59 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Any]:
-        """One array per parameter, of its shape: the memory in which its gradient is reduced.
+        """One array per parameter, with its shape: the memory in which its gradient is reduced.
 
-        NumPy arrays on the CPU, the library's own on a device.
+        These are NumPy arrays on the CPU, and arrays of the parameters' library on a device.
         """
         return list(self._step.buffers)
 
     def carry(self, value: float) -> None:
-        """Send a number, such as the loss, with this step's gradients; `carried` is its mean over the ranks afterwards.
+        """Send a number, such as the loss, with this step's gradients. Afterwards `carried` is its mean over the ranks.
 
-        Call it before the backward pass, or reduce(): RuntimeError if the bucket that carries it has been started.
+        Call it before the backward pass, or before reduce(). RuntimeError if the bucket that carries the number has
+        been started.
         """
         self._step.carry(float(value))
 
     @property
     def carried(self) -> float:
-        """The mean over the ranks of what they gave to carry() in the last step; a rank that gave none counts as 0."""
+        """The mean over the ranks of the numbers given to carry() in the last step. A rank that gave none counts as
+        0."""
         return self._step.carried
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent at the ends of steps: on the CPU, communication that no computation hid.
+        """The seconds that this rank has spent waiting for reductions at the ends of all steps so far.
 
-        On a device it is only the program's wait for the other ranks, without the device's work.
+        On the CPU, this is the communication that did not overlap with computation. On a device, it is only the time in
+        which the program waited for the other ranks, without the device's work.
         """
         return self._step.waited_s
 
     def close(self) -> None:
-        """Stop reducing: later backward passes leave their gradients alone."""
+        """Stop reducing: later backward passes leave the gradients as they are."""
         if self._autograd is not None:
             self._autograd.end()
 
     def join(self, sync: Iterable[Any] | None = None) -> contextlib.AbstractContextManager[None]:
-        """For loops that have fewer steps on some ranks: a rank that has left sends zeros until all have left.
+        """A context for loops with fewer steps on some ranks: a rank that has left sends zeros until all have left.
 
-        The mean is over the ranks that still have batches. Every rank runs its loop in a join(), reduces once in each
-        step, and makes no other calls on the group. If a loop raises an exception, the other ranks raise Aborted.
+        The mean is over the ranks that still have batches. Every rank runs its loop inside join(), reduces once in each
+        step, and makes no other calls on the group. If the loop of a rank raises an exception, the other ranks raise
+        Aborted.
 
-        At the end the others take the parameters of `last_rank`, the highest of the ranks that left last. sync: what
-        else they take from it: optimizers, schedulers, and PyTorch's modules with their buffers, in the same order on
-        all ranks. TypeError for an item without state_dict() and load_state_dict(). Without sync a rank that left early
-        keeps its older momentum.
+        At the end, all ranks take the parameters of `last_rank`, the highest of the ranks that left last. sync: other
+        objects whose state all ranks take from that rank: optimizers, schedulers, and PyTorch modules with their
+        buffers, in the same order on all ranks. TypeError for an item without state_dict() and load_state_dict().
+        Without sync, a rank that left early keeps its older momentum.
 
         >>> with reducer.join(sync=[model, optimizer]):
         ...     for images, labels in batches:
         ...         ...
 
-        Arrays of NumPy, CuPy and MindSpore that the reducer was made with are written in place. If mscomm's Momentum
-        and SGD are in sync, they take over their parameters, too. If the loop makes new arrays in each step, as with
-        JAX, get them after the join():
+        NumPy, CuPy and MindSpore arrays that the reducer was made with are written in place. mscomm's Momentum and SGD
+        take over their parameters as well, if they are in sync. If the loop makes new arrays in each step, as with JAX,
+        get the final ones after the join():
 
         >>> weights = broadcast_parameters(weights, root=reducer.last_rank)
         """
@@ -215,7 +221,7 @@ class GradientReducer:
 
         def at_end(root: int, uneven: bool) -> None:
             self.last_rank = root
-            join.broadcast_all(self._named(), root, self._group)  # JAX's arrays stay as they are
+            join.broadcast_all(self._named(), root, self._group)  # JAX arrays cannot be written and stay as they are
             if not uneven or root != self._group.rank:
                 return
             if self._autograd is not None:
@@ -236,7 +242,8 @@ class GradientReducer:
         return [checksum(p, name, "GradientReducer") for name, p in self._named()]
 
     def _same_start(self, broadcast: bool) -> None:
-        """Give all ranks rank 0's parameters, or compare them: a difference is a ValueError on all, or a warning."""
+        """Give all ranks rank 0's parameters, or compare them. A difference is a ValueError on all ranks, or a
+        warning."""
         if self._group.size == 1:
             return
         weights = [*self._named(), *self._frozen.items()]
@@ -268,10 +275,11 @@ class GradientReducer:
     # -- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later reducer of the same parameters needs to continue with the same bits. Call it between two steps.
+        """What a later reducer of the same parameters needs to continue with the same bits. Call it between steps.
 
-        {"order": the parameters' indices in the order of the buckets, or None; "residual": {name: array}}. The arrays
-        are the compression residuals, NumPy's, of the parameters' shapes; {} without compression.
+        "order" in the dict is the list of the parameters' indices in the order of the buckets, or None if it is not
+        known yet. "residual" maps names to compression residuals, NumPy arrays with the parameters' shapes; without
+        compression it is empty.
         """
         self._step.check_between("state_dict")
         owed = {name: self._step.residual(index) for index, name in enumerate(self._names)}
@@ -281,8 +289,8 @@ class GradientReducer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state_dict(). All ranks call it at the same point between two steps, each with its own state.
 
-        The residuals are used if this reducer compresses. ValueError if the state is of other parameters; on all ranks
-        if their orders differ.
+        The residuals are used only if this reducer compresses. ValueError if the state belongs to other parameters. All
+        ranks raise ValueError if the orders in their states differ.
         """
         self._step.check_between("load_state_dict")
         order, residual = state["order"], state["residual"]
@@ -306,7 +314,7 @@ class GradientReducer:
     # -- PyTorch
 
     def wait(self) -> None:
-        """End the backward pass: reduce the remaining gradients, and wait for all of them.
+        """Finish the step after the backward pass: reduce the remaining gradients, and wait for all reductions.
 
         Gradients that this rank does not have count as zeros. RuntimeError inside no_sync().
         """
@@ -322,9 +330,9 @@ class GradientReducer:
         autograd.finish()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero in place, also excluded ones, like `optimizer.zero_grad(set_to_none=False)`.
+        """Set all gradients to zero, including excluded ones, like `optimizer.zero_grad(set_to_none=False)`.
 
-        RuntimeError between backward() and wait(). To discard a step, call wait() and then this.
+        RuntimeError between backward() and wait(). To discard a step, call wait() and then zero_grad().
         """
         autograd = self._by_autograd("zero_grad", "reduce(gradients) overwrites them")
         self._step.check_between("zero_grad")
@@ -332,9 +340,9 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients, to accumulate several batches.
+        """A context in which backward passes only add to this rank's gradients, to accumulate several batches.
 
-        They come before the pass that reduces: RuntimeError between backward() and wait().
+        Use it before the backward pass that reduces. RuntimeError between backward() and wait().
         """
         autograd = self._by_autograd("no_sync", "add the gradients up before reduce(gradients)")
         self._step.check_between("no_sync")
@@ -352,12 +360,12 @@ class GradientReducer:
     # -- other libraries
 
     def reduce(self, gradients: Any) -> Any:
-        """The combined gradients, in the form in which they were given: a list, a tuple or a dict.
+        """Return the combined gradients in the form in which they were given: a list, a tuple or a dict.
 
-        A list has the order of the parameters, without excluded ones. A dict has their names; its excluded entries come
-        back as they are. Shapes and dtypes must be those of the parameters; ValueError otherwise. The results lie in
-        the buckets, and the next call overwrites them; JAX's are new arrays. Computing gradients directly into
-        `buffers` avoids a copy.
+        A list or tuple has the order of the parameters, without excluded ones. A dict has the parameters' names as
+        keys; its entries for excluded parameters are returned unchanged. ValueError if a shape or dtype differs from
+        the parameter's. The results lie in the buckets, so the next call overwrites them, except that JAX gets new
+        arrays. Gradients that were computed directly into `buffers` are not copied.
         """
         if self._autograd is not None:
             raise RuntimeError("GradientReducer.reduce: PyTorch's gradients are reduced by backward() and wait()")
@@ -373,7 +381,7 @@ class GradientReducer:
             at = self._step.where_is(source)
             if at is None:
                 elsewhere.append(source)
-            else:  # in another gradient's place it would be overwritten before its turn
+            else:  # copy a gradient that lies in another one's place, where it would be overwritten before its turn
                 elsewhere.append(None if at == index else self._copy(source, given[index]))
         with self._step.owed():
             for index in self._step.order:
@@ -427,10 +435,11 @@ class GradientReducer:
 
 
 def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str | None = None) -> Any:
-    """Give every rank the root's parameters, so that all begin with the same model.
+    """Give every rank the root's parameters, so that all ranks begin with the same model.
 
-    parameters: as GradientReducer takes them; a model's buffers, too. They are written in place and returned. JAX's
-    cannot be written, so new arrays are returned, in a list, a tuple or a dict as given. Errors as in broadcast.
+    parameters: as for GradientReducer; a model's buffers may be among them. They are written in place and returned. JAX
+    arrays cannot be written, so new arrays are returned, in a list, a tuple or a dict as given. The errors are those of
+    broadcast.
 
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
@@ -448,7 +457,8 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
 
 
 def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
-    """Names and parameters that are reduced; then, as dicts, the excluded ones, and those that need no gradient."""
+    """The names and the parameters to reduce; then two dicts, of the excluded parameters and of those that need no
+    gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
@@ -473,7 +483,8 @@ def _check_alike(
     why_not: str,
     group: Group,
 ) -> None:
-    """ValueError on all ranks if a rank's parameters or options are not rank 0's; TypeError if a rank has a why_not."""
+    """ValueError on all ranks if a rank's parameters or options differ from rank 0's; TypeError if a rank gives a
+    why_not."""
     mine = [[name, dtype.name, list(shape)] for name, (dtype, _), shape in zip(names, kinds, shapes, strict=True)]
     everybodys = objects.all_gather_object([options, mine, why_not], group=group)
     (options_of_0, parameters_of_0, _), *_ = everybodys

@@ -1,4 +1,4 @@
-"""Which checkpoint the ranks of a training resume from: the newest that all of them have, whole and undamaged."""
+"""Chooses the checkpoint from which the ranks resume: the newest that all ranks have, whole and undamaged."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Weights = dict[str, np.ndarray[Any, Any]]
 def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str, Any]] | None:
     """The checkpoint to resume from, its weights and its state; None if training begins at the start.
 
-    All ranks of the group call it, each with its directory or its file. A single file gets the prefix "", so that a new
-    series begins. A file's arrays are read once the ranks have chosen it: if it is damaged on one rank, all choose the
-    next one. ValueError on all ranks if they cannot agree.
+    All ranks of the group call it, each with its directory or its file. A single file gets the prefix "", so that
+    training begins a new series of files. The arrays of a file are read only after the ranks have chosen it. If it is
+    damaged on one rank, all ranks choose the next one. ValueError on all ranks if they cannot agree.
     """
     is_file = path.is_file() or path.suffix == serialization.SUFFIX
     found: list[Saved] = []
@@ -31,7 +31,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # older files have no run
+    found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions have no run
     while True:
         files = [(*one.place, one.time, one.first) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)
@@ -58,7 +58,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
 
 
 def _gathered(mine: Any, group: Group | None) -> list[Any]:
-    """The value of each rank of the group, or only this one's without a group."""
+    """The values of all ranks of the group, or this rank's value alone if there is no group."""
     return [mine] if group is None else objects.all_gather_object(mine, group=group)
 
 
@@ -86,9 +86,10 @@ class _Offer(NamedTuple):
 
 
 def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
-    """The newest place that all ranks have in the training that wrote last, or None; and a warning, or "".
+    """Returns (place, warning): which checkpoint is the newest that all ranks have, or None; and a warning, or "".
 
-    ValueError if only some of the ranks have a checkpoint to go on from.
+    Only checkpoints of the training that wrote last count. ValueError if only some of the ranks have a checkpoint from
+    which to continue.
     """
     for rank, offer in enumerate(offers):
         if offer.problem:

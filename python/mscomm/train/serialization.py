@@ -1,4 +1,5 @@
-"""Weights in files, and the files of a directory: save_checkpoint, load_checkpoint, load_param_into_net."""
+"""Saves and loads weights (save_checkpoint, load_checkpoint, load_param_into_net), and finds the files in a
+directory."""
 
 from __future__ import annotations
 
@@ -29,16 +30,17 @@ class Saved(NamedTuple):
     prefix: str
     epoch: int
     step: int
-    time: float  # when it was written, seconds since 1970
-    # Random names that all ranks share, "" in files of earlier versions. run: the training, from its first step to its
-    # last. part: the call of train() that wrote the file, because a resumed training may write the same step again.
+    time: float  # when the file was written, in seconds since 1970
+    # Random names that all ranks share; "" in files of earlier versions. run: names the training, from its first step
+    # to its last. part: names the call of train() that wrote the file, because a resumed training may write the same
+    # step again.
     run: str
     part: str
-    first: bool  # the training had saved nothing before
+    first: bool  # whether it was the training's first file
 
     @property
     def place(self) -> tuple[str, int, int, str]:
-        """Identifies a checkpoint: the same on all ranks, and different for any two checkpoints of one rank."""
+        """Identifies a checkpoint. It is the same on all ranks, and different for any two checkpoints of one rank."""
         return self.run, self.epoch, self.step, self.part
 
 
@@ -51,13 +53,13 @@ def save_checkpoint(
 ) -> None:
     """Write a network's weights into a safetensors file, as a whole or not at all.
 
-    save_obj: a network as Model takes it, or a dict of arrays, possibly nested. ckpt_file_name: a name without a suffix
-    gets `.safetensors`; the format is safetensors in any case. append_dict: numbers and texts that load_checkpoint
-    gives back. integrated_save, async_save: no effect, and a warning if they ask for something else: a file always
-    holds whole weights, and is there when the call returns.
+    save_obj: a network as for Model, or a dict of arrays, possibly nested. ckpt_file_name: a name without a suffix gets
+    `.safetensors`; the format is safetensors in any case. append_dict: numbers and texts that load_checkpoint returns,
+    too. integrated_save, async_save: have no effect, and values other than the defaults print a warning, because a file
+    always holds whole weights and is complete when the call returns.
 
-    TypeError for a value that a file cannot hold, OSError if the file cannot be written; an older file of that name is
-    then still there.
+    TypeError for a value that a file cannot hold. OSError if the file cannot be written; an older file of that name is
+    then unchanged.
 
     >>> mscomm.save_checkpoint(net, "resnet", append_dict={"accuracy": 0.93})
     """
@@ -78,15 +80,14 @@ def load_checkpoint(
     strict_load: bool = False,
     filter_prefix: str | list[str] | tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
-    """The weights of a file, or of a directory's newest complete checkpoint: {name: NumPy array}.
+    """Return the weights in a file, or in a directory's newest complete checkpoint, as {name: NumPy array}.
 
-    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to. In a directory the newest
-    complete checkpoint is taken; a line on stderr names each file that is truncated, damaged or something else. net:
-    load the weights into this network, too, as load_param_into_net does. filter_prefix: leave out names that begin with
-    it. The result also has the entries of save_checkpoint's append_dict, but no training state: Model.resume reads
-    that.
+    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to. In a directory, a line on
+    stderr names each file that is left out because it is truncated, damaged or no checkpoint. net: a network into which
+    the weights are loaded, too, as by load_param_into_net. filter_prefix: names that begin with it are left out. The
+    result also has the entries of save_checkpoint's append_dict. It has no training state, which is for Model.resume.
 
-    FileNotFoundError if there is nothing, ValueError that says what is wrong with a file.
+    FileNotFoundError if there is no file. A ValueError says what is wrong with a file.
 
     >>> weights = mscomm.load_checkpoint("checkpoints_0")
     >>> mscomm.load_param_into_net(net, weights)
@@ -114,11 +115,12 @@ def load_checkpoint(
 def load_param_into_net(
     net: Any, parameter_dict: dict[str, Any], strict_load: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Load weights into a network by name: returns (names that only the network has, names that only the dict has).
+    """Load weights into a network by name. Returns (names that only the network has, names that only the dict has).
 
-    net: a network as Model takes it, except a JAX function, which has no weights of its own. parameter_dict: what
-    load_checkpoint returned, or arrays of any known library. strict_load: dtypes must be the network's; otherwise float
-    weights of another precision are converted. ValueError for another shape or dtype; the network is then unchanged.
+    net: a network as for Model, except a JAX function, which has no weights of its own. parameter_dict: what
+    load_checkpoint returned, or arrays of any known library. strict_load: True requires the network's dtypes; False
+    converts float weights of another precision. ValueError if a shape or dtype does not fit; the network is then
+    unchanged.
     """
     network = networks.adapt(net)
     there = network.weights()
@@ -147,7 +149,7 @@ def _newest_undamaged(directory: Path, found: list[Saved]) -> tuple[dict[str, np
 
 
 def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float, first: bool) -> None:
-    """Write what load_training reads. state has at least epoch, step, run and part. first: see Saved."""
+    """Write a file for load_training. state has at least epoch, step, run and part. time, first: see Saved."""
     text, arrays = states.to_text(state)
     arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
@@ -156,7 +158,7 @@ def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], ti
 
 
 def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
-    """The weights and the state in a file; ValueError for a file that has only weights."""
+    """The weights and the state in a file. ValueError for a file that has only weights."""
     arrays, metadata = tensorfile.read(path)
     if STATE not in metadata:
         raise ValueError(f"{path}: has weights, but no state of a training; use load_checkpoint for the weights")
@@ -165,7 +167,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
 
 
 def saved(path: Path) -> Saved:
-    """What a file is; ValueError if it is not a complete checkpoint of a training."""
+    """Describes a checkpoint file. ValueError if it is not a complete checkpoint of a training."""
     metadata = tensorfile.read_metadata(path)
     name = _NAME.fullmatch(path.name)
     try:
@@ -177,13 +179,13 @@ def saved(path: Path) -> Saved:
 
 
 def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
-    """The files that are named like checkpoints: path, prefix, epoch, step."""
+    """The files whose names are those of checkpoints: (path, prefix, epoch, step)."""
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
     return [(path, name["prefix"], int(name["epoch"]), int(name["step"])) for path, name in found if name]
 
 
 def complete(directory: Path) -> list[Saved]:
-    """The complete checkpoints of a directory; a warning for each incomplete one. ValueError if all are incomplete.
+    """The complete checkpoints of a directory. Warns of each incomplete one; ValueError if all are incomplete.
 
     Damage to a file's arrays is found only when they are read.
     """
@@ -208,5 +210,5 @@ def series(directory: Path) -> list[Saved]:
 
 
 def newest_prefix(found: list[Saved]) -> str:
-    """The prefix of the file that was written last; "" without files."""
+    """The prefix of the file that was written last; "" if there are no files."""
     return max(found, key=lambda one: one.time).prefix if found else ""

@@ -1,4 +1,5 @@
-"""A training's state (what state_dict() gives) as text and arrays, for safetensors files and between ranks."""
+"""Converts a training's state (what state_dict() gives) to text and arrays, for safetensors files and for other
+ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import numpy as np
 from mscomm.arrays import names, on_host
 from mscomm.arrays.numpy import readable
 
-PREFIX = "mscomm.state."  # of the names of a state's arrays; all other arrays in a file are weights
+PREFIX = "mscomm.state."  # the names of a state's arrays begin with it; all other arrays in a file are weights
 
 
 def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
-    """state as JSON, which names the arrays, and the arrays by name.
+    """Convert a state to JSON, which refers to the arrays by name, and a dict of these arrays.
 
-    state: None, bool, int, float, str, list, tuple, dict, arrays of a known library and NumPy scalars (which come back
-    as arrays); anything else is a TypeError that says where in state it is.
+    state: None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars, which come back
+    as arrays. For anything else, a TypeError says where in the state it is.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -44,7 +45,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-    """The state that to_text was given, with NumPy arrays. ValueError for a text that to_text did not write."""
+    """The state that to_text was given. Its arrays are NumPy's. ValueError for a text that to_text did not write."""
 
     def read(x: Any) -> Any:
         if isinstance(x, list):
@@ -79,7 +80,7 @@ def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def with_arrays(state: Any, convert: Any) -> Any:
-    """state with each NumPy array converted."""
+    """A copy of the state in which each NumPy array is converted."""
     if isinstance(state, np.ndarray):
         return convert(state)
     if isinstance(state, dict):
@@ -90,10 +91,10 @@ def with_arrays(state: Any, convert: Any) -> Any:
 
 
 def checksum(x: Any, argument: str, function: str) -> int:
-    """CRC-32 of an array's dtype, shape and bits in C order, wherever the array lies.
+    """CRC-32 of an array's dtype, shape and bits in C order. The array may be on the CPU or on a device.
 
-    A number or a text counts by its repr, anything else by its type alone. argument, function: for the error if an
-    array cannot be read.
+    For a number or a text, it is that of the repr, for anything else only that of the type. argument, function: names
+    for the error message if an array cannot be read.
     """
     if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())

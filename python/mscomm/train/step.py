@@ -13,17 +13,17 @@ from mscomm import collectives, objects
 from mscomm.group import Group, Work
 from mscomm.train.buckets import Bucket, Layout, layouts
 
-# What a rank does next inside join(): it has no batches left, it sends something of its own (DistributedDataParallel:
-# buffers, before a forward pass), or it reduces gradients.
+# What a rank does next inside join(). LEFT: it has no batches left. FORWARD: it begins a forward pass, before which
+# DistributedDataParallel sends buffers. REDUCES: it reduces gradients.
 LEFT, FORWARD, REDUCES = 0, 1, 2
 
 
 class Step:
     """The buckets and the state of the current step. Between two steps nothing is being reduced.
 
-    kinds: dtype and number of elements of each gradient; names and shapes likewise. make: makes a bucket of a layout,
-    which the group's ranks reduce with op. in_order: gradients become ready in this order; otherwise the reverse order
-    is assumed until the first step has shown rank 0's order.
+    names, kinds, shapes: for each gradient its name, its (dtype, number of elements) and its shape. make: makes a
+    bucket with a given layout, which the group's ranks reduce with op. in_order: True if gradients become ready in this
+    order; otherwise the reverse order is assumed until the first step has shown rank 0's order.
     """
 
     def __init__(
@@ -46,14 +46,15 @@ class Step:
         self._make = make
         self._bucket_bytes = bucket_bytes
         self._order_is_final = in_order
-        self.order_of_rank_0: list[int] | None = None  # when it is known
+        self.order_of_rank_0: list[int] | None = None  # None until it is known
         self._order: list[int] = []  # the order in which this step's gradients became ready
-        self._started = 0  # how many buckets of this step are started, in their order
+        self._started = 0  # how many buckets of this step have been started; they start in order
         self._failed = False
         self.joining = False
-        self.by_all = False  # inside join(): the mean divides by all ranks, also by those that have left
-        self._meeting: Work | None = None  # inside join(): the meeting of the step that has begun
-        self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)  # what the ranks did last, inside join()
+        self.by_all = False  # inside join(): whether the mean counts the ranks that have left, too
+        self._meeting: Work | None = None  # inside join(): the all_gather of what each rank does next, until it is read
+        # Inside join(): what each rank did next at the last meeting at which some rank had not left.
+        self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
         self.carried = 0.0
         self.waited_s = 0.0
@@ -61,11 +62,11 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether gradients of this step are ready, and perhaps being reduced."""
+        """Whether some gradients of this step are ready. Their reduction may have begun, too."""
         return bool(self._order)
 
     def check_between(self, function: str) -> None:
-        """RuntimeError in the middle of a step, or after a step that failed."""
+        """Raise RuntimeError in the middle of a step, or after a step that failed."""
         self._check_usable()
         if self.begun:
             raise RuntimeError(
@@ -78,7 +79,8 @@ class Step:
 
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:
-        """Other ranks wait for our part of the step meanwhile: an exception is sent to them and ends this object."""
+        """A context for work that other ranks wait for: an exception inside is sent to them, and this object becomes
+        unusable."""
         self._check_usable()
         try:
             with self._group.committed("a step of GradientReducer"):
@@ -90,10 +92,10 @@ class Step:
     # -- a gradient
 
     def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> list[int]:
-        """The gradient is ready: in its buffer, or in source. Starts every bucket that is complete, strictly in order.
+        """Note that the gradient is ready, in its buffer or in source, and start the complete buckets, in order.
 
-        Returns the gradients of the buckets that were started: they now lie in their buffers. The last bucket is left
-        to finish(), which follows: the calling thread reduces it without a switch of threads.
+        Returns the gradients of the buckets that were started; these gradients now lie in their buffers. finish()
+        starts the last bucket, so that the calling thread reduces it without a switch of threads.
         """
         self._check_usable()
         bucket, turn = self._bucket_of[index]
@@ -115,7 +117,7 @@ class Step:
         return begun
 
     def missing(self) -> list[int]:
-        """The gradients of this step that are not ready yet."""
+        """The gradients that are not ready yet in this step."""
         return [
             place.number
             for bucket in self._buckets
@@ -125,7 +127,7 @@ class Step:
         ]
 
     def was_used(self, index: int) -> bool:
-        """After the step: whether some rank had that gradient."""
+        """After a step: whether any rank had this gradient."""
         bucket, turn = self._bucket_of[index]
         return bool(bucket.marks[turn] != 0)
 
@@ -141,9 +143,9 @@ class Step:
         self._carry = value
 
     def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
-        """The index of the gradient in whose buffer this memory lies; -1: elsewhere in the buckets; None: outside.
+        """The index of the gradient whose buffer is this memory; -1 for another part of the buckets, None outside them.
 
-        The memory is in C order.
+        The memory must be in C order.
         """
         begin, end = span = _span(gradient)
         if not any(begin < last and first < end for first, last in self._spans):
@@ -169,7 +171,7 @@ class Step:
         self.joining, self._meeting = False, None
 
     def meet(self, kind: int) -> np.ndarray[Any, Any]:
-        """Tell the others what this rank does next; return what each of them does."""
+        """Tell the other ranks what this rank does next, and return what each rank does."""
         self._announce(kind)
         assert self._meeting is not None
         kinds = self._meeting.wait()
@@ -185,7 +187,8 @@ class Step:
     # -- all gradients
 
     def finish(self) -> bool:
-        """Reduce the remaining buckets, with zeros for missing gradients; wait. Returns whether buffers are new."""
+        """Reduce the remaining buckets, with zeros for missing gradients, and wait. Returns whether there are new
+        buffers."""
         began = time.monotonic()
         while self._started < len(self._buckets):
             self._start_next(async_op=self._started < len(self._buckets) - 1)
@@ -228,13 +231,13 @@ class Step:
         self._started += 1
 
     def _lay_out(self, order: list[int]) -> None:
-        """Make the buckets, for gradients that become ready in that order."""
+        """Make the buckets for gradients that become ready in this order."""
         self._buckets = [self._make(one) for one in layouts(self._kinds, order, self._bucket_bytes)]
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The last bucket whose dtype holds a loss well enough carries the number; None: the number is sent by a call of
-        # its own.
+        # The last bucket whose dtype is precise enough for a loss carries the number. None: a separate call sends the
+        # number.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
@@ -247,7 +250,8 @@ class Step:
     # -- what a later object needs to continue
 
     def take_order(self, order: list[int]) -> None:
-        """Lay the buckets out in the order in which rank 0's gradients became ready, and move the gradients there."""
+        """Rebuild the buckets in the order in which rank 0's gradients became ready, and move the gradients into
+        them."""
         before = self._bucket_of
         self._lay_out(order)
         self._order_is_final, self.order_of_rank_0 = True, order
@@ -255,17 +259,17 @@ class Step:
             bucket.take(turn, *before[index])
 
     def narrows(self, index: int) -> bool:
-        """Whether that gradient is compressed."""
+        """Whether this gradient is compressed."""
         return self._bucket_of[index][0].narrows
 
     def residual(self, index: int) -> np.ndarray[Any, Any] | None:
-        """A copy of that gradient's compression residual; None without compression."""
+        """A copy of this gradient's compression residual; None without compression."""
         bucket, turn = self._bucket_of[index]
         owed = bucket.residual_of(turn)
         return None if owed is None else owed.reshape(self._shapes[index])
 
     def owe(self, index: int, residual: np.ndarray[Any, Any]) -> None:
-        """Set that gradient's compression residual."""
+        """Set this gradient's compression residual."""
         bucket, turn = self._bucket_of[index]
         bucket.owe(turn, residual)
 

@@ -1,9 +1,9 @@
-"""Safetensors files (https://github.com/huggingface/safetensors): named arrays and short texts.
+"""Safetensors files (https://github.com/huggingface/safetensors), which hold named arrays and short texts.
 
-Nothing in them is executed by a reader. This module adds two things to the package safetensors: a file is written as a
-whole or not at all, and its metadata have a checksum of everything in it. The checksum is zlib's CRC-32. It detects
-every single wrong bit, every burst of up to 32 bits, and all but one in 2^32 of other damages. It does not protect from
-people who change files on purpose. SHA-256 and BLAKE2 take two to four times as long.
+A reader executes nothing in them. This module adds two things to the package safetensors. A file is written as a whole
+or not at all, and its metadata contain a checksum of everything in the file. The checksum is zlib's CRC-32. It detects
+every single wrong bit, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors. It does not protect
+from people who change files on purpose. SHA-256 and BLAKE2 take two to four times as long.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mscomm.arrays.numpy import DTYPES
 Array = np.ndarray[Any, Any]
 
 HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that the format has
-CHECKSUM = "mscomm.checksum"  # in the metadata: checksums of the other metadata, and of the arrays
+CHECKSUM = "mscomm.checksum"  # the key in the metadata for two checksums: of the other metadata, and of the arrays
 PARTIAL = ".partial"  # the suffix of a file that is still being written
 
 
 def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a file as a whole or not at all: when it has its name, all of it is on the disk.
+    """Write a file as a whole or not at all: it gets its name when all of it is on the disk.
 
-    arrays: of any strides. A file of that name is replaced. TypeError for a dtype that the format lacks (complex128).
-    After an OSError the old file is unchanged.
+    arrays: they may have any strides. A file of that name is replaced. TypeError for a dtype that the format lacks
+    (complex128). After an OSError the old file is unchanged.
     """
     for name, x in arrays.items():
         if x.dtype.name not in HELD:
@@ -52,7 +52,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
         raise
-    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the name must reach the disk, too
+    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the file's name must reach the disk, too
 
 
 def _to_disk(path: Path, flags: int) -> None:
@@ -66,8 +66,8 @@ def _to_disk(path: Path, flags: int) -> None:
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
     """The arrays of a file, new and writable, and its metadata.
 
-    ValueError if the file is truncated, damaged, or not a safetensors file. A file without a checksum, of an earlier
-    version or another program, is not checked.
+    ValueError if the file is truncated, damaged, or not a safetensors file. Files without a checksum, which earlier
+    versions and other programs write, are not checked for damage.
     """
     with _opened(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -78,8 +78,8 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file that is whole, checked against their checksum, without a check of the arrays. ValueError
-    if the file is truncated or the metadata damaged."""
+    """The metadata of a file, checked against their checksum. The arrays are not checked. ValueError if the file is
+    truncated or the metadata are damaged."""
     with _opened(path) as file:
         return _checked_metadata(path, file)[0]
 
@@ -120,7 +120,8 @@ def _opened(path: Path) -> Iterator[Any]:
     except safetensors.SafetensorError as error:
         with open(path, "rb") as other:
             begin = other.read(9)
-        # MindSpore's files are protobuf and begin like this. A damaged file of ours may have that suffix, too.
+        # MindSpore's files are protobuf and begin with a newline. A damaged safetensors file may have that suffix and a
+        # newline, too, but its ninth byte is "{".
         if path.suffix == ".ckpt" and begin.startswith(b"\n") and not begin.endswith(b"{"):
             to = path.with_suffix(".safetensors")
             raise ValueError(

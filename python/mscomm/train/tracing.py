@@ -1,4 +1,4 @@
-"""StepTrace: when a rank computed, read data and communicated, for `mscomm trace`."""
+"""StepTrace: records when a rank computed, read data and communicated, for `mscomm trace`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mscomm.train.hooks import Callback, RunContext
 
 
 class StepTrace(Callback):
-    """Writes `rank_<rank>.json` into a directory, the same one for all ranks, when the training ends.
+    """Writes a file `rank_<rank>.json` when the training ends. All ranks use the same directory.
 
-    The file says when steps first_step to last_step of this training began and how long they took; how long each waited
-    for its data; and which calls the group made meanwhile, which run during the backward pass. `mscomm trace merge DIR
-    -o FILE` makes one file of all ranks, for Perfetto; `mscomm trace DIR` says which rank the others waited for. At the
-    end rank 0 prints which steps were recorded. ValueError if last_step is before first_step.
+    For steps first_step to last_step of this training, the file says when each step began and how long it took, how
+    long the rank waited for data, and which calls the group made meanwhile. `mscomm trace merge DIR -o FILE` makes one
+    file of all ranks, for Perfetto. `mscomm trace DIR` says which rank the others waited for. At the end rank 0 prints
+    which steps were recorded. ValueError if last_step is before first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """
@@ -31,8 +31,8 @@ class StepTrace(Callback):
         self._first, self._last = first_step, last_step
         self._calls: list[dict[str, Any]] = []
         self._ended = self._began = 0.0  # when the previous step ended, and when this one began
-        self._steps = 0  # of this training
-        self._number = 0  # of the group's last recorded call
+        self._steps = 0  # how many steps of this training have begun
+        self._number = 0  # the number of the group's last call that was recorded
         self._who: tuple[int, int] | None = None
 
     def begin(self, run_context: RunContext) -> None:

@@ -1,6 +1,6 @@
-"""What Model trains: one file per library, chosen by the type of the network.
+"""The networks that Model trains: one file per library, chosen by the type of the network.
 
-Such a file has a class Network(network, loss_fn, optimizer), with the members of the protocol below.
+Each file has a class Network(network, loss_fn, optimizer) with the members of the protocol below.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Network(Protocol):
     """A network with its loss function and its optimizer."""
 
     def trained(self) -> dict[str, Any]:
-        """What GradientReducer is made with: the weights by name, in the same order on every rank."""
+        """The weights with which GradientReducer is made, by name, in the same order on every rank."""
 
     def weights(self) -> dict[str, Any]:
-        """What is saved: the trained weights, and what else the network learns, such as running means."""
+        """The arrays that are saved: the trained weights, and what else the network learns, such as running means."""
 
     def own(self) -> set[str]:
         """The names of the weights, and of the optimizer's entries, that each rank keeps for itself."""
@@ -31,10 +31,10 @@ class Network(Protocol):
         """Take over weights with the names, shapes and dtypes of weights()."""
 
     def begin(self) -> None:
-        """Before the first step of a training."""
+        """Called before the first step of a training."""
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
-        """Train with one batch, of NumPy arrays or of the library's own; return the loss on this rank.
+        """Train with one batch, of NumPy arrays or arrays of the network's library. Return the loss on this rank.
 
         The loss is sent along with the gradients (reducer.carry).
         """
@@ -45,7 +45,7 @@ class Network(Protocol):
 
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
-    """The network as Model uses it. TypeError for a network that no file here knows."""
+    """The network in the form that Model uses. TypeError for a network that no file here knows."""
     name = next((name for name in names(network) if name != "numpy"), None)  # NumPy has no networks of its own
     if name is None:
         if hasattr(network, "loss_and_gradients"):
@@ -62,7 +62,7 @@ def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
 
 
 def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Write the given arrays into the weights of these names. ValueError for another shape or kind of dtype."""
+    """Write the given arrays into the weights with these names. ValueError if a shape or the kind of dtype differs."""
     for name, x in given.items():
         there = memory_anywhere(weights[name], name, "load")
         if there.shape != x.shape:
@@ -74,11 +74,11 @@ def write_over(weights: dict[str, Any], given: dict[str, np.ndarray[Any, Any]]) 
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype.name == "bfloat16"  # whose kind is not "f"
+    return dtype.kind == "f" or dtype.name == "bfloat16"  # the kind of bfloat16 is not "f"
 
 
 def as_tuple(batch: Any) -> tuple[Any, ...]:
-    """A dataset's batch as a tuple. If it is a dict, the tuple has its values."""
+    """A dataset's batch as a tuple. From a dict, the tuple takes the values."""
     if isinstance(batch, dict):
         return tuple(batch.values())
     if isinstance(batch, tuple | list):
@@ -87,7 +87,7 @@ def as_tuple(batch: Any) -> tuple[Any, ...]:
 
 
 def data_and_label(batch: tuple[Any, ...]) -> tuple[Iterable[Any], Any]:
-    """Split a batch for a loss_fn: its last item is the label."""
+    """Split a batch for a loss_fn: the last item is the label."""
     if len(batch) < 2:
         raise ValueError(f"Model: with a loss_fn a batch is (data, label); this one has {len(batch)} arrays")
     return batch[:-1], batch[-1]

@@ -1,6 +1,6 @@
-"""JAX: a function loss(parameters, *batch), or with a loss_fn a function output(parameters, *data).
+"""JAX networks: a function loss(parameters, *batch), or with a loss_fn a function output(parameters, *data).
 
-The parameters are those of the optimizer. It is mscomm.train.Momentum or SGD over a dict (a list, nested ones) of JAX
+The optimizer holds the parameters. It is mscomm.train.Momentum or SGD over a dict or a list, possibly nested, of JAX
 arrays, or an object of your own with `parameters`, step(gradients), state_dict() and load_state_dict(). The function is
 compiled with jax.jit; the reduction runs outside of it.
 """
@@ -57,7 +57,7 @@ class Network:
         result: Any = np.asarray(loss)[()]
         if reducer is not None:
             reducer.carry(float(result))
-            named = trees.leaves(gradients)  # jax has sorted their dicts
+            named = trees.leaves(gradients)  # JAX sorts the keys of dicts
             reduced = reducer.reduce({name: named[name] for name in self.trained()})
             gradients = trees.rebuilt(self._optimizer.parameters, list(reduced.values()))
         self._optimizer.step(gradients)

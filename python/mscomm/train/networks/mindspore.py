@@ -12,8 +12,8 @@ from mscomm.train.reducer import GradientReducer
 
 
 class Network:
-    """The loss is loss_fn(output, label), or what the cell returns if there is no loss_fn. Each rank keeps parameters
-    with layerwise_parallel for itself."""
+    """The loss is loss_fn(output, label), or the cell's output if there is no loss_fn. Each rank keeps parameters with
+    layerwise_parallel for itself."""
 
     def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
         self._cell = network
@@ -49,7 +49,7 @@ class Network:
         if mindspore.get_context("mode") != mindspore.GRAPH_MODE:
             self._loss_and_gradients = self._eager
             return
-        if self._compiled is None:  # compile once: MindSpore keeps a graph for each call of jit
+        if self._compiled is None:  # compile only once, because MindSpore keeps a graph for each call of jit
             self._compiled = mindspore.jit(self._eager)
         self._loss_and_gradients = self._compiled
 
