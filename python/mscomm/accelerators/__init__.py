@@ -1,10 +1,10 @@
-"""Accelerators: which ones this process can use, and which one the job uses. One module per backend.
+"""Accelerators: which ones this process can use, and which one the job uses. There is one module per backend.
 
 Such a module has `load(env)`, which opens its libraries or raises BackendUnavailable if one is missing,
-`shares_devices(env)`, and `settings(interface)`. Nothing is opened before it is needed: a library that is loaded early
-may be the wrong one for a framework that is imported later.
+`shares_devices(env)`, and `settings(interface)`. No library is opened before it is needed, because a library that is
+loaded early may be the wrong one for a framework that is imported later.
 
-When a rank joins, it tells the other ranks what it found. The backend, and each rank's device, are then a pure function
+When a rank joins, it tells the other ranks what it found. The backend and each rank's device are then a pure function
 of what all ranks reported, so all ranks get the same result or the same error.
 """
 
@@ -41,7 +41,7 @@ class Accelerator(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What the job uses: the backend, each rank's device on it (-1: none), and why it is that one."""
+    """What the job uses: the backend, each rank's device (-1: none), and the reason for the choice."""
 
     backend: str
     devices: list[int]
@@ -50,18 +50,18 @@ class Chosen(NamedTuple):
 
 @functools.cache
 def opened(name: str) -> Opened:
-    """The accelerator's libraries, opened once; BackendUnavailable with what was searched for, and where."""
+    """The accelerator's libraries, opened once. A BackendUnavailable says what was searched for, and where."""
     found: Opened = importlib.import_module(f"{__name__}.{name}").load(os.environ)
     return found
 
 
 def wanted(asked: str) -> tuple[str, ...]:
-    """The accelerators that a rank looks for if its user asked for this backend; "auto": any."""
+    """The accelerators that a rank looks for if the user asked for this backend. "auto" means all of them."""
     return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
 
 
 def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[str, str]) -> dict[str, Any]:
-    """What this rank tells the others. device: the one that the user chose, or None."""
+    """What this rank tells the other ranks. device: the one that the user chose, or None."""
     found = {}
     for name in wanted(asked):
         try:
@@ -70,15 +70,16 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
             words = {"version": vendor.version(), "path": vendor.path(), "runtime": runtime.version()}
             found[name] = {**words, "devices": devices, "shares": shares_devices(name, env)}
         except Error as error:
-            # All ranks hear of it: in one line if nobody has asked for this backend.
+            # All ranks are told, in one line if the user did not ask for this backend by name.
             found[name] = {"missing": str(error).partition(". Tried: ")[0] if asked == "auto" else str(error)}
     return {"device": device, "local_rank": local_rank, "accelerators": found}
 
 
 def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> dict[str, str]:
-    """Before the libraries are first used, set variables that they read, unless the user has; return those set.
+    """Set variables that the libraries read, unless the user has set them. Returns those that were set.
 
-    interface: the one by which ranks of other hosts reach this one; None: there are no other hosts.
+    Call it before the libraries are first used. interface: the network interface by which ranks of other hosts reach
+    this rank; None if there are no other hosts.
     """
     wished: Mapping[str, str] = importlib.import_module(f"{__name__}.{name}").settings(interface)
     told = {variable: text for variable, text in wished.items() if variable not in env}
@@ -87,16 +88,17 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """What lets ranks share a device, if the user has asked for that; two ranks with equal texts do not share one."""
+    """A text that the user can set for each rank. Ranks with different texts may share a device."""
     module = importlib.import_module(f"{__name__}.{name}")
     return str(module.shares_devices(env))
 
 
 def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> Chosen:
-    """The backend and the devices of a job whose ranks all asked for that backend. names: for messages.
+    """The backend and the devices of a job whose ranks all asked for the same backend.
 
-    If the ranks asked for a backend by name and cannot use it, raises BackendUnavailable for a missing library or
-    device, or for one device with two ranks; Mismatch for different versions.
+    names: the ranks' names in messages. If the ranks asked for a backend by name and cannot use it, this raises
+    BackendUnavailable for a missing library or device, or if two ranks would share a device, and Mismatch for different
+    versions.
     """
     none = [-1] * len(everyone)
     if asked == CPU:
@@ -113,7 +115,7 @@ def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: S
 
 
 def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Each rank's device."""
+    """Each rank's device. The errors are those of choose()."""
     told = [fact["accelerators"][name] for fact in everyone]
     missing = {rank: fact["missing"] for rank, fact in enumerate(told) if "missing" in fact}
     if missing:
@@ -146,7 +148,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 
 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
-    """The user's choice, else by the rank's place on its host; a launcher may show each rank only one device."""
+    """The device that the user chose, otherwise the one that belongs to the rank's place on its host. A launcher may
+    show each rank only one device."""
     if (said := everyone[rank]["device"]) is not None:
         return int(said)
     place = everyone[rank]["local_rank"]
@@ -156,7 +159,7 @@ def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[i
 
 
 def _of_ranks(what: str, words: Mapping[int, str], names: Sequence[str]) -> str:
-    """A message about several ranks; ranks with the same text are named together."""
+    """A message about several ranks. Ranks with the same text are named together."""
     alike: dict[str, list[int]] = {}
     for rank, text in words.items():
         alike.setdefault(text, []).append(rank)

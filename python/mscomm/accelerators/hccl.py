@@ -1,4 +1,5 @@
-"""Ascend NPUs: HCCL and AscendCL. Neither has run on hardware: docs/guide.md says what they were tested with."""
+"""Ascend NPUs, with HCCL and AscendCL. Neither was tested on hardware; docs/guide.md says what they were tested
+with."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def hccl_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
-    """Where libhcomm.so may be; newer releases have it next to libhccl.so."""
+    """Where libhcomm.so may be. Newer releases have it next to libhccl.so."""
     said = environment.read("MSCOMM_HCCL_LIBRARY", env)
     beside = str(os.path.join(os.path.dirname(said), "libhcomm.so")) if said else None
     known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
@@ -42,7 +43,7 @@ def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
-    """The host's numbers of the devices that the process sees; empty if it sees all."""
+    """The numbers that the devices of this process have on the host; empty if the process sees all devices."""
     said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
     return [number.strip() for number in said.split(",") if number.strip()]
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: NCCL and the CUDA driver."""
+"""NVIDIA GPUs, with NCCL and the CUDA driver."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def cuda_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def vendor(env: Mapping[str, str]) -> _core.Vendor:
-    """NCCL alone, which can be opened without a GPU."""
+    """Open NCCL alone, which does not need a GPU."""
     return _core.open_nccl(nccl_places(env))
 
 
 def load(env: Mapping[str, str]) -> Opened:
-    """NCCL and the CUDA driver, or BackendUnavailable that says what is missing."""
+    """Open NCCL and the CUDA driver. A BackendUnavailable says what is missing."""
     opened: list[Any] = []
     missing = []
     for open_one in (lambda: vendor(env), lambda: _core.open_cuda(cuda_places(env))):
@@ -46,22 +46,22 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """The variables that configure NCCL, unless the user has set them.
+    """The variables that configure NCCL, for those that the user has not set.
 
-    interface: the one by which ranks of other hosts reach this one, as this job's own links have shown; None: all ranks
-    are on this host.
+    interface: the network interface by which ranks of other hosts reach this rank, as this job's own links have shown;
+    None if all ranks are on this host.
     """
     return {
-        # Several groups on one device run in the order of their calls (NCCL 2.26).
+        # Several groups on one device run in the order of their calls (since NCCL 2.26).
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-        # NCCL connects when a group is made, not in the first call, which would wait there for the other ranks (NCCL
-        # 2.22).
+        # Let NCCL connect when a group is made (since NCCL 2.22). Otherwise the first call of the group would wait for
+        # the other ranks.
         "NCCL_RUNTIME_CONNECT": "0",
-        # NCCL's own listeners do not check the job's key: limit where they listen.
+        # NCCL's own listeners do not check the job's key, so limit the interfaces on which they listen.
         "NCCL_SOCKET_IFNAME": "lo" if interface is None else f"={interface}",
     }
 
 
 def shares_devices(env: Mapping[str, str]) -> str:
-    """NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts, so it lets them share a GPU."""
+    """NCCL treats ranks with different NCCL_HOSTID as ranks on different hosts, so it lets them share a GPU."""
     return env.get("NCCL_HOSTID", "")

@@ -1,7 +1,8 @@
-"""Where a vendor's library may be, in the order in which the places are tried.
+"""The places where a vendor's library may be, in the order in which they are tried.
 
-First the path that the user gives. Then a copy that is already in the process, because two copies do not know each
-other's handles. Then the package of the Python environment, conda's, the loader's path, and the vendor's own folders.
+If the user gives a path, no other place is tried. Otherwise a copy that is already in the process comes first, because
+two copies do not know each other's handles. Then come the package of the Python environment, the loader's path, and
+known folders, such as conda's and the vendor's own.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ Candidate = tuple[str, str, Literal["usual", "loaded", "must"]]
 def places(
     soname: str, said: str | None, variable: str, *, wheel: str = "", homes: Sequence[tuple[str, str]] = ()
 ) -> list[Candidate]:
-    """The places for a library of that name. said: the path in the variable. wheel: its folder in site-packages.
-
-    homes: known folders, each as (what messages call it, folder).
-    """
+    """The places for the library `soname`. said: the path that the user gave in the variable. wheel: its folder in
+    site-packages. homes: known folders, each as (what messages call it, folder)."""
     if said:
         return [(variable, said, "must")]
     found: list[Candidate] = [("in this process", soname, "loaded")]
@@ -33,5 +32,5 @@ def places(
 
 
 def homes(env: Mapping[str, str], *variables: str, below: Sequence[str] = ("lib64", "lib")) -> list[tuple[str, str]]:
-    """The library folders below the folders that these variables name."""
+    """The library folders that are below the folders that these variables name."""
     return [(name, os.path.join(env[name], folder)) for name in variables if env.get(name) for folder in below]

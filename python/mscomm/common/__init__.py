@@ -1,4 +1,4 @@
-"""MindSpore's path to the dtypes: import mscomm.common.dtype as mstype."""
+"""The dtypes under MindSpore's import path: import mscomm.common.dtype as mstype."""
 
 from __future__ import annotations
 

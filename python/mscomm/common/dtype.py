@@ -1,4 +1,4 @@
-"""The names of mscomm.dtype, under MindSpore's other path."""
+"""The names of mscomm.dtype, under MindSpore's other import path."""
 
 from __future__ import annotations
 

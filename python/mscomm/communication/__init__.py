@@ -1,4 +1,4 @@
-"""MindSpore's path to the names of a job and its groups; each is the same object as in mscomm.
+"""The functions of a job and its groups under MindSpore's import path. Each is the same object as in mscomm.
 
 from mscomm.communication import init, get_rank, get_group_size
 """

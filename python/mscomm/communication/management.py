@@ -22,7 +22,7 @@ HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = WORLD_NAME
 
 
 class _State(type):
-    """What MindSpore's init writes into GlobalComm; here it is looked up on each access."""
+    """Values that MindSpore's init writes into GlobalComm. Here they are looked up on each access."""
 
     @property
     def INITED(cls) -> bool:
@@ -31,11 +31,11 @@ class _State(type):
 
     @property
     def BACKEND(cls) -> str:
-        """The backend of the job; RuntimeError before init()."""
+        """The backend of the job. RuntimeError before init()."""
         return _get_backend()
 
 
 class GlobalComm(metaclass=_State):
-    """The job as MindSpore's scripts ask for it: WORLD_COMM_GROUP, INITED and BACKEND. None of them can be set."""
+    """What MindSpore's scripts ask about the job: WORLD_COMM_GROUP, INITED and BACKEND. None of them can be set."""
 
     WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP

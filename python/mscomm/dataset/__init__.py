@@ -1,8 +1,8 @@
 """Reads data, changes it and deals it to the ranks of a job, under MindSpore's names: import mscomm.dataset as ds.
 
 A pipeline is a source and steps: `ds.Cifar10Dataset(folder, num_shards=n, shard_id=rank).map(...).batch(32)`. It gives
-NumPy arrays. The order of each pass and every random change follow from config.set_seed, the number of the pass and the
-number of the sample. So all ranks agree, and a pass can be resumed at any batch (state_dict).
+NumPy arrays. config.set_seed, the number of the pass and the number of the sample determine the order of each pass and
+every random change. So all ranks agree, and a pass can be resumed at any batch (state_dict).
 """
 
 from __future__ import annotations

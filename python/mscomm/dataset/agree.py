@@ -1,4 +1,4 @@
-"""Ranks that share a dataset compare it before they begin: a rank with other files would train another model."""
+"""Before the ranks begin to use a dataset, they compare it, because all of them must have the same data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CURES = {
 
 
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
-    """Raise on every rank if the ranks' facts differ, or if a rank has a problem.
+    """Raise ValueError on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    Nothing is compared if no job was joined, or if num_shards is not the job's size: then a problem is this rank's
-    alone. ValueError; the rank that has the problem raises it as it is.
+    The rank with the problem raises that exception itself. If no job was joined, or if num_shards is not the job's
+    size, nothing is compared, and a problem concerns only this rank.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:
@@ -40,7 +40,7 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
     if broken:
         raise ValueError(f"{source}: another rank cannot read its data. " + "; ".join(broken))
     differing = [name for name in _CURES if any(theirs["facts"].get(name) != facts.get(name) for theirs in ranks)]
-    if "rows" in differing and "pipeline" in differing:  # the pipeline states the rows, too
+    if "rows" in differing and "pipeline" in differing:  # the pipeline's description has the number of rows, too
         differing.remove("pipeline")
     if differing:
         raise ValueError(_tell(source, ranks, differing))

@@ -1,7 +1,7 @@
-"""Cifar10Dataset: the files data_batch_1.bin to data_batch_5.bin and test_batch.bin.
+"""Cifar10Dataset reads the files data_batch_1.bin to data_batch_5.bin and test_batch.bin.
 
-The format is the "binary version" of https://www.cs.toronto.edu/~kriz/cifar.html: records of one byte, the label 0 to
-9, and 3072 bytes, the red, the green and the blue values of 32 rows of 32 pixels. A file has nothing else.
+Their format is the "binary version" of https://www.cs.toronto.edu/~kriz/cifar.html. A file has only records. A record
+has one byte for the label, 0 to 9, and 3072 bytes for 32 rows of 32 pixels: all red values, then green, then blue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
 )
-# How other kinds of files begin that people may have under these names.
+# The first bytes of other kinds of files that people may have under these names.
 _FOREIGN = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
     b"PK\x03\x04": "is a zip file; unpack it",
@@ -43,21 +43,22 @@ _FOREIGN = {
 
 
 class Cifar10Dataset(Source):
-    """The images of CIFAR-10, or of any files in its binary format, in a folder.
+    """The images of CIFAR-10, or other images in its binary format, from a folder.
 
-    Columns: `image`, uint8 of shape (32, 32, 3), height, width, red-green-blue; `label`, uint32 of shape (), 0 to 9.
+    The column `image` is uint8 of shape (32, 32, 3): height, width, and red, green, blue. The column `label` is uint32
+    of shape (), 0 to 9.
 
-    usage: "train" reads data_batch_1.bin to data_batch_5.bin (or as many as there are, counted from 1), "test"
-    test_batch.bin, "all" or None both: the 60,000 rows of CIFAR-10. num_shards, shard_id: this rank's part, as
-    DistributedSampler deals it. shuffle: None or True: another order in each pass; False: the order of the files.
-    num_samples: at most so many rows. sampler: a DistributedSampler, or row numbers, instead of these arguments.
-    num_parallel_workers: as in Dataset.map; any number of threads may read.
+    usage: "train" reads data_batch_1.bin to data_batch_5.bin, or only the first of them if there are fewer; "test"
+    reads test_batch.bin; "all" or None reads both, which are 60,000 rows in CIFAR-10. num_shards, shard_id: this rank's
+    part, as in DistributedSampler. shuffle: None or True for another order in each pass, False for the order of the
+    files. num_samples: the largest number of rows. sampler: a DistributedSampler, or row numbers, instead of these
+    arguments. num_parallel_workers: as in Dataset.map; with None, any number of threads may read.
 
-    ValueError for a folder without the files, and for files that are truncated or of another format; it says which, and
-    what to do. Names and sizes are checked here. Before the first pass all files are read once to check the labels; if
-    num_shards is the number of ranks in the job, the ranks then compare what they have read, and all of them raise
-    ValueError if it differs. No pickle is ever loaded. TypeError, ValueError and RuntimeError for arguments that
-    contradict each other, as in MindSpore.
+    ValueError for a folder without the files, and for files that are truncated or of another format; the message says
+    which file it is and what to do. Names and sizes are checked at once. Before the first pass, all files are read once
+    to check the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read,
+    and all of them raise ValueError if it differs. No pickle is ever loaded. TypeError, ValueError and RuntimeError for
+    arguments that contradict each other, as in MindSpore.
 
     >>> data = Cifar10Dataset("cifar-10-batches-bin", num_shards=8, shard_id=0)
     >>> data.get_dataset_size()
@@ -100,7 +101,7 @@ class Cifar10Dataset(Source):
 
     def _open(self) -> None:
         files: list[int] = []
-        weakref.finalize(self, _close, files).atexit = False  # at exit a thread may still read
+        weakref.finalize(self, _close, files).atexit = False  # do not close them at exit, when a thread may still read
         for name in self._names:
             files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
         self._files = files
@@ -115,7 +116,7 @@ class Cifar10Dataset(Source):
             for record, ticket in zip(records, tickets, strict=True):
                 which = bisect.bisect_right(self._ends, ticket.sample)
                 place = ticket.sample - (self._ends[which - 1] if which else 0)
-                # Read, and do not map the file: if somebody truncated it, a map would kill the process.
+                # Read the file instead of mapping it. If somebody truncated a mapped file, the process would be killed.
                 if _read(self._files[which], record.data, place * RECORD_BYTES) != RECORD_BYTES:
                     where = self._folder / self._names[which]
                     raise ValueError(f"{where}: record {place} is gone; the file was cut short")
@@ -172,7 +173,7 @@ def _not_there(folder: Path, there: set[str], missing: list[str]) -> str:
 
 
 def _records(path: Path) -> int:
-    """How many records a file has, by its size and its first bytes."""
+    """The number of records in a file, by its size. ValueError if the size or the first bytes are wrong."""
     try:
         with open(path, "rb") as file:
             begin = file.read(64)
@@ -195,7 +196,7 @@ def _records(path: Path) -> int:
 
 
 def _read(fd: int, into: memoryview, at: int) -> int:
-    """How many bytes were read; fewer than there is room for only at the end of the file."""
+    """Read bytes from position `at` and return how many. They fill `into`, except at the end of the file."""
     got = 0
     while got < len(into) and (more := os.preadv(fd, [into[got:]], at + got)):
         got += more
@@ -208,11 +209,11 @@ class _Seen(NamedTuple):
     changed_ns: int
 
 
-_digests: dict[_Seen, str] = {}  # of the files that this process has read
+_digests: dict[_Seen, str] = {}  # the hashes of the files that this process has read
 
 
 def _digest(path: Path, fd: int) -> str:
-    """The hash of a file's contents; ValueError for a label out of range."""
+    """The hash of a file's contents. ValueError if a label is out of range."""
     status = os.fstat(fd)
     seen = _Seen(os.path.abspath(path), status.st_size, status.st_mtime_ns)
     if seen not in _digests:

@@ -9,10 +9,10 @@ _prefetch_size = 2
 
 
 def set_seed(seed: int) -> None:
-    """Set the number from which every order and every random change follows; the same on every rank. Default 5489.
+    """Set the seed, which determines every order and every random change. The default is 5489.
 
-    A pipeline takes the seed at its first pass and keeps it. TypeError if it is not an int, ValueError outside
-    0..2**32-1.
+    Use the same seed on every rank. A pipeline takes the seed at its first pass and keeps it. TypeError if the seed is
+    not an int, ValueError if it is outside 0..2**32-1.
 
     >>> set_seed(1)
     """
@@ -26,10 +26,10 @@ def get_seed() -> int:
 
 
 def set_prefetch_size(size: int) -> None:
-    """Set how many batches each iterator makes ahead, in a thread of its own. Default 2.
+    """Set how many batches each iterator makes ahead, in a thread of its own. The default is 2.
 
-    With 0 there is no thread, and each batch is made when it is asked for. At most 1024. TypeError, ValueError as in
-    set_seed.
+    With 0 there is no thread, and each batch is made when it is asked for. The maximum is 1024. TypeError and
+    ValueError as in set_seed.
     """
     global _prefetch_size
     _prefetch_size = _checked("set_prefetch_size", "size", size, 0, 1024)

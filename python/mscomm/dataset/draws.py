@@ -1,8 +1,8 @@
 """Random numbers without a state: each is a function of the numbers that say what it is for.
 
-The generator is SplitMix64 (Steele, Lea and Flood, 2014), one step for each number. It gives the same bits on every
-machine and in every version, while the streams of NumPy's generators may change between versions. The draw for sample
-40,000 does not need the draws before it.
+The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each of these numbers. It gives the same
+bits on every machine and in every version, while the streams of NumPy's generators may change between versions. The
+random number for sample 40,000 can be computed without those before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bits = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def bits(*purpose: Any) -> Bits:
-    """64 random bits for each of the purposes: numbers of 0 or more, and arrays of them, which are broadcast.
+    """64 random bits for each purpose, which is a sequence of numbers of 0 or more. Arrays are broadcast.
 
     >>> bits(5489, 0, [7, 8]).shape
     (2,)
@@ -33,7 +33,7 @@ def bits(*purpose: Any) -> Bits:
 
 
 def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """0 to n-1 in random order."""
+    """The numbers 0 to n-1 in random order."""
     return np.argsort(bits(*purpose, np.arange(n)), kind="stable").astype(np.int64)
 
 
@@ -43,5 +43,5 @@ def below(n: int, draw: int) -> int:
 
 
 def unit(draw: int) -> float:
-    """A number from 0 up to, but not including, 1 from 64 random bits."""
+    """A number from 0 up to, but not including, 1, from 64 random bits."""
     return float((draw >> 11) * 2.0**-53)

@@ -1,4 +1,4 @@
-"""GeneratorDataset: rows from Python."""
+"""GeneratorDataset: a source whose rows come from a Python object."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mscomm.dataset.workers import Turn
 
 
 class GeneratorDataset(Source):
-    """Rows that a Python object gives.
+    """A source whose rows come from a Python object.
 
-    source: a function that returns an iterator over rows; an object that can be iterated repeatedly; or one with random
-    access (__getitem__ and __len__) that is not callable. A row is a tuple or list with one item per column: an array,
-    or something that numpy.asarray turns into one. With one column a row may also be that item alone. Arrays of dtype
-    object are a TypeError. column_names: a name or several.
+    source: a function that returns an iterator over rows; an object that can be iterated repeatedly; or an object with
+    random access (__getitem__ and __len__) that is not callable. A row is a tuple or list with one item per column. An
+    item is an array, or something that numpy.asarray turns into one; its dtype must not be object. If there is one
+    column, a row may also be the item itself. column_names: a name or several.
 
-    num_shards, shard_id, shuffle and sampler are as in Cifar10Dataset and need random access: ValueError otherwise.
-    With random access rows are shuffled unless shuffle=False, as in MindSpore. num_samples: at most so many rows.
-    num_parallel_workers: how many threads may read from a source with random access at once; None: 1, as in MindSpore.
-    A source that is read in order is always read by one thread; see Dataset.map. What the source raises comes as a
-    RuntimeError from the original, which names the row. ValueError for an iterator, which can be read only once. The
-    source runs in a thread.
+    num_shards, shard_id, shuffle, sampler: as in Cifar10Dataset. They need random access; otherwise ValueError. With
+    random access, rows are shuffled unless shuffle=False, as in MindSpore. num_samples: the largest number of rows.
+    num_parallel_workers: how many threads may read from a source with random access at once; None means 1, as in
+    MindSpore. A source without random access is always read by one thread; see Dataset.map. ValueError for an iterator,
+    which can be read only once. The source may run in another thread. If it raises an exception, or if a row is
+    invalid, a RuntimeError names the row.
 
     >>> data = GeneratorDataset(lambda: iter([(1, 2.0), (3, 4.0)]), ["input", "label"])
     >>> [(x.item(), y.item()) for x, y in data]
@@ -75,7 +75,7 @@ class GeneratorDataset(Source):
                 f"GeneratorDataset: source is a {type(source).__name__}, which can be read only once; give the function"
                 " that makes it"
             )
-        # Check the remaining arguments; nobody asks this sampler for an order.
+        # This only checks the remaining arguments. The rows are not taken from this sampler.
         self._sampler = choose("GeneratorDataset", num_samples, False, None, None, shard_id)
 
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ class GeneratorDataset(Source):
         problem: Exception | None = None
         try:
             mine = {"rows": len(self._source), **facts()}
-        except Exception as error:  # the user's __len__ may raise anything: the other ranks must hear of it
+        except Exception as error:  # the user's __len__ may raise anything, and the other ranks must hear of it
             problem = error
         agree.compare("GeneratorDataset", self._sampler.num_shards, mine, type(self._source).__name__, problem)
 

@@ -15,7 +15,7 @@ from mscomm.dataset.workers import Turn, in_order
 
 
 class Pipeline(Protocol):
-    """What a pass needs of a pipeline; see the methods of pipeline.Dataset."""
+    """What a pass needs of a pipeline. The methods are described in pipeline.Dataset."""
 
     columns: tuple[str, ...]
     position: tuple[int, int]
@@ -32,16 +32,16 @@ class Pipeline(Protocol):
 
 
 def row_of(column: Any, which: int) -> Any:
-    """One row of a column: an array with an axis for the rows in front, or a list of arrays."""
+    """One row of a column. The column is an array whose first axis counts the rows, or a list of arrays."""
     return column[which, ...] if isinstance(column, np.ndarray) else column[which]
 
 
 class DatasetIterator:
-    """What create_dict_iterator and create_tuple_iterator give: each pass over it is the pipeline's next epoch.
+    """What create_dict_iterator and create_tuple_iterator return. Each pass over it is the pipeline's next epoch.
 
-    After the end of a pass the next `for` begins another one, num_epochs in all (-1: no end). If a pass was left by
-    `break`, the next `for` over the same iterator continues it. close() ends the iterator's thread; so does leaving a
-    `with`, or dropping the iterator.
+    After the end of a pass, the next `for` begins another pass, up to num_epochs passes (-1: without end). If a pass
+    was left by `break`, the next `for` over the same iterator continues it. The iterator's thread ends with close(),
+    when a `with` block is left, or when the iterator is no longer referenced.
     """
 
     def __init__(self, dataset: Pipeline, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
@@ -73,7 +73,7 @@ class DatasetIterator:
             row = next(self._rows)
         except StopIteration:
             self._rows = None
-            if 0 < self._batch == self._first:  # the state was taken after the last batch of that pass
+            if 0 < self._batch == self._first:  # the state was taken after the pass's last batch: begin the next pass
                 return next(self)
             self._left -= self._left > 0
             self._dataset.position = (self._epoch + 1, 0)
@@ -107,11 +107,11 @@ class DatasetIterator:
 
 
 def _rows(dataset: Pipeline, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
-    """The rows, or batches, of one pass without the first `skip`, of which only the order is computed."""
+    """The rows or batches of one pass, without the first `skip`: of these, only the order is computed."""
     tickets = dataset.tickets(seed, epoch)
 
     def make(turn: Turn, ticket: Any) -> tuple[Any, ...]:
-        # In C order: others, such as torch.from_numpy, cannot take negative strides.
+        # In C order, because functions such as torch.from_numpy do not take negative strides.
         row = (row_of(column, 0) for column in dataset.load(turn, [ticket]))
         return tuple(array if array.flags.c_contiguous else array.copy() for array in row)
 

@@ -1,4 +1,4 @@
-"""What `map` applies: a function of one row's columns, or one of these operations, which can take many rows."""
+"""The operations that `map` applies. They can take many rows at once; other functions take one row at a time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ Array = np.ndarray[Any, Any]
 
 
 class Operation:
-    """Changes one array; it may also be called directly.
+    """Changes one array. It may also be called directly.
 
-    It keeps no state between calls that affects a result, so several threads may call it.
+    It keeps no state that affects the result of a later call, so several threads may call it.
     """
 
     def __call__(self, x: Any) -> Array:
         raise NotImplementedError
 
     def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
-        """The results for arrays of one shape, with the same bits as one by one. Both are stacked along axis 0.
+        """The results for several arrays of one shape, stacked along axis 0 like the arrays.
 
-        draws: for a RandomOperation, the random bits of each row. The result's axes may lie in memory in any order. If
-        a row is invalid, this raises, too; the pipeline then goes row by row, to name the row.
+        They have the same bits as the results of separate calls. Their axes may lie in memory in any order. draws: for
+        a RandomOperation, the random bits of each row. If a row is invalid, on_rows raises, too; the pipeline then goes
+        row by row to find out which row it is.
         """
         return np.stack([self(rows[which, ...]) for which in range(len(rows))])
 
@@ -36,8 +37,8 @@ class Operation:
 class RandomOperation(Operation):
     """An operation whose result depends on 64 random bits.
 
-    In a pipeline they follow from the seed, the pass, the sample and the place of the operation. In a direct call they
-    follow from config.set_seed and the number of calls of this object.
+    In a pipeline, the bits follow from the seed, the pass, the sample and the place of the operation. In a direct call,
+    they follow from config.set_seed and the number of calls of this object.
     """
 
     _calls = 0
@@ -56,7 +57,7 @@ class RandomOperation(Operation):
 
 
 def image_of(x: Any, operation: object) -> Array:
-    """x, checked to be an image: (height, width) or (height, width, channels)."""
+    """x, if it is an image: (height, width) or (height, width, channels). Otherwise TypeError or ValueError."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{operation}: expected an image, a NumPy array, got a {type(x).__name__}")
     if x.ndim not in (2, 3):
@@ -68,13 +69,13 @@ def image_of(x: Any, operation: object) -> Array:
 
 
 def images_of(rows: Array, operation: object) -> Array:
-    """rows, checked to be images."""
+    """rows, if they are images. Otherwise TypeError or ValueError."""
     image_of(rows[0, ...], operation)
     return rows
 
 
 def two_sizes(operation: str, argument: str, value: Any) -> tuple[int, int]:
-    """(height, width), both 1 or more, from an int or two."""
+    """(height, width), both 1 or more, from one int for both or from two."""
     sizes = list(value) if isinstance(value, (tuple, list)) else [value]
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
         raise TypeError(f"{operation}: {argument}={value!r}; expected an int or (height, width)")

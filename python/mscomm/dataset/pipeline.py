@@ -1,11 +1,11 @@
 """A source and the steps after it: map, shuffle, batch, repeat.
 
 A pass has two halves. `tickets` says which rows come in which order, without reading them. `load` makes the rows of
-some tickets. So an order can be walked through without the work, which is how a pass is resumed; `load` sees all rows
-of a batch at once; and because its result depends only on its arguments, several threads may make batches (workers.py).
+given tickets. So a pass can be resumed by walking through its order without making rows; `load` sees all rows of a
+batch at once; and because its result depends only on its arguments, several threads may make batches (workers.py).
 
-Rows of one shape lie in one array, one row at each index of the first axis. mscomm's operations change all of them in
-one call.
+Rows of one shape lie in one array, whose first axis counts the rows. mscomm's operations change all of them in one
+call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mscomm.dataset.iterator import DatasetIterator, row_of
 from mscomm.dataset.operation import Array, Operation, RandomOperation
 from mscomm.dataset.workers import Turn
 
-Column = Array | list[Any]  # of some rows: one array with an axis for the rows in front, or a list of arrays
-_VERSION = 1  # of state_dict
-_PIECE_BYTES = 1 << 20  # of rows that go through all operations of a map at once, so that they stay in the cache
+Column = Array | list[Any]  # of several rows: an array whose first axis counts them, or a list of arrays
+_VERSION = 1  # the version of what state_dict returns
+_PIECE_BYTES = 1 << 20  # how much data goes through a map's operations at once, so that it stays in the cache
 
 
 class Ticket(NamedTuple):
@@ -39,10 +39,10 @@ Tickets = Generator[Ticket, None, None]
 
 
 class Dataset(ABC):
-    """What all sources and steps have. Iterating over one is a pass, or epoch; each pass has an order of its own.
+    """The base class of sources and steps.
 
-    A row has one array for each column; after `batch` the arrays have one axis more, in front, for the rows of the
-    batch.
+    Iterating over a dataset is a pass, or epoch. Each pass has an order of its own. A row has one array for each
+    column. After `batch`, the arrays have one more axis in front, for the rows of the batch.
     """
 
     columns: tuple[str, ...]
@@ -66,19 +66,20 @@ class Dataset(ABC):
     ) -> Dataset:
         """Change columns of each row by operations, one after the other.
 
-        operations: one callable or several. The first is called with the input columns' arrays, each later one with
-        what the previous one returned: an array, or a tuple of several. input_columns: a name or several; None: the
-        first column. output_columns: names for the results. They are needed if there are more or fewer results than
-        input columns; the results are then the first columns. A function of yours gets arrays in C order.
+        operations: one callable or several. The first is called with the arrays of the input columns, each later one
+        with what the previous one returned: an array, or a tuple of arrays. input_columns: a name or several; None
+        means the first column. output_columns: names for the results. They are needed if there are more or fewer
+        results than input columns; the results then become the first columns. A function of yours gets arrays in C
+        order.
 
-        num_parallel_workers: how many threads may work in this step at once, 1 to the number of CPUs. An iterator has
-        as many threads as the step with the largest number, and each thread makes a whole batch. None: 1 if operations
-        has functions of yours, which then see the batches in order; no limit if all operations are mscomm.dataset's.
-        The results do not depend on it, unless a function has a state.
+        num_parallel_workers: how many threads may work in this step at once, from 1 to the number of CPUs. An iterator
+        has as many threads as the step with the largest number, and each thread makes a whole batch. None means 1 if
+        operations has functions of yours, which then see the batches in order, and no limit if all operations are from
+        mscomm.dataset. The results do not depend on the number of threads, unless a function has a state.
 
-        An exception is raised in place of the batch, as a RuntimeError from the original, which names the operation and
-        the row. TypeError for an operation that is not callable, ValueError for an unknown column or another
-        num_parallel_workers.
+        If an operation raises an exception, a RuntimeError that names the operation and the row is raised in place of
+        the batch. TypeError for an operation that is not callable. ValueError for an unknown column or a
+        num_parallel_workers out of range.
 
         >>> data = data.map(operations=[vision.RandomCrop(24), vision.HWC2CHW()], input_columns="image")
         """
@@ -87,28 +88,28 @@ class Dataset(ABC):
     def shuffle(self, buffer_size: int) -> Dataset:
         """Mix rows that are near each other: each row is taken at random from the next buffer_size ones.
 
-        The random numbers are the same on every rank, and others in each pass. TypeError if buffer_size is not an int,
-        ValueError below 2, as in MindSpore.
+        The random numbers are the same on every rank, and different in each pass. TypeError if buffer_size is not an
+        int, ValueError if it is below 2, as in MindSpore.
 
         >>> data = data.shuffle(buffer_size=10)
         """
         return _Shuffle(self, buffer_size)
 
     def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
-        """Put batch_size rows into one: each column's arrays are stacked along a new first axis.
+        """Make one batch of batch_size rows: each column's arrays are stacked along a new first axis.
 
-        drop_remainder: leave out a last batch with fewer rows. If rows of a batch have different shapes or dtypes, a
-        RuntimeError comes in place of the batch. num_parallel_workers: as in map. TypeError, ValueError for wrong
-        arguments.
+        drop_remainder: True leaves out a last batch with fewer rows. If the rows of a batch have different shapes or
+        dtypes, RuntimeError is raised in place of the batch. num_parallel_workers: as in map. TypeError and ValueError
+        for wrong arguments.
 
         >>> data = data.batch(batch_size=32, drop_remainder=True)
         """
         return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Join `count` passes into one, each with an order of its own; None or -1: without end.
+        """Join `count` passes into one, each with an order of its own. None or -1 repeats without end.
 
-        TypeError if count is not an int, ValueError for 0 and below -1.
+        TypeError if count is not an int, ValueError if it is 0 or below -1.
 
         >>> data = data.repeat(2)
         """
@@ -119,10 +120,10 @@ class Dataset(ABC):
     def create_dict_iterator(
         self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
     ) -> DatasetIterator:
-        """Rows as {column: array}; see DatasetIterator.
+        """An iterator over the rows as dicts {column: array}; see DatasetIterator.
 
-        Arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError if num_epochs is not an int,
-        ValueError if it is 0 or below -1.
+        The arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError if num_epochs is not an
+        int, ValueError if it is 0 or below -1.
 
         >>> batch = next(data.batch(32).create_dict_iterator())
         >>> batch["image"].shape, batch["label"].shape
@@ -138,9 +139,9 @@ class Dataset(ABC):
         output_numpy: bool = False,
         do_copy: bool = False,
     ) -> DatasetIterator:
-        """Rows as tuples of the columns' arrays; by default all columns, in the order of get_col_names().
+        """An iterator over the rows as tuples of arrays. columns: None means all, in the order of get_col_names().
 
-        Otherwise as create_dict_iterator; ValueError for an unknown column.
+        The other arguments are those of create_dict_iterator. ValueError for an unknown column.
 
         >>> image, label = next(data.batch(32).create_tuple_iterator())
         """
@@ -148,13 +149,13 @@ class Dataset(ABC):
         return DatasetIterator(self, self.columns if columns is None else columns, False, num_epochs)
 
     def __iter__(self) -> DatasetIterator:
-        """One pass, as tuples: for image, label in data."""
+        """One pass, which gives tuples: for image, label in data."""
         return DatasetIterator(self, self.columns, False, 1)
 
     def get_dataset_size(self) -> int:
-        """How many rows, or batches, a pass has on this rank; with an endless repeat, one round of it.
+        """How many rows or batches a pass has on this rank. If repeat is endless, one round of it counts.
 
-        If only a pass can count a source's rows, the source is read once to count them.
+        If a source cannot tell how many rows it has, it is read once to count them.
         """
         return self._size()
 
@@ -167,15 +168,15 @@ class Dataset(ABC):
         return 1
 
     def get_repeat_count(self) -> int:
-        """The counts of all repeat steps, multiplied; -1 if endless, 1 if there are none."""
+        """The product of the counts of all repeat steps; -1 if one is endless, 1 if there are none."""
         return 1
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest pass is, for a checkpoint: ints, strings and lists, the same on every rank.
+        """The position in the newest pass, for a checkpoint: ints, strings and lists, which are the same on every rank.
 
-        Batches count once the program has taken them, not when they are made ahead.
+        A batch counts when the program has taken it, not when it is made ahead.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -188,11 +189,11 @@ class Dataset(ABC):
         return {"version": _VERSION, "seed": seed, "epoch": epoch, "batch": batch, "pipeline": self._described()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state`, of a pipeline like this one, was: the next pass gives the batches that came after it.
+        """Continue from `state`, which a pipeline like this one has returned: the next pass gives the batches after it.
 
-        They have the same bits. If the source has random access, the order up to there is computed again without
-        reading or changing rows. ValueError if state is of another pipeline; it says what differs. Load the state on
-        each rank of a job, since the ranks compare their data again.
+        They have the same bits as in the first run. If the source has random access, the order up to that position is
+        computed again without reading or changing rows. ValueError if the state belongs to another pipeline; the
+        message says what differs. Load the state on each rank of a job, because the ranks compare their data again.
 
         >>> data.load_state_dict(data.state_dict())
         """
@@ -213,10 +214,10 @@ class Dataset(ABC):
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is number `epoch`, from 0: it has the order and the random changes of that pass of any run.
+        """Make the next pass number `epoch`, from 0, with the order and the random changes of that pass in any run.
 
         Passes count on by themselves; Model.train calls this for its initial_epoch. TypeError if epoch is not an int,
-        ValueError outside 0..2**32-1.
+        ValueError if it is outside 0..2**32-1.
 
         >>> data.set_epoch(3)
         """
@@ -226,7 +227,8 @@ class Dataset(ABC):
         self._next = self.position = (epoch, 0)
 
     def begin_pass(self) -> tuple[int, int, int]:
-        """For DatasetIterator: the seed, the epoch and the first batch. Before the first pass the ranks compare."""
+        """Begin a pass: the seed, the epoch and the first batch. Before the first pass, the ranks compare their
+        data."""
         seed = config.get_seed() if self._seed is None else self._seed
         if not self._agreed:
             begin = list(self._next)
@@ -245,11 +247,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def tickets(self, seed: int, epoch: int) -> Tickets:
-        """The rows of a pass, in order."""
+        """The tickets of a pass, in order."""
 
     @abstractmethod
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
-        """The rows of these tickets, by columns. Called by several threads at once."""
+        """Make the rows of these tickets and return them by columns. Several threads may call it at once."""
 
     def widths(self) -> dict[int, int]:
         """How many threads may be in a step at once, by its place; steps without a limit are left out."""
@@ -272,11 +274,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def _described(self) -> list[str]:
-        """Everything that determines the order, for state_dict."""
+        """A description of everything that determines the order, for state_dict."""
 
 
 class Source(Dataset):
-    """A dataset with no other one before it."""
+    """A dataset with no other dataset before it."""
 
     def __init__(self, columns: Sequence[str], workers: int | None) -> None:
         super().__init__(0, workers)
@@ -287,7 +289,7 @@ class Source(Dataset):
 
     @abstractmethod
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Prepare for a pass, and compare what this rank reads, and facts(), with the other ranks."""
+        """Prepare for a pass. Compare what this rank reads, and facts(), with the other ranks."""
 
 
 class _Step(Dataset):
@@ -359,7 +361,7 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
-        self._row_bytes = [1] * len(self._operations)  # of what each operation returned last
+        self._row_bytes = [1] * len(self._operations)  # of each operation's last result
 
     def _width(self) -> int | None:
         return self._workers or (None if self._ours else 1)
@@ -387,7 +389,7 @@ class _Map(_Step):
         ]
 
     def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
-        """Run operations on all rows at once while their results are small, then the others on a few rows at a time."""
+        """Run operations on all rows at once while their results are small, then the rest on a few rows at a time."""
         large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
         first = large.index(True) if True in large else len(large)
         step = max(1, _PIECE_BYTES // max(self._row_bytes))
@@ -403,7 +405,7 @@ class _Map(_Step):
                     result = np.empty((len(rows), *piece.shape[1:]), piece.dtype)
                 result[some] = piece
         except Exception:
-            return self._by_rows([rows], drawn, tickets)[0]  # this fails, too, and names the row
+            return self._by_rows([rows], drawn, tickets)[0]  # fails, too, with an error that names the row
         assert result is not None
         return result
 
@@ -519,7 +521,7 @@ class _Repeat(_Step):
         if self._count > 0:
             passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
         else:
-            passes = itertools.count(epoch << 32)  # after an endless pass the next one has other orders
+            passes = itertools.count(epoch << 32)  # so that another endless pass has other orders
         for number in passes:
             some = False
             for ticket in self._before.tickets(seed, number):
@@ -561,7 +563,7 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
                 f"batch: column {name} is {array.dtype}{list(array.shape)} in row {ticket.sample} of the source and"
                 f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them alike by map"
             )
-    # Into C order, whatever the order of the rows: HWC2CHW gives views.
+    # The result must be in C order, even if the rows are not: HWC2CHW returns views.
     dtype = np.result_type(*arrays) if first.dtype.kind in "SU" else first.dtype
     return np.stack(arrays, out=np.empty((len(arrays), *first.shape), dtype))
 

@@ -1,7 +1,7 @@
 """Makes items ahead in a thread, with a bounded queue between the thread and the consumer.
 
-The thread references the queue and the generator that makes the items, but not the consumer's object. So that object
-can be collected, which ends the thread.
+The thread references the queue and the generator that makes the items, but not the consumer's Prefetch object. So that
+object can be garbage-collected, which ends the thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 _LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes it at once
-_EXIT_S = 5.0  # at exit: how long to wait for what a thread is making
+_EXIT_S = 5.0  # at exit, how long to wait until the threads have finished their items
 IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
 
@@ -27,8 +27,8 @@ class _Queue:
     def __init__(self, room: int) -> None:
         self.pid = os.getpid()
         self.room = room
-        # Guards the fields below; both sides wait on it. Reentrant, because the garbage collector may run `stop`
-        # anywhere.
+        # Guards the fields below; both sides wait on it. Its lock is reentrant, because the garbage collector may run
+        # `stop` anywhere.
         self.news = threading.Condition()
         self.items: deque[Any] = deque()
         self.ended = False
@@ -36,8 +36,8 @@ class _Queue:
         self.stopped = False
 
     def stop(self) -> None:
-        """The consumer takes no more items."""
-        if self.pid != os.getpid():  # a forked child: no thread here, and the lock may be held forever
+        """Tell the thread that the consumer takes no more items."""
+        if self.pid != os.getpid():  # a forked child has no thread, and its copy of the lock may be held forever
             return
         with self.news:
             self.stopped = True
@@ -46,11 +46,12 @@ class _Queue:
 
 
 class Prefetch:
-    """An iterator over what `source` yields. From now on source runs in a thread, up to `room` items ahead.
+    """An iterator over the items of `source`, which a thread makes up to `room` items ahead.
 
-    An exception of source is raised in place of the item, with its traceback, and ends the iterator. close() ends the
-    thread and waits until it has finished its current item; so does the end of the process, for a few seconds. If this
-    object is collected the thread ends by itself. In a forked child there is no thread: RuntimeError.
+    If source raises an exception, it is raised in place of the item, with its traceback, and ends the iterator. close()
+    ends the thread and waits until the thread has finished its current item. The end of the process does the same, but
+    waits only a few seconds. If this object is garbage-collected, the thread ends by itself. A forked child has no
+    thread, so the iterator raises RuntimeError there.
     """
 
     def __init__(self, source: Generator[Any, None, None], room: int) -> None:
@@ -81,11 +82,11 @@ class Prefetch:
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame
+                del error  # its traceback references this frame
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. May be called twice, but not from within source."""
+        """End the thread. It may be called twice, but not from within source."""
         self._finalizer()
         if self._queue.pid == os.getpid():
             self._thread.join()
@@ -96,12 +97,13 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """At the end of the process call stop, and wait a few seconds for the thread."""
+    """Register the thread: at the end of the process, stop is called, and the process waits a few seconds for the
+    thread."""
     _running[thread] = stop
 
 
 def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
-    """The thread: it ends when source ends or raises, or when stop() was called."""
+    """The function that the thread runs. It ends when source ends or raises, or when stop() was called."""
     error: BaseException | None = None
     try:
         with contextlib.closing(source):
@@ -113,7 +115,7 @@ def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
                         return
                     queue.items.append(item)
                     queue.news.notify_all()
-    except BaseException as raised:  # raised again in the consumer; nobody would see it here
+    except BaseException as raised:  # raised again in the consumer, because nobody would see it here
         error = raised
     finally:
         with queue.news:

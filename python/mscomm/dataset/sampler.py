@@ -1,4 +1,4 @@
-"""Which rows of a source a rank reads in a pass, and in which order."""
+"""Decides which rows of a source a rank reads in a pass, and in which order."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Sampler(Protocol):
-    """What a source asks for; rows is the number of rows that the source has."""
+    """What a source needs of a sampler. rows: the number of rows in the source."""
 
     num_shards: int
 
     def count(self, rows: int) -> int:
-        """How many rows a pass reads."""
+        """How many rows this rank reads in a pass."""
 
     def indices(self, rows: int, seed: int, epoch: int) -> Indices:
-        """The rows of pass number epoch, in order."""
+        """The rows that this rank reads in pass number epoch, in order."""
 
     def __str__(self) -> str:
         """A text for state_dict, which is the same on all ranks that share the rows."""
 
 
 class DistributedSampler:
-    """Deals the rows to num_shards ranks like cards, as MindSpore's does; this one is for rank shard_id.
+    """Deals the rows to num_shards ranks like cards, as MindSpore's sampler does. This one is for rank shard_id.
 
-    shuffle: deal a permutation, the same on all ranks and another one in each pass. num_samples: at most so many rows
-    per rank; None or 0: all. offset=-1: every rank gets ceil(rows / num_shards) rows; when the rows run out, dealing
-    continues with the first rows. offset >= 0: the first row goes to rank `offset`, each row to only one rank, and the
-    ranks' counts may differ by one.
+    shuffle: True deals the rows in a random order, which is the same on all ranks and another one in each pass.
+    num_samples: the largest number of rows per rank; None or 0 means all. offset: with -1, every rank gets ceil(rows /
+    num_shards) rows; when the rows run out, dealing continues with the first rows. With 0 or more, the first row goes
+    to rank `offset`, each row goes to only one rank, and the ranks' counts may differ by one.
 
-    TypeError for wrong types; RuntimeError for num_shards below 1, a shard_id outside 0..num_shards-1, an offset below
-    -1 or above num_shards; ValueError for a negative num_samples.
+    TypeError for wrong types. RuntimeError for num_shards below 1, a shard_id outside 0..num_shards-1, or an offset
+    below -1 or above num_shards. ValueError for a negative num_samples.
 
     >>> DistributedSampler(2, 1, shuffle=False).indices(5, seed=0, epoch=0)
     array([1, 3, 0])
@@ -76,7 +76,7 @@ class DistributedSampler:
 
     @property
     def _first(self) -> int:
-        """The first turn in which this rank gets a row: ranks before `offset` get none in turn 0."""
+        """The first turn in which this rank gets a row. The ranks before `offset` get none in turn 0."""
         return -(-max(max(self.offset, 0) - self.shard_id, 0) // self.num_shards)
 
     def _until(self, rows: int) -> int:
@@ -91,7 +91,7 @@ class DistributedSampler:
 
 
 class Listed:
-    """The rows that the user lists, in that order in every pass."""
+    """The rows that the user lists, in the same order in every pass."""
 
     num_shards = 1
 
@@ -122,7 +122,7 @@ def choose(
     num_shards: int | None,
     shard_id: int | None,
 ) -> Sampler:
-    """The sampler that a source's arguments describe; errors as MindSpore's. shuffle=None shuffles."""
+    """The sampler that a source's arguments describe. The errors are MindSpore's. shuffle=None shuffles."""
     if sampler is not None:
         for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
             if value is not None:

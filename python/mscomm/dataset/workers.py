@@ -1,7 +1,7 @@
-"""Threads that make batches in parallel, and keep them in order.
+"""Threads that make batches in parallel, while the batches stay in order.
 
-NumPy and Pillow release the GIL in their loops, so threads help if the arrays are large. Threads share memory (nothing
-is pickled or copied between them) and need no fork, and the program's functions run in its own process.
+NumPy and Pillow release the GIL in their loops, so threads help if the arrays are large. Threads share memory, so
+nothing is pickled or copied between them. They need no fork, and the program's functions run in its own process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LOOK_S = 1.0  # how often a reader that waits for a batch checks that the threa
 
 
 def checked(step: str, number: Any) -> int | None:
-    """num_parallel_workers, checked: as in MindSpore 1 to the number of CPUs, or None. TypeError, ValueError."""
+    """num_parallel_workers: None, or as in MindSpore from 1 to the number of CPUs; otherwise TypeError or
+    ValueError."""
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int):
@@ -34,10 +35,11 @@ def checked(step: str, number: Any) -> int | None:
 
 
 class Gate:
-    """Lets at most `width` batches into a step at once, and with width 1 in their order; each enters once.
+    """Lets at most `width` batches into a step at once. With width 1, they enter in order. Each batch enters once.
 
-    So a function with a state, written for one thread, sees the rows in the same order with any number of threads.
-    Batch k may enter when all batches before k - width + 1 have left. These were begun earlier, so they will leave.
+    So a function that has a state, and was written for one thread, sees the rows in the same order with any number of
+    threads. Batch k may enter when all batches before k - width + 1 have left. Those batches were begun earlier, so
+    they will leave.
     """
 
     def __init__(self, width: int) -> None:
@@ -51,7 +53,7 @@ class Gate:
             self._news.wait_for(lambda: number < self._first + self._width)
 
     def leave(self, number: int) -> None:
-        """May be called twice, and without enter()."""
+        """Let other batches enter instead of this one. It may be called twice, and without enter()."""
         with self._news:
             if number >= self._first:
                 self._left.add(number)
@@ -69,7 +71,8 @@ class Turn(NamedTuple):
     gates: Mapping[int, Gate] = {}  # by the place of the step; empty with one thread
 
     def at(self, place: int) -> AbstractContextManager[None]:
-        """Hold while the step at this place works on the batch."""
+        """A context in which the step at this place works on the batch. It first waits until the batch may enter the
+        step."""
         gate = self.gates.get(place)
         return contextlib.nullcontext() if gate is None else self._inside(gate)
 
@@ -82,7 +85,7 @@ class Turn(NamedTuple):
             gate.leave(self.number)
 
     def over(self) -> None:
-        """The batch is made, or failed: later batches no longer wait for it."""
+        """Call it when the batch is made, or has failed, so that later batches no longer wait for it."""
         for gate in self.gates.values():
             gate.leave(self.number)
 
@@ -90,11 +93,12 @@ class Turn(NamedTuple):
 def in_order(
     make: Callable[[Turn, Any], Any], seed: int, tickets: Iterable[Any], threads: int, widths: Mapping[int, int]
 ) -> Generator[Any, None, None]:
-    """make(turn, ticket) for each ticket, in so many threads; yields the results in the order of the tickets.
+    """Call make(turn, ticket) for each ticket, in several threads, and yield the results in the order of the tickets.
 
-    Only the caller's thread reads tickets, at most threads + 1 ahead. What make raises is raised in place of the
-    result. With one thread, that is the caller's. widths: how many batches may be in a step at once, by the place of
-    the step. Closing this generator lets the threads finish what they are making, and waits for them.
+    Only the caller's thread reads tickets, at most threads + 1 ahead. If make raises an exception, it is raised in
+    place of the result. With threads=1, make runs in the caller's thread. widths: how many batches may be in a step at
+    once, by the place of the step. Closing this generator lets the threads finish what they are making, and waits for
+    them.
     """
     if threads == 1:
         for ticket in tickets:
@@ -128,7 +132,7 @@ def in_order(
             yield _result(begun.popleft(), pool)
             _same_process(pid)
     finally:
-        if os.getpid() == pid:  # a forked child has no threads, and the queue's lock may be held forever
+        if os.getpid() == pid:  # a forked child has no threads, and its copy of the queue's lock may be held forever
             for task in begun:
                 task.cancel()
             stop()
@@ -137,7 +141,7 @@ def in_order(
 
 
 def _result(task: Future[Any], pool: Sequence[threading.Thread]) -> Any:
-    """The task's result. At the end of the process the threads may have ended before they came to the task."""
+    """Wait for the task's result. At the end of the process, the threads may end before they come to the task."""
     while not task.done() and not wait([task], _LOOK_S).done:
         if not any(thread.is_alive() for thread in pool):
             raise RuntimeError("the threads that make the batches have ended")
@@ -150,14 +154,14 @@ def _same_process(pid: int) -> None:
 
 
 def _work(make: Callable[[Turn, Any], Any], tasks: SimpleQueue[tuple[Future[Any], Turn, Any] | None]) -> None:
-    """A thread of the pool."""
+    """The function that each thread of the pool runs."""
     while (job := tasks.get()) is not None:
         task, turn, ticket = job
         try:
             if task.set_running_or_notify_cancel():
                 task.set_result(make(turn, ticket))
-        except BaseException as error:  # raised again where the batch is taken; nobody would see it here
+        except BaseException as error:  # raised again where the batch is taken, because nobody would see it here
             task.set_exception(error)
         finally:
             turn.over()
-        del job, task, turn, ticket  # they hold a batch
+        del job, task, turn, ticket  # they reference a batch, which must not stay alive while the thread waits

@@ -1,4 +1,4 @@
-"""TypeCast."""
+"""The operation TypeCast."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mscomm.dataset.operation import Array, Operation
 
 
 class TypeCast(Operation):
-    """Gives the same numbers in another dtype, in any shape. Like numpy.ndarray.astype, it cuts the fraction off.
+    """Converts an array of any shape to another dtype. Like numpy.ndarray.astype, it cuts off the fraction of a number.
 
-    output_type: a NumPy dtype, its name, one of mscomm.dtype, mindspore.int32, torch.int32. TypeError for anything
-    else.
+    output_type: a NumPy dtype or its name, one of mscomm.dtype, or a dtype of MindSpore or PyTorch. TypeError for
+    anything else.
 
     >>> TypeCast("int32")(np.float32(2.75))
     array(2, dtype=int32)
@@ -23,7 +23,7 @@ class TypeCast(Operation):
 
     def __init__(self, output_type: Any) -> None:
         try:
-            if output_type is None:  # numpy would take it for float64
+            if output_type is None:  # NumPy takes None for float64
                 raise TypeError
             self._dtype = dtype_named(output_type)
         except TypeError:

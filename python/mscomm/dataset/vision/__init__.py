@@ -1,6 +1,7 @@
 """Operations on images, under MindSpore's names: import mscomm.dataset.vision as vision.
 
-An image is a NumPy array of shape (height, width, channels), or (height, width), until HWC2CHW.
+An image is a NumPy array of shape (height, width, channels) or (height, width). HWC2CHW moves the channels to the
+front.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RandomHorizontalFlip."""
+"""The operation RandomHorizontalFlip."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of
 
 
 class RandomHorizontalFlip(RandomOperation):
-    """The image with left and right exchanged, with probability prob.
+    """Exchanges left and right in an image with probability prob.
 
-    Takes (height, width, channels) or (height, width) of any dtype. TypeError for a prob that is not a number,
-    ValueError outside 0..1.
+    It takes images of shape (height, width, channels) or (height, width) and any dtype. TypeError if prob is not a
+    number, ValueError if it is outside 0..1.
 
     >>> RandomHorizontalFlip(1.0)(np.array([[1, 2, 3]]))
     array([[3, 2, 1]])

@@ -1,4 +1,4 @@
-"""Resize."""
+"""The operation Resize."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Inter(enum.Enum):
 
 
 class Resize(Operation):
-    """The image in another size.
+    """Changes the size of an image.
 
-    size: (height, width), or one int for the shorter side; the longer one then keeps the proportion. interpolation:
+    size: (height, width), or one int for the shorter side; the longer side then keeps the proportion. interpolation:
     Inter.LINEAR, NEAREST or CUBIC.
 
-    The pixels are Pillow's: their centres lie at half numbers, and when an image shrinks, the filter is stretched over
-    all pixels that fall together (antialias), as in torchvision. When an image grows, the result is the same as without
-    antialias, as MindSpore gets it from OpenCV, up to the rounding of uint8.
+    The pixels are computed as in Pillow. Their centres lie at half numbers. When an image shrinks, the filter is
+    stretched over all pixels that fall together (antialiasing), as in torchvision. When an image grows, antialiasing
+    has no effect, so the result is that of MindSpore, which uses OpenCV, up to the rounding of uint8.
 
-    Takes uint8 or float32 of shape (height, width, channels) or (height, width), and keeps the dtype; TypeError for
-    others. ImportError without Pillow. TypeError and ValueError for wrong arguments.
+    It takes images of uint8 or float32 and shape (height, width, channels) or (height, width), and keeps the dtype.
+    TypeError for another dtype. ImportError without Pillow. TypeError and ValueError for wrong arguments.
 
     >>> Resize((224, 224))(np.zeros((32, 32, 3), np.uint8)).shape
     (224, 224, 3)
@@ -80,20 +80,20 @@ class Resize(Operation):
         return np.array(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), how))
 
 
-# -- larger images of uint8, by NumPy: the bits are Pillow's, and rows are computed together ---------------------------
+# -- enlarging images of uint8 with NumPy: many rows at once, with the same bits as Pillow -----------------------------
 #
-# Resizing follows Pillow's Resample.c: it goes first along the width, then along the height, and rounds each result to
-# uint8. Weights have 22 fraction bits. When an image grows, a pixel depends on two neighbours.
+# This follows Pillow's Resample.c, which resizes first along the width, then along the height, and rounds each result
+# to uint8. Weights have 22 fraction bits. When an image grows, each new pixel depends on two neighbours.
 
 _FRACTION_BITS = 22
-_BLOCK_BYTES = 1 << 18  # of int32 that are computed at once, so that they stay in the cache
+_BLOCK_BYTES = 1 << 18  # how many bytes of int32 are computed at once, so that they stay in the cache
 
 
 def _enlarged(rows: Array, height: int, width: int) -> Array:
-    """rows: uint8 of shape (n, high, wide) or (n, high, wide, channels).
+    """Enlarge the images in rows: uint8 of shape (n, high, wide) or (n, high, wide, channels).
 
-    In memory the result's channels lie before height and width: the next steps are faster on that, and HWC2CHW has
-    nothing to do.
+    In memory, the channels of the result lie before height and width. The next steps are faster on this order, and
+    HWC2CHW then has nothing to do.
     """
     images = rows[..., None] if rows.ndim == 3 else rows
     count, high, _, channels = images.shape
@@ -108,7 +108,7 @@ def _enlarged(rows: Array, height: int, width: int) -> Array:
 def _weighed(lines: Array, result: Array) -> None:
     """Fill the lines of result, along axis 0: each is the weighted sum of the two nearest of `lines`.
 
-    Both weights add up to 1, so the sum is the first line plus a part of the difference to the second.
+    The two weights add up to 1, so the sum is the first line plus a part of the difference to the second.
     """
     old, new = len(lines), len(result)
     if new == old:
@@ -118,7 +118,7 @@ def _weighed(lines: Array, result: Array) -> None:
     numbers = lines.reshape(old, -1).astype(np.int32)
     ways = np.diff(numbers, axis=0, append=numbers[-1:])
     numbers <<= _FRACTION_BITS
-    numbers += 1 << (_FRACTION_BITS - 1)  # so that cutting off rounds
+    numbers += 1 << (_FRACTION_BITS - 1)  # one half, so that cutting off the fraction rounds
     step = max(1, _BLOCK_BYTES // max(numbers[0].nbytes, 1))
     for begin in range(0, new, step):
         block = slice(begin, begin + step)
@@ -131,12 +131,13 @@ def _weighed(lines: Array, result: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _neighbours(old: int, new: int) -> tuple[Array, Array]:
-    """For each new line: the first of its two old lines, and the weight of the second, whose shape is (new, 1)."""
+    """For each new line: the first of its two old lines, and the weight of the second. The weights have the shape (new,
+    1)."""
     centres = (np.arange(new) + 0.5) * (old / new)
     first = np.maximum((centres - 1.0 + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + 1.0 + 0.5).astype(np.int64), old)
     lines = first + np.arange(2)[:, None]
     weights = np.maximum(0.0, 1.0 - abs(lines - centres + 0.5)) * (lines < end)
     weights /= weights.sum(axis=0)
-    whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)  # adds up to 1 for fewer than 2**22 lines
+    whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)  # the two add up to 1 for fewer than 2**22 lines
     return first, whole[1, :, None]

@@ -1,4 +1,4 @@
-"""Rescale, Normalize and HWC2CHW: they turn pixels into numbers for a network."""
+"""The operations that turn pixels into numbers for a network: Rescale, Normalize and HWC2CHW."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
 
-_RUN = 512  # elements: in runs of at least this length NumPy's cost per run does not matter
+_RUN = 512  # elements; in runs of at least this length, NumPy's cost per run does not matter
 
 
 class Rescale(Operation):
-    """x * rescale + shift, in float32, for any shape and any real dtype. TypeError for arguments that are not numbers.
+    """Computes x * rescale + shift in float32, for any shape and any real dtype.
+
+    TypeError for arguments that are not numbers.
 
     >>> Rescale(1.0 / 255.0, 0.0)(np.full((1, 1, 3), 255, np.uint8))
     array([[[1., 1., 1.]]], dtype=float32)
@@ -39,12 +41,12 @@ class Rescale(Operation):
 
 
 class Normalize(Operation):
-    """(x - mean) / std for each channel, in float32.
+    """Computes (x - mean) / std for each channel, in float32.
 
-    mean, std: a number for each channel, or one for all; the mean 0 to 255, std above 0 and up to 255. Channels are the
-    last axis; with is_hwc=False the third axis from the end, as after HWC2CHW. Takes (height, width, channels), or a
-    batch of such images, of any real dtype. TypeError and ValueError for wrong arguments; ValueError for another number
-    of channels.
+    mean, std: a tuple with one number for each channel, or with one for all. A mean is from 0 to 255, a std above 0 and
+    up to 255. is_hwc: True if the channels are the last axis, False if they are the third axis from the end, as after
+    HWC2CHW. It takes images of shape (height, width, channels), or a batch of them, of any real dtype. TypeError and
+    ValueError for wrong arguments. ValueError for an image with another number of channels.
 
     >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
     array([[[2., 2., 2.]]], dtype=float32)
@@ -81,13 +83,13 @@ class Normalize(Operation):
             )
         shape = (-1,) if self._axis == -1 else (-1, 1, 1)
         mean, std = self._mean.reshape(shape), self._std.reshape(shape)
-        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # of the axes in memory, outermost first
+        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # the axes in memory, outermost first
         inside = order.index(x.ndim + self._axis)  # the place of the channels in that order
         lines = x.transpose(order)
         if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:
             return _divided(np.subtract(x, mean, dtype=np.float32), std)
-        # NumPy is up to seven times slower if neighbouring numbers have different means, since it begins anew for each
-        # run of equal ones. So write the means out for a line of memory, and go line by line. The bits are the same.
+        # NumPy begins anew for each run of numbers with equal means, so short runs make it up to seven times slower.
+        # Write the means out for a line of memory, and compute line by line. The bits are the same.
         begin = inside
         while begin and math.prod(lines.shape[begin:]) < _RUN:
             begin -= 1
@@ -101,7 +103,7 @@ class Normalize(Operation):
 class HWC2CHW(Operation):
     """Move the channels before height and width: (height, width, channels) becomes (channels, height, width).
 
-    There may be a batch axis in front. Any dtype; ValueError for fewer than three axes.
+    There may be a batch axis in front. Any dtype is allowed. ValueError for fewer than three axes.
 
     >>> HWC2CHW()(np.zeros((32, 24, 3))).shape
     (3, 32, 24)
