@@ -2,8 +2,8 @@
 
     mscomm run -n 4 groups.py
 
-Rank (i, j) of a grid of rows x columns holds block (i, j) of the matrix and part j of x. Its row sums up part i of y;
-then its column gathers the parts of y.
+Rank (i, j) of a grid of rows x columns holds block (i, j) of the matrix and part j of x. The ranks
+of a row add up one part of y. Then the ranks of a column gather all parts.
 """
 
 import math

@@ -19,7 +19,7 @@ import mscomm
 import mscomm.dataset as ds
 from mscomm.dataset import transforms, vision
 
-BATCH_SIZE = 32  # of each rank
+BATCH_SIZE = 32  # for each rank
 EPOCHS = 3
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 

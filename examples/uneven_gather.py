@@ -1,4 +1,4 @@
-"""Results of different length: each rank finds the primes in its share of the numbers, and rank 0 gathers them all.
+"""Gathers results of different length. Each rank finds the primes in its share of the numbers, and rank 0 gets all.
 
     mscomm run -n 4 uneven_gather.py
 

@@ -1,8 +1,8 @@
 #!/bin/bash
-# What mpirun starts for each rank; here each machine can have variables of its own.
-# Do not end the last line with &: mpirun would end while the ranks go on.
+# mpirun starts this script for each rank. Each machine can set variables of its own here.
+# Do not end the last line with &: mpirun would end while the ranks still run.
 
-# The network between the machines. An address range is the same on all of them; the name of the card may not be:
+# The network between the machines. An address range is the same on all of them; a card's name, as here, may differ:
 # export NCCL_SOCKET_IFNAME="en5"
 [ -n "$NETWORK" ] && export MSCOMM_SOCKET_IFNAME="$NETWORK"   # e.g. 10.0.0.0/8
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# 16 ranks on the machines of a hostfile: bash mpirun_hostfile.sh DATA_PATH HOSTFILE; the log is train.log here.
-# -x hands variables on to all ranks. -mca pml ob1 is for MPI's own messages; mscomm does not use them.
+# Starts 16 ranks on the machines of a hostfile: bash mpirun_hostfile.sh DATA_PATH HOSTFILE. The log is ./train.log.
+# -x passes variables to all ranks. -mca pml ob1 is an option for MPI's own messages, which mscomm does not use.
 
 DATA_PATH=${1:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}
 HOSTFILE=$(realpath "${2:?"bash mpirun_hostfile.sh DATA_PATH HOSTFILE"}")

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Two machines, 8 workers: the scheduler and workers 1 to 4 on machine 1.
+# Two machines with 8 workers: this script starts the scheduler and workers 1 to 4 on machine 1.
 # Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE. For a second
-# job on these machines give both another MS_SCHED_PORT, and set MSCOMM_JOB_ID to a text of its own.
+# job on these machines, give both scripts another MS_SCHED_PORT and another MSCOMM_JOB_ID.
 
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")/.." || exit 1
@@ -14,13 +14,13 @@ export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
 HERE=$((MS_WORKER_NUM / 2))
 
-# However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
-# A copy of bash that has not become its command yet would forget the signal: it still has the script's command line.
+# However this script ends, it ends the processes that it has started and waits for them. A child that is still bash would
+# ignore the signal. Such a child has this script's command line, so wait until it has executed its own command.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without a trap bash forgets a SIGINT if it waits for a command that ends well
+trap 'exit 130' INT  # without this trap, bash ignores a SIGINT if the command that it waits for succeeds
 
 # Launch 1 scheduler.
 export MS_ROLE=MS_SCHED

@@ -29,7 +29,7 @@ class TrainAccuStepsWithLossCell:
         *first, last = micro_batches
         loss_so_far = 0.0
         self.reducer.zero_grad()
-        with self.reducer.no_sync():  # these only add to the rank's own gradients; nothing is sent
+        with self.reducer.no_sync():  # these batches only add to the rank's own gradients
             for micro_batch in first:
                 loss = self._share_of_loss(micro_batch, len(micro_batches))
                 loss.backward()

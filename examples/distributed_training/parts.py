@@ -41,7 +41,7 @@ def share_cpus() -> None:
 
 
 def create_dataset(data_path, repeat_num=1, batch_size=BATCH_SIZE, usage=None):
-    """This rank's shard, randomly augmented unless it is for the test.
+    """This rank's shard of the images, in batches, with random changes unless usage is "test".
 
     usage: "train", "test", or None for all images, as in the tutorial.
     """

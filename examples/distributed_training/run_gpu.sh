@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains with mpirun: DEVICE_NUM processes (8), their output in ./device/train.log. Ends with mpirun's exit code.
+# Trains with mpirun in DEVICE_NUM processes (default 8). The output is ./device/train.log. Returns mpirun's exit code.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "

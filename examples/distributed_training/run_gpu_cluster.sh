@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains with 1 scheduler and MS_WORKER_NUM workers (8) on this machine, without mpirun; the logs are in ./device.
+# Trains with 1 scheduler and MS_WORKER_NUM workers (default 8) on this machine, without mpirun. The logs are in ./device.
 
 echo "=========================================="
 echo "Please run the script as: "
@@ -12,7 +12,7 @@ cd "$(dirname "$0")" || exit 1
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
-# A free port, and a name for the job, so that two jobs on one machine stay apart.
+# Use a free port and a name for the job, so that two jobs on one machine do not mix.
 export MS_SCHED_PORT=${MS_SCHED_PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 export MSCOMM_JOB_ID=${MSCOMM_JOB_ID:-$HOSTNAME-$$}
 

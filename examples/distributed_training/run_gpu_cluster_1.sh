@@ -1,7 +1,7 @@
 #!/bin/bash
-# Two machines, 8 workers: the scheduler and workers 1 to 4 on machine 1.
+# Two machines with 8 workers: this script starts the scheduler and workers 1 to 4 on machine 1.
 # Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE. For a second
-# job on these machines give both another MS_SCHED_PORT, and set MSCOMM_JOB_ID to a text of its own.
+# job on these machines, give both scripts another MS_SCHED_PORT and another MSCOMM_JOB_ID.
 
 echo "=========================================="
 echo "Please run the script as: "

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Trains with mpirun and gradient accumulation: DEVICE_NUM processes (8), their output in ./device/train.log. Each step
-# takes MINI_STEPS batches (4). Ends with mpirun's exit code.
+# Trains with mpirun and gradient accumulation in DEVICE_NUM processes (default 8). Each step takes MINI_STEPS batches
+# (default 4). The output is in ./device/train.log. Returns mpirun's exit code.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "

@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-Norm = Callable[[int], nn.Module]  # the number of channels -> a layer
+Norm = Callable[[int], nn.Module]  # makes a layer for a number of channels
 
 
 class Bottleneck(nn.Module):
-    """A 1x1 convolution to fewer channels, a 3x3, and a 1x1 to 4 times as many; the input is added to the output."""
+    """A 1x1 convolution to fewer channels, a 3x3 convolution, and a 1x1 convolution to 4 times as many channels.
+
+    The input of the block is added to the output.
+    """
 
     expansion = 4
 

@@ -1,4 +1,4 @@
-"""ResNet-50 on CIFAR-10, data parallel on CPU: each rank trains on its share of the images; all keep one model.
+"""ResNet-50 on CIFAR-10, data parallel on CPU: each rank trains on its share of the images.
 
 bash run.sh DATA_PATH                                           a scheduler and 8 workers
 mscomm run -n 4 resnet50_distributed_training.py DATA_PATH      or any other launcher; see README.md
@@ -78,7 +78,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
 def train_resnet50_with_cifar10(
     data_path: str, epoch_size: int = 10, batch_size: int = 32, image_size: int = 224, learning_rate: float = 0.01
 ) -> None:
-    """Start the training"""
+    """Train a new ResNet-50 on the images in data_path."""
     loss_cb = train.LossMonitor()
     dataset = create_dataset(data_path, batch_size=batch_size, image_size=image_size)
     torch.manual_seed(1)  # all ranks begin with the same weights

@@ -1,6 +1,6 @@
 """A network with one hidden layer, trained by 1, 2, 4, 8 or 16 ranks on the shards of one batch.
 
-The losses do not depend on the number of ranks: `python net.py` alone, `mscomm run -n 8 net.py`, `mpirun` (see
+The losses do not depend on the number of ranks: `python net.py`, `mscomm run -n 8 net.py`, `mpirun` (see
 run_with_mpi.sh) and a scheduler with workers (run.sh) print the same lines, up to rounding.
 """
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains net.py with mpirun: RANKS processes (8), their output in ./device/train.log. Ends with mpirun's exit code.
+# Trains net.py with mpirun in RANKS processes (default 8). The output is ./device/train.log. Returns mpirun's exit code.
 
 cd "$(dirname "$0")" || exit 1
 RANKS=${RANKS:-8}
@@ -9,7 +9,7 @@ if ! command -v mpirun > /dev/null; then
     exit 127
 fi
 
-# Open MPI alone wants to be told about root and about more ranks than cores; other mpiruns do not know the words.
+# Open MPI needs flags to run as root and to start more ranks than cores. Other mpiruns do not know these flags.
 FLAGS=()
 if mpirun --version 2>&1 | grep -q "Open MPI"; then
     FLAGS+=(--oversubscribe)

@@ -70,7 +70,7 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
             words = {"version": vendor.version(), "path": vendor.path(), "runtime": runtime.version()}
             found[name] = {**words, "devices": devices, "shares": shares_devices(name, env)}
         except Error as error:
-            # All ranks are told, in one line if the user did not ask for this backend by name.
+            # All ranks get this text. It is short if the user did not ask for this backend by name.
             found[name] = {"missing": str(error).partition(". Tried: ")[0] if asked == "auto" else str(error)}
     return {"device": device, "local_rank": local_rank, "accelerators": found}
 

@@ -46,13 +46,13 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """The variables that configure NCCL, for those that the user has not set.
+    """The variables that configure NCCL. set_up() sets those of them that the user has not set.
 
     interface: the network interface by which ranks of other hosts reach this rank, as this job's own links have shown;
     None if all ranks are on this host.
     """
     return {
-        # Several groups on one device run in the order of their calls (since NCCL 2.26).
+        # Let several groups on one device run in the order of their calls (since NCCL 2.26).
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
         # Let NCCL connect when a group is made (since NCCL 2.22). Otherwise the first call of the group would wait for
         # the other ranks.

@@ -28,7 +28,7 @@ RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
 TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST = "test_batch.bin"
 _USAGES = ("train", "test", "all")
-_PIECE = 2048  # records that are hashed and checked at once: 6 MiB
+_PIECE = 2048  # how many records are hashed and checked at once: 6 MiB
 _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
@@ -52,7 +52,7 @@ class Cifar10Dataset(Source):
     reads test_batch.bin; "all" or None reads both, which are 60,000 rows in CIFAR-10. num_shards, shard_id: this rank's
     part, as in DistributedSampler. shuffle: None or True for another order in each pass, False for the order of the
     files. num_samples: the largest number of rows. sampler: a DistributedSampler, or row numbers, instead of these
-    arguments. num_parallel_workers: as in Dataset.map; with None, any number of threads may read.
+    four arguments. num_parallel_workers: as in Dataset.map; with None, any number of threads may read.
 
     ValueError for a folder without the files, and for files that are truncated or of another format; the message says
     which file it is and what to do. Names and sizes are checked at once. Before the first pass, all files are read once

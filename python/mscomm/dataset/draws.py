@@ -38,7 +38,7 @@ def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def below(n: int, draw: int) -> int:
-    """A number from 0 to n-1 from 32 random bits; the bias, n / 2**32, is negligible for the pixels of an image."""
+    """A number from 0 to n-1, made of 32 random bits. Its bias, n / 2**32, is negligible for the pixels of an image."""
     return (draw & 0xFFFFFFFF) * n >> 32
 
 

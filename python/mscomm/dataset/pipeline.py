@@ -189,11 +189,12 @@ class Dataset(ABC):
         return {"version": _VERSION, "seed": seed, "epoch": epoch, "batch": batch, "pipeline": self._described()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, which a pipeline like this one has returned: the next pass gives the batches after it.
+        """Continue from `state`, which a pipeline like this one has returned: the next pass begins at that position.
 
-        They have the same bits as in the first run. If the source has random access, the order up to that position is
-        computed again without reading or changing rows. ValueError if the state belongs to another pipeline; the
-        message says what differs. Load the state on each rank of a job, because the ranks compare their data again.
+        Its batches have the same bits as in the first run. If the source has random access, the order up to that
+        position is computed again without reading or changing rows. ValueError if the state belongs to another
+        pipeline; the message says what differs. Load the state on each rank of a job, because the ranks compare their
+        data again.
 
         >>> data.load_state_dict(data.state_dict())
         """
@@ -254,7 +255,7 @@ class Dataset(ABC):
         """Make the rows of these tickets and return them by columns. Several threads may call it at once."""
 
     def widths(self) -> dict[int, int]:
-        """How many threads may be in a step at once, by its place; steps without a limit are left out."""
+        """How many threads may be in each step at once, by the step's place. Steps without a limit are left out."""
         width = self._width()
         return {} if width is None else {self._place: width}
 
@@ -361,7 +362,7 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
-        self._row_bytes = [1] * len(self._operations)  # of each operation's last result
+        self._row_bytes = [1] * len(self._operations)  # for each operation, the size of a row of its last result
 
     def _width(self) -> int | None:
         return self._workers or (None if self._ours else 1)
@@ -489,7 +490,7 @@ class _Batch(_Step):
                 yield Ticket(parts[0].epoch, parts[0].sample, parts)
 
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
-        # Load the rows of all batches at once: each step may be entered only once in a turn.
+        # Load the rows of all batches at once, because each step may be entered only once in a turn.
         columns = self._before.load(turn, [part for ticket in tickets for part in ticket.held])
         batches: list[list[Any]] = [[] for _ in self.columns]
         with turn.at(self._place):

@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 
     seed: int
     number: int = 0
-    gates: Mapping[int, Gate] = {}  # by the place of the step; empty with one thread
+    gates: Mapping[int, Gate] = {}  # of the steps, by their places; empty with one thread
 
     def at(self, place: int) -> AbstractContextManager[None]:
         """A context in which the step at this place works on the batch. It first waits until the batch may enter the

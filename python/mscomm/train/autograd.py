@@ -49,7 +49,7 @@ class Autograd:
         self._opaque = False  # whether the last forward pass returned no tensor that a hook could watch
         self.accumulating = False  # whether the last forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # the first parameter that a later reducer took over; this one has then ended
+        self._taken_over = ""  # a parameter that a later reducer took over; this object is then without effect
         mine = {id(parameter) for parameter in parameters}
         for earlier in list(_alive):  # end earlier reducers of these parameters, since two would write to one gradient
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
@@ -81,7 +81,7 @@ class Autograd:
         self._strides = [view.stride() for view in self._views]
 
     def accumulated(self, index: int) -> None:
-        """Hook: the backward pass has accumulated this gradient."""
+        """Called by a hook when the backward pass has accumulated this gradient."""
         if self.syncing or self._opaque:
             self._watch_pass()
             self._put(index)
@@ -104,7 +104,7 @@ class Autograd:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def ended(self) -> None:
-        """The backward pass has ended without an exception."""
+        """Called when the backward pass has ended without an exception."""
         if not self._within:
             self._remember()
         elif self._step.begun:
@@ -186,7 +186,7 @@ class Autograd:
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self) -> None:
-        """Hook: a backward pass has reached the output of a forward pass."""
+        """Called by a hook when a backward pass has reached the output of a forward pass."""
         self.syncing = True
         self._watch_pass()
 
@@ -279,7 +279,7 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """After the backward pass, bring in the gradients that only earlier passes made. Returns those that this rank
+        """Note that gradients which only earlier passes made are ready, too. Returns the gradients that this rank
         lacks."""
         self._follow(self._views[0])
         for index in self._step.missing():
@@ -305,7 +305,7 @@ class Autograd:
         """
         for index in [*here, *new]:
             parameter = self._parameters[index]
-            if parameter.grad is None or parameter.grad.requires_grad:  # create_graph=True: the graph may need it
+            if parameter.grad is None or parameter.grad.requires_grad:  # with create_graph=True, the graph may need it
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         if here or new:
             into = [self._parameters[index].grad for index in [*here, *new]]

@@ -63,7 +63,7 @@ def layouts(
     each dtype at first_bytes. A larger gradient gets a bucket of its own. The buckets are returned in the order in
     which they become full.
     """
-    made: list[tuple[int, list[int]]] = []  # of each bucket: the turn that completes it, its gradients
+    made: list[tuple[int, list[int]]] = []  # for each bucket, the turn that completes it, and its gradients
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):

@@ -152,8 +152,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # A training that resumes from the last step of an epoch begins with the next epoch. So this step is saved only
-        # after epoch_end of the other callbacks.
+        # A training that resumes from the last step of an epoch begins with the next epoch. So the last step is saved
+        # only after epoch_end of the other callbacks.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)
@@ -202,7 +202,7 @@ class ModelCheckpoint(Callback):
             surplus = []
             for path, written in self._kept[:-1]:
                 if written <= self._minute_mark:
-                    continue  # decided in an earlier call
+                    continue  # an earlier call has decided about this file
                 if written - self._minute_mark >= 60 * self._config.keep_checkpoint_per_n_minutes:
                     self._minute_mark = written
                 else:

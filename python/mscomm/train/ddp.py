@@ -239,7 +239,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                     f"DistributedDataParallel: {name} was added or replaced after the module was wrapped; change the"
                     " module first, and then wrap it on every rank"
                 )
-        self._places = _places(self.module)  # for example, a layer was renamed
+        self._places = _places(self.module)  # no parameter is new; a layer was renamed, for example
 
     def _before_forward(self) -> None:
         """Let the ranks exchange buffers, if it is time for that, before a forward pass."""

@@ -53,7 +53,7 @@ class DeviceBucket(Bucket):
         self._made: list[Any] = []
         self._array, self._memory = self._new(model, layout.marks)
         self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
-        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: it lies in the bucket
+        self._sources: list[OnDevice | None] = [None] * len(layout.places)  # None: the gradient lies in the bucket
         self._wire_array, self._wire, self._limit = self._array, self._memory, np.inf
         self._residual_array: Any = None
         self._residual: OnDevice | None = None
@@ -68,8 +68,8 @@ class DeviceBucket(Bucket):
                 self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
             self._limit = largest(on_wire, group.size)
         # Compute the mean from the sum if the dtype that is sent is narrow, or if the vendor's library has no mean. For
-        # a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in its enqueue.cc), and in bfloat16
-        # 1 / n is wrong by up to a 512th.
+        # a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in its enqueue.cc). In bfloat16, 1
+        # / n has an error of up to a 512th.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), _core.ops.index("avg")))
         self._op = "sum" if sums else "avg"
@@ -197,7 +197,8 @@ class DeviceBucket(Bucket):
         self._array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """As HostBucket._narrow, by the array library. The results have the same bits as those of the kernels."""
+        """Does the same as HostBucket._narrow, by the array library. The results have the same bits as those of the
+        kernels."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

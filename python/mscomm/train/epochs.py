@@ -28,7 +28,7 @@ class Epochs:
         """initial_epoch: the argument of train(). first: the epoch in which training begins. resumed: what numbers()
         returned for the checkpoint from which training resumes; empty for checkpoints of earlier versions."""
         self._found: dict[str, Any] = {}
-        self._next: dict[str, int] = {}  # numbers that do not follow from the previous epoch
+        self._next: dict[str, int] = {}  # the next numbers that do not follow from the previous epoch
         self._told: dict[str, int] = {}
         for place in _PLACES:
             one = dataset
@@ -53,7 +53,7 @@ class Epochs:
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
             self._told[place] = number
-            with contextlib.suppress(TypeError):  # not every object can be a weak key
+            with contextlib.suppress(TypeError):  # the object cannot be a weak key
                 _last[one] = number
 
     def numbers(self, ended: bool) -> dict[str, int]:
@@ -67,7 +67,7 @@ class Epochs:
             with contextlib.suppress(TypeError):
                 last = _last.get(self._found[place], -1)
         there = self._there(place, last)
-        return last + 1 if there == last else there  # if they differ, the script has set a number
+        return last + 1 if there == last else there  # a different number was set by the script
 
     def _there(self, place: str, otherwise: int) -> int:
         """The number that the object has now, if it can be read."""

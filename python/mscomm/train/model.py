@@ -70,7 +70,7 @@ class Model:
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
         self._group = group
-        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # by resume(), for the next train()
+        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # what resume() has loaded
 
     def train(
         self,
@@ -104,7 +104,7 @@ class Model:
         those of all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last: it saves the others' state after a step
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it comes last, to save the others' state
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -120,7 +120,7 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            new = {name: x for name, x in sent.items() if x is not shared[name]}  # could not be written in place
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # those not written in place
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(
             group,
@@ -182,7 +182,7 @@ class Model:
 
         Returns the checkpoint's (epoch, step), or None if training begins at the start, so a script can always call
         resume(). It returns None if no rank has a checkpoint, or, with a warning, if not every rank has the training's
-        first one. No file is deleted.
+        first checkpoint. No file is deleted.
 
         The dataset continues by its load_state_dict(). If it has none, the batches that were done are read again and
         skipped. Training with another number of ranks or batches is refused; load_checkpoint gives the weights for
@@ -340,8 +340,8 @@ class Model:
                 dataset.load_state_dict(state["dataset"])
             else:
                 taken = 0
-            # If batches are read again, begin with the random states from the start of the epoch, when its order may be
-            # drawn.
+            # If batches are read again, restore the random states of the epoch's start, because the dataset may draw
+            # its order from them.
             randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
         now.epoch_random = None if knows_its_place(dataset) else randomness.states()
         batches = iter(dataset)

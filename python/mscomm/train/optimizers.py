@@ -14,7 +14,7 @@ from mscomm.train import trees
 
 
 class _Optimizer:
-    """What both optimizers have: parameters, and a velocity for each."""
+    """The common part of both optimizers: parameters, and a velocity for each."""
 
     def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
         name = type(self).__name__

@@ -1,6 +1,6 @@
 """The states of the random number generators that programs share: Python's, NumPy's and PyTorch's.
 
-CuPy's is missing: CuPy has no way to read it.
+CuPy's is missing, because CuPy has no way to read it.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class Saved(NamedTuple):
     epoch: int
     step: int
     time: float  # when the file was written, in seconds since 1970
-    # Random names that all ranks share; "" in files of earlier versions. run: names the training, from its first step
-    # to its last. part: names the call of train() that wrote the file, because a resumed training may write the same
-    # step again.
+    # run and part are random names that all ranks share, or "" in files of earlier versions. run is for the training,
+    # from its first step to its last. part is for the call of train() that wrote the file, because a resumed training
+    # may write the same step again.
     run: str
     part: str
     first: bool  # whether it was the training's first file

@@ -93,8 +93,8 @@ def with_arrays(state: Any, convert: Any) -> Any:
 def checksum(x: Any, argument: str, function: str) -> int:
     """CRC-32 of an array's dtype, shape and bits in C order. The array may be on the CPU or on a device.
 
-    For a number or a text, it is that of the repr, for anything else only that of the type. argument, function: names
-    for the error message if an array cannot be read.
+    For a number or a text, the repr is used; for anything else, only its type. argument, function: names for the error
+    message if an array cannot be read.
     """
     if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())

@@ -53,7 +53,7 @@ class Step:
         self.joining = False
         self.by_all = False  # inside join(): whether the mean counts the ranks that have left, too
         self._meeting: Work | None = None  # inside join(): the all_gather of what each rank does next, until it is read
-        # Inside join(): what each rank did next at the last meeting at which some rank had not left.
+        # Inside join(): what each rank announced at the last meeting with a rank that had not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
         self.carried = 0.0
@@ -236,8 +236,8 @@ class Step:
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The last bucket whose dtype is precise enough for a loss carries the number. None: a separate call sends the
-        # number.
+        # The last bucket whose dtype is precise enough for a loss carries the number. If there is none (None), a
+        # separate call sends the number.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
@@ -247,7 +247,7 @@ class Step:
             bucket.array_of(turn, shape) for (bucket, turn), shape in zip(places, self._shapes, strict=True)
         ]
 
-    # -- what a later object needs to continue
+    # -- resuming
 
     def take_order(self, order: list[int]) -> None:
         """Rebuild the buckets in the order in which rank 0's gradients became ready, and move the gradients into

@@ -1,4 +1,4 @@
-"""MindSpore's older path to the same operations: import mscomm.dataset.transforms.c_transforms as C."""
+"""The same operations under MindSpore's older path: import mscomm.dataset.transforms.c_transforms as C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpore's older path to the same operations: import mscomm.dataset.vision.c_transforms as vision."""
+"""The same operations under MindSpore's older path: import mscomm.dataset.vision.c_transforms as vision."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ class Resize(Operation):
     size: (height, width), or one int for the shorter side; the longer side then keeps the proportion. interpolation:
     Inter.LINEAR, NEAREST or CUBIC.
 
-    The pixels are computed as in Pillow. Their centres lie at half numbers. When an image shrinks, the filter is
+    The pixels are computed as in Pillow. The centres of pixels have half-integer coordinates.
+    When an image shrinks, the filter is
     stretched over all pixels that fall together (antialiasing), as in torchvision. When an image grows, antialiasing
     has no effect, so the result is that of MindSpore, which uses OpenCV, up to the rounding of uint8.
 

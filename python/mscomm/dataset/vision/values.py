@@ -83,7 +83,7 @@ class Normalize(Operation):
             )
         shape = (-1,) if self._axis == -1 else (-1, 1, 1)
         mean, std = self._mean.reshape(shape), self._std.reshape(shape)
-        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # the axes in memory, outermost first
+        order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])  # the axes in memory order, outermost first
         inside = order.index(x.ndim + self._axis)  # the place of the channels in that order
         lines = x.transpose(order)
         if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:

@@ -57,7 +57,7 @@ class Network:
         result: Any = np.asarray(loss)[()]
         if reducer is not None:
             reducer.carry(float(result))
-            named = trees.leaves(gradients)  # JAX sorts the keys of dicts
+            named = trees.leaves(gradients)  # by name, because JAX sorts the keys of dicts
             reduced = reducer.reduce({name: named[name] for name in self.trained()})
             gradients = trees.rebuilt(self._optimizer.parameters, list(reduced.values()))
         self._optimizer.step(gradients)
