@@ -1,35 +1,35 @@
-"""Array libraries: one module each, found by the name of the module that an array's type comes from.
+"""Array libraries: one module for each. The package that an array's type comes from says which module it is.
 
 A library module has
 
-* `is_array(x)`: whether mscomm takes it;
-* `memory(x)` -> a numpy.ndarray over x's memory, of any strides, read-only where x cannot be written; TypeError if
-  there is none, as for a tensor on a device that this backend does not reach, with words that follow "x";
-* `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and the function that makes the
-  result of it when it is filled;
-* `over(memory)`, if the library's arrays can be written -> one of them over a C-contiguous numpy.ndarray's memory;
-* `written((x,))`, if the library wants to know that the memory of x was written.
+* `is_array(x)`: whether mscomm takes x;
+* `memory(x)` -> a numpy.ndarray over x's memory, with any strides, read-only if x cannot be written. If there is no
+  such memory, as for a tensor on a device that this backend does not reach, it raises TypeError with words that can
+  follow "x";
+* `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and a function that makes the
+  result from the memory when the memory has been filled;
+* `over(memory)`, if the library's arrays can be written -> an array over the memory of a C-contiguous numpy.ndarray;
+* `written((x,))`, if the library wants to know that the memory of x was written;
+* `of_numpy(numbers)`, if its tensors can be in objects (PACKABLE) -> a tensor on the CPU with the shape, dtype and
+  numbers of a writable numpy.ndarray in C order, which the caller does not use any more.
 
-* `of_numpy(numbers)`, if its tensors can be in objects (PACKABLE) -> one of them on the CPU with the shape, dtype and
-  numbers of a writable numpy.ndarray in C order, which nobody else has.
+If the library has arrays on devices, `memory` returns an `OnDevice` of device.py for them, and the module also has
 
-Of arrays on a device `memory` is an `OnDevice` of device.py, and the module also has
+* `packed(x)` -> x, or a copy of x in C order, which is enqueued on the current stream;
+* `assign(out, made)`: enqueues a copy of made to out on the current stream;
+* `on_host(x)` -> a numpy.ndarray with the numbers that x has after the work on the current stream;
+* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may be
+  changed after the call;
+* `namespace`, if mscomm may compute with the arrays: it has the library's `isfinite`, `clip`, `where` and dtypes;
+* `used(x)`, if the library may reuse freed memory on another stream: tells it that the current stream has used x.
 
-* `packed(x)` -> x, or a copy of it in C order, made in the order of the current stream;
-* `assign(out, made)`: copies made to out in that order;
-* `on_host(x)` -> a numpy.ndarray with the numbers that x has when the current stream has got there;
-* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may
-  change after the call;
-* `namespace`, if mscomm may compute with them: has the library's `isfinite`, `clip`, `where` and its dtypes;
-* `used(x)`, if memory that is given back may come to be used on another stream: the current one uses x until now.
+To make its calls cheap, it may also have (src/calls.cc reads the rows of `plain_types`)
 
-And, if its calls shall be cheap (src/calls.cc knows the rows of `plain_types`),
-
-* `PLAIN`: its types of arrays, and no subclass, with the backend that reaches those of them that are on a device;
-* `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, dtype's number, device,
-  current stream), with device -1 for the CPU, if the elements of x lie one after the other and can be written; None for
-  all others, which `memory` describes;
-* `pending`, with an exchange API: dtype's number -> functions that say whether x has other numbers than its memory;
+* `PLAIN`: its array types, without subclasses, each with the backend that reaches arrays of that type on a device;
+* `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, the dtype's number,
+  device, current stream), with device -1 for the CPU. It returns None if the elements of x do not lie one after the
+  other or cannot be written; then `memory` describes x;
+* `pending`, with an exchange API: the dtype's number -> functions that say whether x has other numbers than its memory;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -44,7 +44,7 @@ import numpy as np
 
 from mscomm.arrays.device import OnDevice
 
-# The top-level package of an array's type, and the module here.
+# For the top-level package of an array's type, the name of the module in this folder.
 LIBRARIES = {
     "numpy": "numpy",
     "torch": "torch",
@@ -54,14 +54,14 @@ LIBRARIES = {
     "cupy": "cupy",
 }
 
-# Those whose tensors can be in Python objects.
+# The libraries whose tensors can be in Python objects.
 PACKABLE = ("torch", "jax", "mindspore")
 
 _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What a library offers for arrays of one type, so that calls on them are cheap. backend: that of its devices."""
+    """What makes calls on arrays of one type cheap (see above). backend: the one for such arrays on a device."""
 
     plain: Any
     empty: Callable[[Any, tuple[int, ...]], Any]
@@ -71,12 +71,12 @@ class Plain(NamedTuple):
 
 
 plain_types: dict[type, Plain] = {}
-"""A type is here as soon as one array of it was seen. The core keeps pointers into a row, so none is replaced."""
+"""The rows of the array types that were seen so far. The core keeps pointers into a row, so no row is replaced."""
 _NOTHING: dict[int, tuple[Callable[[Any], bool], ...]] = {}
 
 
 def names(x: Any) -> Iterator[str]:
-    """The libraries that the type of x comes from, or those that it is derived from."""
+    """The libraries that the type of x and its base classes come from."""
     for kind in type(x).__mro__:
         name = LIBRARIES.get(kind.__module__.partition(".")[0])
         if name is not None:
@@ -89,7 +89,7 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "numpy", "cuda", "dlpack"):  # Python's numbers are NumPy's
+    for name in (*names(x), "numpy", "cuda", "dlpack"):  # "numpy" takes Python's numbers
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
@@ -105,12 +105,12 @@ def library(x: Any, argument: str, function: str) -> ModuleType:
 
 
 def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The memory of an array of the CPU, or an OnDevice of one on a device.
+    """The memory of an array on the CPU, or an OnDevice for an array on a device.
 
-    TypeError, naming the function and its argument, if x is no array or cannot be reached; OverflowError for an int of
-    more than 64 bits.
+    Raises TypeError, naming the function and its argument, if x is no array or its memory cannot be reached. Raises
+    OverflowError for an int of more than 64 bits.
     """
-    if type(x) is np.ndarray:  # as most are, and small calls count microseconds
+    if type(x) is np.ndarray:  # the usual case first: small calls take only microseconds
         return x
     arrays = library(x, argument, function)
     try:
@@ -121,9 +121,9 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
 
 
 def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
-    """Memory for a result of x's type, dtype and device, and what makes the result when it is filled.
+    """Memory for a result of x's type, dtype and device, and a function that makes the result of the filled memory.
 
-    TypeError, naming the function, if mscomm makes no arrays of x's library.
+    Raises TypeError, naming the function, if mscomm cannot make arrays of x's library.
     """
     try:
         return library(x, "x", function).new(x, shape)  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, 
 
 
 def packed(function: str, argument: str, x: Any) -> OnDevice:
-    """The memory of a copy of x, an array on a device, in C order. The memory keeps the copy alive."""
+    """The memory of x, an array on a device, or of a copy of x in C order. The memory keeps its array alive."""
     arrays = library(x, argument, function)
     try:
         return arrays.memory(arrays.packed(x))  # type: ignore[no-any-return]
@@ -141,7 +141,7 @@ def packed(function: str, argument: str, x: Any) -> OnDevice:
 
 
 def packable(x: Any) -> str | None:
-    """The library of x, if of_numpy there makes tensors of the type that x has; None for what is no such tensor."""
+    """The library of x, if x is a tensor of exactly the type that the library's of_numpy makes; else None."""
     name = next(names(x), None)
     if name not in PACKABLE:
         return None
@@ -150,7 +150,7 @@ def packable(x: Any) -> str | None:
 
 
 def on_cpu(x: Any) -> np.ndarray[Any, Any]:
-    """The memory of a tensor of the CPU. TypeError, with words that follow "x", for all others."""
+    """The memory of a tensor on the CPU. For other tensors, raises TypeError with words that can follow "x"."""
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")
@@ -158,7 +158,7 @@ def on_cpu(x: Any) -> np.ndarray[Any, Any]:
 
 
 def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The numbers of x: its memory on the CPU, or a copy of what a device has when it has done what was enqueued."""
+    """The numbers of x: its memory if x is on the CPU, else a copy, made after the work on the current stream."""
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         return there
@@ -184,7 +184,7 @@ def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) ->
 
 
 def assigned(out: Any, made: Any) -> Any:
-    """Copy made, an array of out's library, to out, and return out. If out cannot be written, return made."""
+    """Copy `made`, an array of out's library, to `out`, and return `out`. If that cannot be written, return `made`."""
     if isinstance(out, np.ndarray):
         out[...] = made
         return out
@@ -196,7 +196,7 @@ def assigned(out: Any, made: Any) -> Any:
 
 
 def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    """The numbers as an array of x's library on its device; where that is the CPU, they are what they were."""
+    """If x is on a device, the numbers as an array of x's library on that device; otherwise the numbers unchanged."""
     arrays = _library_of_its_own(x)
     if arrays is None or not isinstance(arrays.memory(x), OnDevice):
         return numbers
@@ -204,7 +204,7 @@ def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _library_of_its_own(x: Any) -> ModuleType | None:
-    """None for NumPy's arrays and scalars, and for what is known by a protocol alone, or not at all."""
+    """The module of x's library. None for NumPy's arrays, for numbers, and for arrays known by a protocol alone."""
     return library(x, "x", "library") if next(names(x), "numpy") != "numpy" else None
 
 
@@ -214,7 +214,7 @@ def written_all(arrays: tuple[Any, ...]) -> None:
 
 
 def written(x: Any) -> None:
-    """The memory of x was written: tell its library, if that keeps track."""
+    """Tell x's library that the memory of x was written, if the library wants to know."""
     if type(x) is not np.ndarray:
         tell = getattr(library(x, "x", "written"), "written", None)
         if tell is not None:

@@ -1,7 +1,7 @@
-"""Any other array with the CUDA array interface (version 3), as Numba's and PyCUDA's.
+"""Arrays of all other libraries with the CUDA array interface (version 3), such as Numba and PyCUDA.
 
-Calls are enqueued on the stream that the array names, else on the legacy default stream. mscomm cannot make such
-arrays: `out` must be given.
+Calls are enqueued on the stream that the array names, or else on the legacy default stream. mscomm cannot make such
+arrays, so `out` must be given.
 """
 
 from __future__ import annotations

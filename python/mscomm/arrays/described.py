@@ -8,7 +8,7 @@ import numpy as np
 
 
 class _Described:
-    """What NumPy makes an array of without looking at the memory. The array keeps this alive, and this the owner."""
+    """An object that describes memory to NumPy. The array that NumPy makes keeps this object and the owner alive."""
 
     def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
         self.owner = owner
@@ -24,16 +24,16 @@ def in_memory(
     *,
     writable: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """An array of that shape and dtype at the address, which keeps the owner of the memory alive.
+    """An array of that shape and dtype at the address. The array keeps the owner of the memory alive.
 
-    strides: in bytes; None: in C order, without gaps.
+    strides: in bytes; None means C order without gaps.
     """
     interface = {
         "version": 3,
         "shape": shape,
-        "typestr": f"|V{dtype.itemsize}",  # NumPy has no other for bfloat16
+        "typestr": f"|V{dtype.itemsize}",  # raw bytes, because NumPy has no typestr for bfloat16
         "strides": strides,
-        # NumPy takes address 0 to mean memory of its own. An array without elements may have none.
+        # An array without elements may have address 0, for which NumPy would allocate memory of its own.
         "data": (address or 1 << 12, not writable),
     }
     return np.asarray(_Described(owner, interface)).view(dtype)

@@ -1,4 +1,4 @@
-"""Arrays on a device: what mscomm knows of their memory, and what all libraries that have such arrays come down to."""
+"""The memory of an array on a device, described in the same way for all libraries that have such arrays."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _BY_ADDRESS = (np.shares_memory, np.may_share_memory)
 
 
 class OnDevice(np.ndarray[Any, Any]):
-    """The memory of a device's array: address, shape, strides and dtype, as NumPy describes them.
+    """The memory of an array on a device: address, shape, strides and dtype, as NumPy describes them.
 
-    Nothing of it can be read or written here; what would try raises TypeError. `backend`: the one that reaches it;
-    `index`: the device; `stream`: where calls on it are enqueued, a handle of the vendor's; `current()` gives the
-    library's current stream at any time.
+    The host cannot read or write this memory: an attempt raises TypeError. `backend` is the backend that reaches the
+    memory, and `index` is the device. Calls on the array are enqueued on `stream`, a handle of the vendor's.
+    `current()` returns the library's current stream at any time.
     """
 
     backend: str
-    index: int  # -1: the library has not said
+    index: int  # -1 if the library has not told the device
     stream: int
     current: Callable[[], int]
 
@@ -64,7 +64,7 @@ def on_device(
     backend: str = "nccl",
     writable: bool = True,
 ) -> OnDevice:
-    """The memory of an array on a device. strides: in bytes; None: in C order, without gaps."""
+    """The memory of an array on a device. strides: in bytes; None means C order without gaps."""
     there = in_memory(owner, address, shape, dtype, strides, writable=writable).view(OnDevice)
     there.backend, there.index, there.current = backend, index, current
     there.stream = current()

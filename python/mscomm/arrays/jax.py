@@ -1,6 +1,6 @@
-"""JAX arrays on the CPU. They cannot be written: results are new arrays, over the memory that the core filled.
+"""JAX arrays on the CPU. They cannot be written, so results are new arrays, over the memory that the core filled.
 
-For use outside jit: inside it the order of calls is the compiler's, which is another one on each rank.
+Calls must be outside of jit: inside it the compiler chooses their order, which may be different on each rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
 
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
-    if not getattr(x, "committed", True):  # JAX may still move it to where it is needed
+    if not getattr(x, "committed", True):  # x has no fixed device: JAX may move it to where it is needed
         return filled, lambda: jax.device_put(filled)
     where = x.sharding if shape == x.shape else next(iter(x.devices()))
     return filled, lambda: jax.device_put(filled, where)

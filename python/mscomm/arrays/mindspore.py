@@ -1,4 +1,4 @@
-"""MindSpore tensors on the CPU, in PyNative mode: `asnumpy()` shares the memory of all but views of others."""
+"""MindSpore tensors on the CPU, in PyNative mode. `asnumpy()` shares a tensor's memory, but copies a view."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_array(x: Any) -> bool:
 def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
     there: np.ndarray[Any, Any] = x.asnumpy()
     if x.asnumpy().__array_interface__["data"] != there.__array_interface__["data"]:
-        there.flags.writeable = False  # of a view it is a copy, and what is written to that is lost
-    # MindSpore has a bfloat16 dtype of its own for NumPy.
+        there.flags.writeable = False  # x is a view, and this is a copy: what is written to the copy is lost
+    # For NumPy, MindSpore has a bfloat16 dtype of its own.
     return there.view(dtype_of(_BFLOAT16)) if there.dtype.name == "bfloat16" else there
 
 

@@ -1,4 +1,4 @@
-"""NumPy arrays, and what all libraries on the CPU come down to.
+"""NumPy arrays, and functions for the memory of all arrays on the CPU, which mscomm describes as NumPy arrays.
 
 NumPy scalars and Python's numbers are arrays of shape (), which cannot be written.
 """
@@ -16,7 +16,7 @@ from mscomm import _core
 Array = np.ndarray[Any, Any]
 
 DTYPES = tuple(_core.dtypes())
-# bfloat16 comes when dtype_code is first asked for it.
+# dtype_code adds bfloat16 when it is first asked for it.
 CODES: dict[np.dtype[Any], int] = {np.dtype(name): code for code, name in enumerate(DTYPES) if name != "bfloat16"}
 
 _NUMBERS: dict[type, type[np.generic]] = {
@@ -24,7 +24,7 @@ _NUMBERS: dict[type, type[np.generic]] = {
     int: np.int64,
     float: np.float64,
     complex: np.complex128,
-}  # no subclass: an enum's member is one
+}  # not for subclasses: a member of an IntEnum is no number here
 
 
 def is_array(x: Any) -> bool:
@@ -36,7 +36,7 @@ def is_array(x: Any) -> bool:
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """The core's number for dtype; TypeError if mscomm does not move such elements.
 
-    bfloat16 is known by its name (ml_dtypes).
+    bfloat16, a dtype of ml_dtypes, is recognised by its name.
     """
     try:
         return CODES[dtype]
@@ -58,8 +58,9 @@ def known_code(dtype: np.dtype[Any]) -> int | None:
 
 
 def dtype_named(given: Any) -> np.dtype[Any]:
-    """The dtype that a user gives: all that numpy.dtype takes, and MindSpore's and PyTorch's own, which are known by
-    their names: mindspore.int32, torch.bfloat16. TypeError for what is none; numpy takes None for float64.
+    """The dtype that a user gives: anything that numpy.dtype takes, or a dtype of MindSpore or PyTorch, which is
+    recognised by its name (mindspore.int32, torch.bfloat16). TypeError for anything else. None means float64, as in
+    NumPy.
 
     >>> dtype_named("int32")
     dtype('int32')
@@ -73,7 +74,7 @@ def dtype_named(given: Any) -> np.dtype[Any]:
 
 @functools.cache
 def dtype_of(code: int) -> np.dtype[Any]:
-    """The dtype of that number; TypeError for bfloat16 where ml-dtypes is not installed."""
+    """The dtype with that number; TypeError for bfloat16 if ml-dtypes is not installed."""
     if DTYPES[code] != "bfloat16":
         return np.dtype(DTYPES[code])
     try:
@@ -109,12 +110,12 @@ def over(memory: Array) -> Array:
 
 
 def readable(x: Array) -> Array:
-    """x itself, or a copy in C order where x is strided or unaligned."""
+    """x itself, or a copy in C order if x is strided or unaligned."""
     return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
 
 
 def writable(out: Array) -> tuple[Array, Callable[[], None] | None]:
-    """Where to write the result for out, and what to do afterwards (None: out itself is written)."""
+    """The array to write a result to, and a function that then copies it to out (None if the array is out itself)."""
     if out.flags.carray:
         return out, None
     result = np.empty(out.shape, out.dtype)

@@ -1,6 +1,6 @@
-"""PyTorch tensors. Their memory is used as it is; results are tensors that need no gradient.
+"""PyTorch tensors. Their memory is used without a copy; results are tensors that need no gradient.
 
-On a GPU calls are enqueued on PyTorch's current stream of that device.
+Calls on a GPU's tensors are enqueued on PyTorch's current stream of that GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _by_object(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# The current stream of a device. PyTorch's own compiled code asks it like that; it has no public name.
+# Returns the current stream of a device. PyTorch's compiled code calls this function, which has no public name.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _by_object)
 
 
@@ -45,11 +45,11 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
         raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
-    if x.is_conj() or x.is_neg():  # what lies in memory are other numbers
+    if x.is_conj() or x.is_neg():  # the numbers in memory are not those of x
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
-    x = x.detach()  # another tensor over the same storage, which lives on if the user gives x another one
+    x = x.detach()  # keeps the storage alive, even if the user gives the original tensor another storage
     if x.device.type == "cuda":
         return _on_cuda(x)
     if x.device.type != "cpu":
@@ -62,7 +62,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory, read by address: after `x.numpy()`, the storage of x could never be resized again."""
+    """The tensor's memory, found by its address. After `x.numpy()` the storage of x could never be resized again."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()
@@ -95,7 +95,7 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
 
 
 def _repeats(x: torch.Tensor) -> bool:
-    """Whether one element stands for several."""
+    """Whether several elements of x are at one place in memory, as after expand()."""
     return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 
 
@@ -115,7 +115,10 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def of_numpy(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Over the same memory where it can be: PyTorch knows no negative strides, and warns of what cannot be written."""
+    """A tensor over the same memory, or over a copy of an array that is strided or read-only.
+
+    PyTorch does not support negative strides, and warns of memory that cannot be written.
+    """
     return over(numbers if numbers.flags.carray else np.array(numbers, order="C"))
 
 
@@ -147,8 +150,8 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
 
 
 # Tells autograd that tensors were written, as an operation in place does. A backward pass that needs the old values
-# then raises. From 2.10 on, PyTorch's own function skips tensors of inference mode, so it is called directly. It has no
-# public name.
+# then raises. From 2.10 on, PyTorch's own function skips tensors of inference mode, so it can be used directly. It has
+# no public name.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )

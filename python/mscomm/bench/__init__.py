@@ -1,1 +1,1 @@
-"""The measurements of `mscomm bench`. A collective is a row in table.py, a peer to compare with is one in peers.py."""
+"""The measurements of `mscomm bench`. Each collective is a row in table.py, and each peer is a row in peers.py."""

@@ -23,7 +23,7 @@ from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
-BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # 128: a small first bucket, and one for the rest
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # 128 gives a small first bucket and one for the rest
 _MATRIX = np.full((48, 48), 1 / 48, np.float32)  # small enough for BLAS to stay in the calling thread
 
 
@@ -52,7 +52,7 @@ def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """Measure both ways in turn, in place, and then the overlap."""
+    """Measure fused and single calls in turn, in place, and then the overlap with computing."""
     dtype = dtype_of(plan.dtype)
     case = Case(COLLECTIVES["all_reduce"], dtype, plan.op, 0, ranks, rank)
     contents = Contents(case)
@@ -121,7 +121,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
         for megabytes in BUCKETS_MB
     ]
     for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
-        for row in rows:  # one step at a time, so that each can reuse the memory of the one before
+        for row in rows:  # only one Step exists at a time, so that each can reuse the memory of the one before
             step = _step(counts, dtype, plan.op, row["bucket_mb"])
             row["buckets"] = step.bucket_count
             for way, call in _ways(works, step).items():
@@ -129,7 +129,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
                 mscomm.barrier()
                 slowest = mscomm.all_reduce(times_ns(call, plan.iterations or 3), "max")
                 row["samples_us"][way] += [float(ns) / 1e3 for ns in slowest]
-            del step, call  # they hold the buckets
+            del step, call  # frees the buckets
     for row in rows:
         row["us"] = {way: statistics.median(samples) for way, samples in row["samples_us"].items()}
     return rows
@@ -145,7 +145,7 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """The Step inside GradientReducer, whose reduce() takes all gradients at once; a Step takes them one by one."""
+    """A Step, which takes gradients one by one. GradientReducer has one inside, but its reduce() takes all at once."""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -159,7 +159,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 
 def _works(counts: list[int], step: Step) -> list[int]:
-    """How many matrix products stand for each gradient: the same on all ranks, from the times of the slowest rank."""
+    """The number of matrix products that stand for each gradient. The times of the slowest rank decide it for all."""
     product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
     communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")

@@ -46,7 +46,7 @@ class Contender(Protocol):
 class Local:
     """A contender that runs in the ranks of the mscomm job. `bind(case, buffers)` returns the call to measure.
 
-    Without has_result, only its time counts: there are no results to check.
+    Without has_result, only the time counts, because there are no results to check.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class _LocalCell:
 
     def wrong(self) -> int:
         self._buffers.fill()
-        mscomm.barrier()  # after it, a call may write to a peer's memory
+        mscomm.barrier()  # only after this may a call write to a peer's memory
         self._call()
         wrong = self._buffers.wrong() if self._has_result else 0
         return int(mscomm.all_reduce(np.array([wrong]))[0])
@@ -140,6 +140,6 @@ def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
 
 
 def by(algorithm: str, case: Case, shared: bool, group: Group) -> Contender:
-    """mscomm as a contender, in a group of all ranks that uses this algorithm."""
+    """mscomm as a contender in `group`, a group of all ranks that uses this algorithm."""
     bind = functools.partial(mscomm_call, group=group)
     return Local(algorithm, "", case, mscomm.empty if shared else np.empty, bind)

@@ -57,7 +57,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 @contextlib.contextmanager
 def telling(rank: int) -> Iterator[None]:
-    """If any rank raises Unfit in here, all ranks end; the lowest rank that did prints the reason."""
+    """A context: if any rank raises Unfit in it, all ranks end, and the lowest of these ranks prints the reason."""
     problem = ""
     try:
         yield

@@ -54,8 +54,8 @@ def lacks(peer: str, collective: str) -> bool:
 
 
 class Peer(NamedTuple):
-    """One row. `check` raises Missing. All ranks call `start` after init; it raises Unfit on at least one rank if the
-    peer cannot do what is asked.
+    """One row. `check` raises Missing if the peer is not installed. All ranks call `start` after init; it raises Unfit
+    on at least one rank if the peer cannot do what is asked.
     """
 
     check: Callable[[Path | None], object]
@@ -215,12 +215,12 @@ def _memory_call(case: Case, buffers: Buffers) -> Callable[[], object]:
 
 
 class Flavour(NamedTuple):
-    """One MPI: how to recognise its mpirun and its library, and what to install."""
+    """One kind of MPI: how to recognise its mpirun and its library, and what to install."""
 
     name: str
     words: str  # a regular expression
     package: str
-    flags: Callable[[int], list[str]]  # of its mpirun, for that many ranks
+    flags: Callable[[int], list[str]]  # the options of mpirun for that number of ranks
 
 
 def _openmpi_flags(ranks: int) -> list[str]:
@@ -244,7 +244,7 @@ class Installed(NamedTuple):
 
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
-    """Look in prefix if it is given; else beside this Python, then on PATH. Missing says what to install."""
+    """Look in prefix if it is given; else beside this Python, then on PATH. Raises Missing with what to install."""
     peer = peer.removesuffix(SINGLE)
     flavour = FLAVOURS[peer]
     on_path = shutil.which("mpirun")
@@ -451,7 +451,7 @@ def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _affinity_of_ranks(ranks: int) -> list[list[int]]:
-    """The CPUs that each rank may use, known on every rank: an MPI's rank r gets those of our rank r."""
+    """The CPUs that each rank may use, known on every rank. Rank r of an MPI gets the CPUs of rank r of our job."""
     mine = np.zeros((1, 8192), np.uint8)
     mine[0, sorted(os.sched_getaffinity(0))] = 1
     return [[int(cpu) for cpu in np.flatnonzero(row)] for row in mscomm.all_gather(mine)]

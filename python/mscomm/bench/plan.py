@@ -14,12 +14,12 @@ BUCKETS = "buckets"
 TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer rounds say little on a machine that has other work too
 
-WARMUP_CALLS = 5  # at least, if the user sets no number
+WARMUP_CALLS = 5  # the least number, unless the user sets one
 _WARMUP_US = 50e3
 _ROUND_US = 100e3
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# nccl-tests' names.
+# The names that nccl-tests has for dtypes.
 _DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -39,12 +39,12 @@ class Plan(NamedTuple):
     op: str
     root: int
     iterations: int | None  # None: calls() derives it from the time of a call
-    warmup: int | None  # the same
+    warmup: int | None  # None: calls() derives it, too
     rounds: int
     check: bool
     shared: bool
     peers: tuple[str, ...]
-    prefixes: dict[str, Path]  # of the MPIs
+    prefixes: dict[str, Path]  # by peer: where an MPI is installed
     json: Path | None
     plot: Path | None
 
@@ -52,11 +52,11 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """The elements of one part, for each size; sizes with the same count are measured once."""
+        """The number of elements of one part, for each size. Sizes with the same number are measured once."""
         return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
 
     def calls(self, us: float) -> tuple[int, int]:
-        """The warm-up calls and the timed calls of a contender in one round, if a call takes that long.
+        """How many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
 
         A round must outlast the effects of the previous contender, such as its data in the caches or ranks that share a
         CPU.

@@ -1,8 +1,9 @@
-"""A picture of what `mscomm bench` measured: time of a call over message size, a panel a collective and rank count.
+"""Draws what `mscomm bench` measured: call time over message size, in a panel for each collective and number of ranks.
 
     python -m mscomm.bench.plot all_reduce-2.json all_reduce-4.json compare.svg
 
-Takes files of --json, and last the picture to write (.svg, .png or .pdf). Needs matplotlib, the extra `plot`.
+The arguments are files that `mscomm bench --json` has written, and last the picture to write (.svg, .png or .pdf). This
+needs matplotlib (the extra `plot`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 SUFFIXES = (".svg", ".png", ".pdf")
 MISSING = "a plot needs matplotlib, which is not in this environment. Run: pip install 'mscomm[plot]'"
 
-# Label, colour, marker. Blue and orange can be told apart with every kind of colour vision.
+# The label, colour and marker of each line. Blue and orange can be told apart with every kind of colour vision.
 _LINES = {
     "mscomm, shared": ("mscomm, arrays of mscomm.empty", "#08519c", "o"),
     "mscomm, private": ("mscomm, ordinary NumPy arrays", "#6baed6", "s"),
@@ -31,10 +32,10 @@ _LINES = {
     "memory": ("memory (NumPy, no collective)", "#666666", "x"),
 }
 _GREY = "#666666"
-_X_TICKS = 4  # a panel has room for so many labels such as "64 KiB"
-_FEW_DECADES = 100.0  # the slowest time over the fastest; below it, there are labels between the powers of ten
+_X_TICKS = 4  # how many labels such as "64 KiB" fit below a panel
+_FEW_DECADES = 100.0  # if slowest / fastest time is less, the axis also has labels between the powers of ten
 
-Panel = dict[str, dict[int, float]]  # by line, by size: microseconds
+Panel = dict[str, dict[int, float]]  # for each line and size, the time in microseconds
 
 
 def missing() -> bool:
@@ -56,14 +57,14 @@ def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
 
 
 def _line_of(name: str, shared: bool) -> str:
-    """The key in _LINES of a contender; `shared`: the run had --shared."""
+    """A contender's key in _LINES. `shared`: whether the run had --shared."""
     if name == "private" or (name == "mscomm" and not shared):
         return "mscomm, private"
     return "mscomm, shared" if name == "mscomm" else name
 
 
 def _in_units(value: float, units: tuple[str, ...], step: int) -> str:
-    """_in_units(65536, ("B", "KiB"), 1024) is "64 KiB"."""
+    """The value with a fitting unit: _in_units(65536, ("B", "KiB"), 1024) is "64 KiB"."""
     for unit in units[:-1]:
         if value < step:
             return f"{value:g} {unit}"

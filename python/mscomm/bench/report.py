@@ -25,7 +25,7 @@ _MODES = ("out_of_place", "in_place")
 
 
 def environment(plan: Plan, ranks: int) -> dict[str, Any]:
-    """Where and how it was measured."""
+    """The machine, the versions and the settings of a measurement."""
     return {
         "mscomm": mscomm.__version__,
         "python": platform.python_version(),
@@ -52,7 +52,7 @@ def _cpu_model() -> str:
                 if line.lower().startswith(("model name", "cpu model")):
                     return line.partition(":")[2].strip()
     except OSError:
-        pass  # some containers do not have it
+        pass  # some containers do not have this file
     return platform.processor() or "unknown"
 
 
@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 
 def head(plan: Plan, case: Case, env: dict[str, Any]) -> None:
-    """The lines above the rows."""
+    """Print the lines above the rows."""
     _head(plan, env)
     _how(plan)
     if plan.peers:
@@ -177,7 +177,7 @@ def buckets_row(plan: Plan, row: dict[str, Any]) -> None:
 
 
 def overlap(rows: list[dict[str, Any]]) -> None:
-    """For each bucket size, how much of the communication is hidden; and the size with the shortest step."""
+    """Print for each bucket size how much of the communication is hidden, and then the size with the shortest step."""
     say("#")
     say("# a step of training with that network: backward computes as long as the communication takes by itself")
     say(f"# {'bucket':>8}{'buckets':>9}{'backward':>14}{'communication':>16}{'step':>14}{'exposed':>14}{'hidden':>9}")
@@ -221,7 +221,7 @@ def tune_row(row: dict[str, Any]) -> None:
 
 
 def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
-    """What init chooses for these ranks, and where another algorithm was faster by more than noise."""
+    """Print what init chooses for these ranks, and where another algorithm was faster by more than noise."""
     say("#")
     say("# What init chooses for these ranks and hosts")
     for what, rows in choices.items():
@@ -256,7 +256,7 @@ def finish(plan: Plan, result: dict[str, Any]) -> int:
 
 
 def _comparison(plan: Plan, result: dict[str, Any]) -> Iterator[str]:
-    """How mscomm and each peer compare over all sizes."""
+    """Lines that compare mscomm with each peer over all sizes."""
     for peer in plan.peers:
         ratios = []
         for row in result["rows"]:
@@ -273,7 +273,7 @@ def _comparison(plan: Plan, result: dict[str, Any]) -> Iterator[str]:
 
 
 def _average_busbw(plan: Plan, result: dict[str, Any]) -> float:
-    """The mean over all rows and modes of mscomm, as in nccl-tests."""
+    """mscomm's mean bus bandwidth over all rows and modes, as in nccl-tests."""
     name, ours = ("all_reduce", "fused") if plan.collective == BUCKETS else (plan.collective, "mscomm")
     ranks = result["environment"]["ranks"]
     factor = COLLECTIVES[name].bus(ranks)

@@ -14,28 +14,28 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PERIOD = 127  # prime, so that a part that is misplaced by a power of two is noticed
-POISON = 127  # out is filled with it before a call; no element that is moved has this value
+PERIOD = 127  # a prime number, so that a part that is misplaced by a power of two is noticed
+POISON = 127  # what `out` has before a call; no element that is moved has this value
 
 
 class Collective(NamedTuple):
     """One row. An array "in parts" has one part of `count` elements for each rank; another array has one part."""
 
     name: str
-    bus: Callable[[int], float]  # bus bandwidth over algorithm bandwidth, for n ranks
+    bus: Callable[[int], float]  # for n ranks, the ratio of bus bandwidth to algorithm bandwidth
     x_in_parts: bool
     out_in_parts: bool
     expected: Callable[
         [Contents, int, int], Array
-    ]  # (contents, rank, count): the right out of a rank that gets a result
+    ]  # (contents, rank, count) -> the correct `out` of a rank that gets a result
     reduces: bool = False
     rooted: bool = False
-    out_at_root: bool = False  # no other rank gets a result
+    out_at_root: bool = False  # only the root gets a result
     in_place: bool = False  # there is a form with out=x
 
 
 class Case(NamedTuple):
-    """What is measured, and on which rank."""
+    """A collective with its settings, and the rank that measures it."""
 
     row: Collective
     dtype: np.dtype[Any]

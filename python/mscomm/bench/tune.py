@@ -21,7 +21,7 @@ from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
-_FASTER = 0.9  # another algorithm that takes less than this share of the chosen one's time, in every round, is faster
+_FASTER = 0.9  # an algorithm that takes less than this share of the chosen one's time in every round counts as faster
 
 
 def algorithms(hosts: list[int]) -> dict[str, list[str]]:
@@ -87,7 +87,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """(algorithm, the size in bytes from which it is chosen), for messages up to the last of these sizes."""
+    """Pairs of an algorithm and the size in bytes from which it is chosen, up to the last of these sizes."""
 
     def chosen(size: int) -> str:
         return core.chosen(size)[what]
@@ -106,7 +106,7 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
 
 
 def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:
-    """(collective, size, chosen, best, best's share of chosen's time) where another was faster by more than noise."""
+    """(collective, size, chosen, best, time ratio of best to chosen) for the cases in which another one was faster."""
     found = []
     for row in rows:
         ours, best = (_cell(row, row[which])["rounds_us"] for which in ("chosen", "best"))

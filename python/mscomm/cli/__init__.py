@@ -8,7 +8,7 @@ import click
 
 from mscomm import __version__
 
-# name: module, one line of help
+# For each subcommand: its module, and one line of help.
 COMMANDS = {
     "run": ("mscomm.cli.run", "Start and watch the ranks of a job on this host."),
     "doctor": ("mscomm.cli.doctor", "Tell what is here, what is missing, and try two ranks."),

@@ -1,4 +1,4 @@
-"""`mscomm data make`: real images in CIFAR-10's binary format, from packages that carry some, without a download.
+"""`mscomm data make`: writes real images in CIFAR-10's binary format. They come from packages; nothing is downloaded.
 
 They are not CIFAR-10 but handwritten digits, grey and enlarged. They are for tests, examples and a first try.
 """
@@ -25,7 +25,7 @@ from mscomm.dataset.cifar10 import CHANNELS, CLASSES, SIDE, TEST, TRAIN
 
 META, ABOUT = "batches.meta.txt", "about.txt"
 _CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_TEST_OF = 6  # one image in so many goes to the test set, as in CIFAR-10
+_TEST_OF = 6  # every sixth image goes to the test set, as many as in CIFAR-10
 _SHUFFLE_SEED = 10  # shuffles the images, which may be sorted by label; any fixed number will do
 _SLOW = 3000  # from this many images on, a progress bar is shown
 
@@ -94,7 +94,8 @@ def command() -> None:
 def make(origin: str, out: Path) -> None:
     """Write real images in CIFAR-10's binary format: data_batch_1.bin to data_batch_5.bin, test_batch.bin.
 
-    They are handwritten digits, 32 x 32 pixels, labels 0 to 9, and not CIFAR-10. The files are the same in every run.
+    The images are not CIFAR-10 but handwritten digits, 32 x 32 pixels, with labels 0 to 9. The files are the same in
+    every run.
     """
     folder = out.absolute()
     if folder.exists() and not (folder / ABOUT).exists() and any(folder.iterdir()):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SELF_TEST_S = 60
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module has no name for it
 
 SCHEMA = "mscomm-doctor/1"
 OPTIONAL = {
@@ -170,7 +170,7 @@ def version(package: str) -> Finding:
     try:
         importlib.import_module(package)
         return Finding(package, metadata.version(package))
-    except ImportError as error:  # also metadata.PackageNotFoundError
+    except ImportError as error:  # metadata.PackageNotFoundError is one, too
         return Finding(package, f"{error}. Run: pip install {package}", fault=True)
 
 
@@ -191,7 +191,7 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user named one: then say why it fails
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user gave a file: show its error
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v tells where it was looked for)"
             yield Finding(name, found)
@@ -214,7 +214,7 @@ def accelerator(name: str) -> str:
 
 
 def kernels(runtime: _core.Runtime) -> str:
-    """What the device says about its kernels. Asking uses the device, which fails if another process has it alone."""
+    """What the device says about its kernels. This fails if another process has the device for itself alone."""
     from mscomm.errors import Error
 
     try:
@@ -237,7 +237,7 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
-    """Whether OMP_NUM_THREADS fits the CPUs with that many ranks."""
+    """A line that says whether OMP_NUM_THREADS fits the CPUs if there are that many ranks."""
     fitting = max(1, int(cpus // ranks))
     if omp_num_threads is None:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
@@ -269,7 +269,7 @@ def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
     try:
         quota, period = (int(word) for word in words)
     except ValueError:
-        return None  # "max", or there is no such file
+        return None  # the quota is "max", or there is no such file
     return quota / period if quota > 0 and period > 0 else None
 
 
@@ -320,7 +320,8 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
             return Finding(what, f"{own} ({interface_of[own]}), by MS_WORKER_IP")
         return Finding(what, f"MS_WORKER_IP={own}: no interface of this host has it", fault=True)
     try:
-        chosen = route_to(scheduler or "192.0.2.1")  # an address that nobody has: finds the route out of this network
+        # No host has the address 192.0.2.1. Packets to it would take the route out of this network.
+        chosen = route_to(scheduler or "192.0.2.1")
     except OSError as error:
         if scheduler:
             return Finding(what, f"MS_SCHED_HOST={scheduler}: {error.strerror or error}", fault=True)
@@ -330,7 +331,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
 
 
 def route_to(host: str) -> str:
-    """The address from which packets to that host would leave. Sends none."""
+    """The address of this host from which packets to that host would leave. No packet is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)

@@ -29,7 +29,7 @@ from mscomm.cluster import interfaces
 if TYPE_CHECKING:
     from rich.console import Console
 
-HCCN = Path("/etc/hccn.conf")  # where Ascend's driver keeps the addresses of this host's devices' network cards
+HCCN = Path("/etc/hccn.conf")  # in it Ascend's driver keeps the IP addresses of this host's devices
 
 
 def _devices(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
@@ -88,7 +88,7 @@ def make_command(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Write a rank table for these servers, each with as many devices.
+    """Write a rank table for these servers, each with the same devices.
 
     Ranks follow the dictionary order of the servers, as HCCL wants it: 10.0.0.10 comes before 10.0.0.9.
 
@@ -179,9 +179,9 @@ def _write(path: Path, text: str, force: bool) -> None:
     help="What HCCL refuses is an error then, and so is what Atlas 910 servers cannot run: 3 devices, or 2 and 5.",
 )
 def check_command(files: tuple[str, ...], product: str | None) -> None:
-    """Show the ranks of each table, or all that is wrong with it; exit 1 if anything is.
+    """Show the ranks of each table, or everything that is wrong with it. The exit status is 1 if anything is wrong.
 
-    What HCCL alone refuses, and mscomm's CPU core takes, is a warning.
+    What only HCCL refuses, and mscomm's CPU core accepts, is a warning.
     """
     from rich.console import Console
 
@@ -236,7 +236,7 @@ def _show(console: Console, name: str, table: Table) -> None:
 @click.option("--server", metavar="ID", help="This host's server_id; default: the one that is its address or name.")
 @click.option("--size", type=int, metavar="N", help="How many ranks the whole table has to have, RANK_SIZE.")
 def ranks_command(file: str, server: str | None, size: int | None) -> None:
-    """Print RANK_ID and DEVICE_ID of each rank that this host has to start, a line a rank, for a script.
+    """Print RANK_ID and DEVICE_ID of each rank that this host has to start, one rank per line, for a script.
 
     \b
     mscomm ranktable ranks rank_table.json | while read -r RANK_ID DEVICE_ID; do ...; done
@@ -252,7 +252,7 @@ def ranks_command(file: str, server: str | None, size: int | None) -> None:
 
 
 def here(table: Table, file: str, server: str | None = None) -> list[Seat]:
-    """The ranks of this host: those of the given server, else of the only one, else of the one with our address."""
+    """The ranks of this host: those of the given server, or of the only one, or of the one with this host's address."""
     found = [server] if server else table.servers
     if not server and len(found) > 1:
         own = {interface.address for interface in interfaces.interfaces()}

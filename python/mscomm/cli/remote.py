@@ -1,4 +1,4 @@
-"""`mscomm run --hosts`: this host serves the hub, and ssh starts a launcher on each other host.
+"""`mscomm run --hosts`: this host runs the hub, and ssh starts a launcher on each other host.
 
 Everything that such a launcher needs, including the job's key, goes through ssh's stdin, so that none of it is on a
 command line or in an environment. After that, each byte on stdin is the number of a signal for its ranks, and the end
@@ -34,10 +34,10 @@ from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
 
-HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # prefixes of the variables' names
+HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # the prefixes of variables
 _OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # not handed over: they belong to one host
-_ENDS_S = 10.0  # for a launcher to end after its stdin has ended: its ranks get SIGTERM, and SIGKILL after 7 s
-LENGTH = struct.Struct("<I")  # comes before what a launcher gets through stdin
+_ENDS_S = 10.0  # how long a launcher may take after its stdin was closed: it sends SIGTERM, and SIGKILL after 7 s
+LENGTH = struct.Struct("<I")  # the first bytes on a launcher's stdin: the length of what follows
 MOST_BYTES = 1 << 20
 
 
@@ -57,7 +57,7 @@ class Share(NamedTuple):
 
 
 def listed(text: str) -> list[tuple[str, int | None]]:
-    """The hosts of --hosts, a:4,b:4, each with its number of ranks; ClickException for an invalid one."""
+    """The hosts of --hosts, such as a:4,b:4, each with its number of ranks. ClickException for an invalid host."""
     return [_host(item.strip(), f"--hosts {text}") for item in text.split(",")]
 
 
@@ -120,7 +120,7 @@ def _is_here(name: str) -> bool:
     try:
         rendezvous.bind(name, 0).close()
         return True
-    except OSError:  # another host's, or an unknown name, which ssh will report
+    except OSError:  # another host has the address, or the name is unknown, which ssh will report
         return False
 
 
@@ -128,7 +128,7 @@ def _is_here(name: str) -> bool:
 
 
 class Hosts(Node0):
-    """Like node 0, it has this host's ranks and the hub; in addition, it runs one ssh per other host."""
+    """This host's ranks and the hub, as on node 0, and in addition one ssh process for each other host."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Hosts(Node0):
         restarts: bool,
         task: Mapping[str, Any],
     ) -> None:
-        """task: what every host runs: the script and the options."""
+        """task: the script and the options, which are the same on every host."""
         super().__init__(1, hosts[-1].ranks.stop, hosts[own].address, port or 0, False, topo_timeout_s, restarts, "")
         self.first = hosts[own].ranks.start
         self._layout = "--hosts"
@@ -168,7 +168,7 @@ class Hosts(Node0):
         self._tell = tell
 
     def _listener(self) -> socket.socket:
-        """A listener at the address that the list gives for this host, at the requested port, or else at any."""
+        """A listener at the address that the list gives for this host, at the requested port or else at any port."""
         name, port = self._address
         host = rendezvous.own_address(name, os.environ)
         if port == 0:
@@ -213,12 +213,12 @@ class Hosts(Node0):
         return super().over()
 
     def _ended(self, agent: _Agent, status: int) -> None:
-        """An ssh has ended. If its launcher never reached the hub, report its ranks to the hub as ended; otherwise that
-        launcher has reported them itself.
+        """An ssh process has ended. If its launcher never reached the hub, report its ranks to the hub as ended;
+        otherwise that launcher has reported them itself.
         """
         if not self._hub.attends(agent.share.ranks):
             why = f"no rank could be started on host {agent.share.name}: ssh ended with status {status}"
-            if status == 255:  # ssh's own errors
+            if status == 255:  # an error of ssh itself
                 advice = f"Does this work without a question: {shlex.join(agent.command[:-1])} true"
             else:
                 advice = f"Every host needs mscomm for the same Python, {sys.executable}"
@@ -227,7 +227,7 @@ class Hosts(Node0):
                 self._hub.process_ended(rank, why, badly=True)
 
     def needed(self, well: bool) -> bool:
-        """Needed until the other hosts' launchers have ended and all their output has come."""
+        """True until the other hosts' launchers have ended and all their output has come."""
         self.over()
         if not well or super().over():
             self._until = min(self._until, time.monotonic() + _ENDS_S)
@@ -238,7 +238,7 @@ class Hosts(Node0):
 
 
 class _Agent:
-    """The ssh to one host. told: we have noticed that it ended."""
+    """The ssh process for one other host. told: whether its end has been noticed."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(task))
@@ -257,7 +257,7 @@ class _Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches only us; we pass it on through stdin
+            start_new_session=True,  # Ctrl-C reaches only this process, which passes it on through stdin
         )
         self._write(LENGTH.pack(len(body)) + body)
 
@@ -267,7 +267,7 @@ class _Agent:
 
     @property
     def read(self) -> bool:
-        """Whether all its output has been read."""
+        """Whether all output of the ssh process has been read."""
         assert self.process.stdout and self.process.stderr
         return self.process.stdout.closed and self.process.stderr.closed
 
@@ -282,7 +282,7 @@ class _Agent:
                 rest = rest[self.process.stdin.write(rest) :]
 
     def hang_up(self) -> None:
-        """Close its stdin: the launcher there ends its ranks, and then itself."""
+        """Close stdin of the ssh process. The launcher on the other host then ends its ranks, and itself."""
         assert self.process.stdin
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -290,7 +290,7 @@ class _Agent:
     def close(self, within_s: float) -> None:
         try:
             self.process.wait(within_s)
-        except subprocess.TimeoutExpired:  # a host that does not answer
+        except subprocess.TimeoutExpired:  # the host does not answer
             self.process.kill()
             self.process.wait()
 

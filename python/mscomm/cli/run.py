@@ -40,7 +40,7 @@ it on each of them with the same --nnodes, --master-addr and --master-port, and 
 MSCOMM_JOB_KEY_FILE. The variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and
 PET_MAX_RESTARTS are the defaults.
 """
-DEFAULT_PORT = 8118  # msrun's
+DEFAULT_PORT = 8118  # msrun has the same default
 
 
 class Nodes(NamedTuple):
@@ -150,7 +150,7 @@ def command(
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
         topo_timeout_s = join_timeout_s(os.environ)
-        read("MSCOMM_TRACEBACK", os.environ)  # check it here, because Launch reads it later
+        read("MSCOMM_TRACEBACK", os.environ)  # report a wrong value now, not when Launch reads it
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     from mscomm.errors import Error
@@ -280,7 +280,7 @@ def _per_node(text: str | None) -> int | None:
 
 
 def _nnodes(text: str | None) -> int | None:
-    """The number of hosts. torchrun's 2:2 is accepted; 1:4, a job that grows and shrinks, is not."""
+    """The number of hosts. torchrun's form 2:2 is accepted, but not 1:4, which means a job that grows and shrinks."""
     if text is None:
         return None
     least, _, most = text.partition(":")

@@ -1,4 +1,4 @@
-"""`mscomm sched`: runs just the scheduler, as a training script with MS_ROLE=MS_SCHED does."""
+"""`mscomm sched`: runs only the scheduler, as a training script with MS_ROLE=MS_SCHED does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mscomm.errors import Error
 @click.command("sched")
 @click.option("--permit-plain", is_flag=True, help="Off loopback, let anybody who can reach the port join.")
 def command(permit_plain: bool) -> None:
-    """Serve one job at MS_SCHED_HOST:MS_SCHED_PORT for MS_WORKER_NUM workers, then end: 0, or 1 if the job failed.
+    """Serve one job at MS_SCHED_HOST:MS_SCHED_PORT for MS_WORKER_NUM workers. The exit status is 1 if the job failed.
 
-    With MS_ENABLE_RECOVERY=1 a worker that was lost may come back under its MS_NODE_ID, while one of the others is
-    there; these call mscomm.rejoin().
+    With MS_ENABLE_RECOVERY=1 a worker that was lost may come back under its MS_NODE_ID, as long as another worker is
+    there. The other workers call mscomm.rejoin().
     """
     try:
         ms_cluster.serve(os.environ, permit_plain=permit_plain)

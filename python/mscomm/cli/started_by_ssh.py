@@ -1,4 +1,4 @@
-"""What ssh starts on another host for `mscomm run --hosts`: a launcher that gets everything it needs through stdin."""
+"""The launcher that ssh starts on another host for `mscomm run --hosts`. It gets all that it needs through stdin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mscomm.launching.processes import CannotStart, Launch
 
 
 def main() -> None:
-    """What ssh starts on another host."""
+    """Run this host's ranks, and exit with their status."""
     task = _read_task()
     threading.Thread(target=_obey, name="mscomm-stdin", daemon=True).start()
     try:
@@ -45,7 +45,7 @@ def _run(task: Mapping[str, Any]) -> int:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
         except (click.ClickException, OSError):
-            with ExitStack() as stack:  # node 0 hears the reason and ends the job
+            with ExitStack() as stack:  # connect to node 0, so that it learns the reason and ends the job
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
@@ -72,7 +72,7 @@ def _read(count: int) -> bytes:
 
 
 def _obey() -> None:
-    """Raise the signals that the other end sends, and SIGTERM when it has closed stdin."""
+    """Send this process the signals whose numbers come through stdin, and SIGTERM when stdin is closed."""
     while number := os.read(0, 1):
         os.kill(os.getpid(), number[0])
     os.kill(os.getpid(), signal.SIGTERM)

@@ -27,24 +27,24 @@ class RecordedCall(NamedTuple):
 
     group: str
     number: int
-    call: str  # "all_reduce #17 (float32[1024, 3], sum)"
-    state: str  # inside, done, failed
-    began_s: float  # since the epoch
+    call: str  # such as "all_reduce #17 (float32[1024, 3], sum)"
+    state: str  # "inside", "done" or "failed"
+    began_s: float  # Unix time
     took_s: float  # 0 if the rank was still inside the call
-    line: str  # "train.py:41"; "" if it is not known
+    line: str  # the user's line, such as "train.py:41"; "" if it is not known
 
 
 class Record(NamedTuple):
-    """What one rank recorded; it wrote one file for each group that failed."""
+    """What one rank recorded, in one file for each group that failed."""
 
     rank: int
-    size: int  # of the world group; 0 if no record of that group was left
+    size: int  # the number of ranks in the world; 0 if there is no record of the world group
     cause: str
     calls: list[RecordedCall]
 
 
 class Late(NamedTuple):
-    """One call: the rank that came last, and how long the others waited."""
+    """One call, with the rank that made it last, and how long the others waited."""
 
     group: str
     number: int
@@ -133,7 +133,8 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
     """The records of the folder by rank, and the complaints about the files that are left out."""
     records: dict[int, Record] = {}
     complaints = []
-    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):  # world first
+    # Shorter names first: a rank's record of the world comes before its records of other groups.
+    for path in sorted(folder.glob("rank_*.json"), key=lambda path: (len(path.name), path.name)):
         try:
             record = parse(path.read_bytes())
             if not re.fullmatch(rf"rank_{record.rank}\D.*", path.name):
@@ -147,7 +148,7 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
 
 
 def parse(data: bytes) -> Record:
-    """One record; ValueError says what is wrong with it."""
+    """The record in a file's bytes. Raises ValueError, which says what is wrong with it."""
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -173,7 +174,7 @@ def _call(entry: Any, record: dict[str, Any]) -> RecordedCall:
 
 
 def report(records: list[Record], top: int) -> Iterator[str]:
-    """The lines of `mscomm trace DIR`."""
+    """The lines that `mscomm trace DIR` prints."""
     size = max(record.size for record in records)
     yield f"{len(records)} of {size or 'an unknown number of'} ranks left a record"
     if missing := sorted(set(range(size)) - {record.rank for record in records}):
@@ -201,7 +202,7 @@ def report(records: list[Record], top: int) -> Iterator[str]:
 
 
 def _end(records: list[Record]) -> Iterator[str]:
-    """Why the job ended, the last call of each rank, and which ranks were behind."""
+    """Lines that say why the job ended, what each rank's last call was, and which ranks were behind."""
     by_cause: dict[str, list[int]] = defaultdict(list)
     for record in records:
         by_cause[record.cause].append(record.rank)
@@ -253,7 +254,7 @@ def lateness(records: list[Record]) -> list[Late]:
 
 
 def _ranking(late: list[Late]) -> Iterator[str]:
-    """How often, and how long, the others waited for each rank, over all calls."""
+    """Lines that say how often, and how long, the others waited for each rank, over all calls."""
     yield "Who the others waited for, over all calls:"
     times = Counter(entry.rank for entry in late)
     waited_s: dict[int, float] = defaultdict(float)
