@@ -5,8 +5,8 @@
 >>> mscomm.all_reduce(np.ones(3))
 array([1., 1., 1.])
 
-Names are imported at first use, so that `import mscomm`, the command line and the scheduler stay light. Type checkers
-read __init__.pyi.
+Names are imported when they are first used, so that `import mscomm`, the command line and the scheduler start quickly.
+Type checkers read __init__.pyi.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ _WHERE = {
         "save_checkpoint",
     ),
 }
-# After a bare `import mscomm` too, as in MindSpore.
+# Submodules that can be used after a bare `import mscomm`, as in MindSpore.
 _MODULES = ("common", "communication", "context", "dataset", "dtype", "ops", "train")
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
-_NEEDS_TORCH = {"DistributedDataParallel"}  # and so no part of `from mscomm import *`
+_NEEDS_TORCH = {"DistributedDataParallel"}  # `from mscomm import *` leaves these out, so that it works without torch
 
 __all__ = ["__version__", *sorted(_MODULE_OF.keys() - _NEEDS_TORCH)]  # noqa: PLE0604
 

@@ -1,4 +1,4 @@
-"""The public names, for type checkers: tests/test_stubs.py compares them with __init__.py."""
+"""The public names, for type checkers. tests/test_stubs.py checks that __init__.py has the same names."""
 
 from mscomm import common as common
 from mscomm import communication as communication

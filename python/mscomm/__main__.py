@@ -1,4 +1,4 @@
-"""`python -m mscomm` is the command `mscomm`."""
+"""Makes `python -m mscomm` run the command `mscomm`."""
 
 from mscomm.cli import main
 

@@ -1,4 +1,4 @@
-"""Checks of arguments of collectives that the core does not make: of lists of row counts, and of lists of arrays."""
+"""Checks of the collectives' arguments that the core leaves to Python: lists of row counts, and lists of arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mscomm.group import Group
 
 
 def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
-    """ValueError if out[i] shares memory with another array of `out`, or with arrays[k], k != i."""
+    """Raise ValueError if out[i] shares memory with another array of `out`, or with arrays[k] where k != i."""
     named = [(y, f"out[{i}]", i) for i, y in enumerate(out) if y is not None]
     if not named:
         return
@@ -21,7 +21,7 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
     ):
         others = {id(x): i for i, x in enumerate(arrays)}
         if all(others.get(id(y), i) == i for y, _, i in named) and len(others) == len(arrays):
-            return  # arrays with memory of their own
+            return  # each array has memory of its own
     spans = [(*_bounds(array), name, i, array) for array, name, i in named]
     spans += [(*_bounds(x), f"arrays[{i}]", i, x) for i, x in enumerate(arrays)]
     spans.sort(key=operator.itemgetter(0))
@@ -36,7 +36,7 @@ def check_apart(arrays: Sequence[Any], out: Sequence[Any]) -> None:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """The addresses between which an array lies."""
+    """The address of an array's first byte, and the address after its last byte."""
     begin = end = array.__array_interface__["data"][0]
     if not array.size:
         return begin, begin
@@ -49,7 +49,7 @@ def _bounds(array: Any) -> tuple[int, int]:
 def checked_counts(
     function: str, argument: str, counts: Sequence[int], group: Group, shape: tuple[int, ...] | None
 ) -> list[int]:
-    """The rows of each rank, which must add up to those of x, if its shape is given."""
+    """Return the row counts as a list of ints. If the shape of x is given, they must add up to the rows of x."""
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:

@@ -1,23 +1,24 @@
-"""The collective operations: every rank of the group calls the same one, in the same order.
+"""The collective operations. All ranks of the group must make the same calls in the same order.
 
-`root` is a rank in the group (torch.distributed counts it in the world). `group` is None for all ranks, a Group or the
-name of one. `timeout` is in seconds or a timedelta; None takes init's. Strided input is read in C order.
+`root` is a rank in the group (in torch.distributed it is a rank in the world). `group` is None for all ranks, a Group
+or the name of a group. `timeout` is in seconds or a timedelta; None takes init's. Strided input is read in C order.
 
-`out` receives the result, which has x's dtype. It may be x where the result has x's shape, and in general it may lie
-where x is in the whole: x of all_gather at this rank's place in out, out of reduce_scatter at its place in x, as with
-NCCL. Any other overlap is a ValueError.
+`out` receives the result, and has x's dtype. If the result has x's shape, out may be x. Otherwise the smaller of the
+two may be this rank's part of the larger one: in all_gather x may be this rank's rows of out, and in reduce_scatter out
+may be this rank's rows of x, as with NCCL. Any other overlap is a ValueError.
 
-`async_op=True` returns a Work at once, whose wait() gives the result; the calls of a group are carried out in the order
+`async_op=True` returns a Work at once, whose wait() gives the result. The calls of a group are carried out in the order
 in which they were made.
 
-Arrays on the rank's device (see init) are the accelerator's: a call returns when it is enqueued on `stream`, a handle
-of the vendor's, by default the current stream of the array's library, and out is complete for what is enqueued there
-after it. x and out are both on the device, or both the CPU's, and the same on all ranks. What goes ahead of the data in
-the uneven forms and scatter, and barrier, are the CPU's: they return when all ranks have come.
+If x is on the rank's device (see init), the accelerator does the work. The call returns when it is enqueued on
+`stream`, which is a handle of the vendor's; the default is the current stream of the array's library. Work that is
+enqueued on that stream later sees a complete out. x and out must both be on the device or both be on the CPU, and it
+must be the same on all ranks. The uneven forms and scatter first exchange lengths on the CPU, and barrier runs on the
+CPU, too; that part waits for the other ranks.
 
-All raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost, CollectiveTimeout,
-Mismatch or Aborted (see mscomm.errors) if the call fails; then the group is broken and the contents of out are
-undefined.
+All functions raise TypeError or ValueError for wrong arguments, before anything is sent. If a call fails, it raises
+PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors); then the group is broken and the contents of out
+are undefined.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ FUNCTION = {name: number for number, name in enumerate(_core.functions)}
     _EXSCAN,
 ) = (FUNCTION[name] for name in _core.collectives)
 
-# all_reduce_many: an array of at least ALONE_BYTES goes as it is; smaller ones share buckets of BUCKET_BYTES.
+# all_reduce_many reduces an array of at least ALONE_BYTES in a call of its own; smaller arrays share buckets of
+# BUCKET_BYTES.
 ALONE_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
-# The largest page of any kernel: of a bucket that is not full whole pages take part, whatever is in the rest, because
-# only these can be shared.
+# The largest page size of any kernel. The filled part of a bucket is rounded up to whole pages, because only whole
+# pages can be shared. What the last page has behind the arrays does not matter.
 PAGE_BYTES = 64 << 10
 
 
@@ -81,8 +83,8 @@ def all_reduce(
     """Combine x elementwise over the ranks; every rank gets the same bits.
 
     op: sum, prod, min, max, avg (not on integers), band, bor, bxor (integers and bool). float16 and bfloat16 are
-    combined in float32 and rounded once; integers wrap; min and max propagate NaN as np.minimum does; on bool, sum
-    is or and prod is and.
+    combined in float32 and rounded once. Integers wrap around. min and max propagate NaN as np.minimum does. On bool,
+    sum means "or" and prod means "and".
 
     Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks.
 
@@ -117,8 +119,8 @@ def all_gather(
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order.
 
-    x of shape (a, ...) gives (n * a, ...) on n ranks; a scalar (shape ()) gives (n,). Shape and dtype must be the
-    same on all ranks. Returns out, or a new array of x's type.
+    On n ranks, x of shape (a, ...) gives a result of shape (n * a, ...), and a scalar (shape ()) one of shape (n,).
+    Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
 
     >>> mscomm.all_gather(np.array([[mscomm.get_rank()]], np.float32))     # on 2 ranks
     array([[0.],
@@ -140,9 +142,9 @@ def reduce_scatter(
 ) -> Any:
     """Combine x over the ranks, and give each rank its part along axis 0.
 
-    x of shape (n * a, ...) gives (a, ...) on n ranks: rank r gets rows r * a to (r + 1) * a of what all_reduce would
-    give, to the bit. op: see all_reduce. ValueError if axis 0 does not divide by n. Shape and dtype must be the same on
-    all ranks. Returns out, or a new array of x's type.
+    On n ranks, x of shape (n * a, ...) gives results of shape (a, ...): rank r gets the rows r * a to r * a + a - 1 of
+    what all_reduce would give, with the same bits. op: see all_reduce. Raises ValueError if the rows of x cannot be
+    divided by n. Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
 
     >>> mscomm.reduce_scatter(np.arange(4.0))                              # on 2 ranks: rank 0, rank 1
     array([0., 2.])
@@ -164,8 +166,8 @@ def broadcast(
 ) -> Any:
     """Give every rank the root's x.
 
-    Each rank's x says shape and dtype, which must be the same; its contents count at the root alone. Returns out, or
-    a new array like x; on the root a copy of x.
+    x must have the same shape and dtype on all ranks; its contents are read at the root only. Returns out, or a new
+    array like x, which on the root is a copy of x.
 
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
@@ -201,7 +203,7 @@ def reduce(
     """Combine x elementwise over the ranks, at the root.
 
     The root gets out, or a new array like x, with the bits that all_reduce would give. Other ranks get None, and their
-    out is not looked at.
+    out is ignored.
 
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
@@ -221,12 +223,13 @@ def scan(
 ) -> Any:
     """Combine x elementwise over the ranks up to this one: rank r gets what ranks 0 to r give together.
 
-    op: sum, prod, min, max, band, bor, bxor, as in all_reduce. Elements are combined in rank order; float16 and
-    bfloat16 in float32, rounded once for each rank's result. So the bits are the same in every run and by every
-    algorithm. Where each host has one rank, or one host has all, the last rank's result has all_reduce's bits.
+    op: sum, prod, min, max, band, bor, bxor, as in all_reduce. Elements are combined in rank order, so the bits are the
+    same in every run and with every algorithm. float16 and bfloat16 are combined in float32, and each rank's result is
+    rounded once. If each host has one rank, or one host has all ranks, the last rank's result has the bits of
+    all_reduce.
 
-    Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks. ValueError for avg.
-    TypeError for an array of a device: copy it to the CPU first. As MPI_Scan.
+    Returns out, or a new array like x. Shape and dtype of x must be the same on all ranks. Raises ValueError for avg,
+    and TypeError for an array on a device: copy it to the CPU first. Like MPI_Scan.
 
     >>> mscomm.scan(np.full(2, mscomm.get_rank() + 1))                     # on 3 ranks: rank 0, rank 1, rank 2
     array([1, 1])
@@ -248,10 +251,10 @@ def exscan(
 ) -> Any:
     """Combine x elementwise over the ranks before this one: rank r gets what ranks 0 to r - 1 give together.
 
-    Rank 0 gets the operation's identity: 0 for sum, bor and bxor, 1 for prod, all bits set for band; for min the
-    largest value of the dtype, infinity if it has one, and for max the smallest. On bool that is False for sum, max,
-    bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's result undefined; mpi4py's `exscan` gives
-    None.) For the rest see scan.
+    Rank 0 gets the operation's identity. This is 0 for sum, bor and bxor, 1 for prod, and all bits set for band. For
+    min it is the largest value of the dtype (infinity, if the dtype has it), and for max the smallest. On bool it is
+    False for sum, max, bor and bxor, and True for prod, min and band. (MPI_Exscan leaves rank 0's result undefined;
+    mpi4py's `exscan` gives None.) Everything else is as in scan.
 
     >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
     >>> begin = mscomm.exscan(rows)
@@ -272,8 +275,8 @@ def gather(
 ) -> Any:
     """Concatenate every rank's x along axis 0, in rank order, at the root.
 
-    The root gets out, or a new array of x's type, as from all_gather. Other ranks get None, and their out is not looked
-    at. Shape and dtype must be the same on all ranks.
+    The root gets the result of all_gather, in out or in a new array of x's type. Other ranks get None, and their out is
+    ignored. Shape and dtype must be the same on all ranks.
 
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
@@ -294,10 +297,11 @@ def scatter(
 ) -> Any:
     """Give each rank its part of the root's x along axis 0.
 
-    x of shape (n * a, ...) at the root gives (a, ...) on each of n ranks: rank r gets rows r * a to (r + 1) * a. It is
-    read at the root alone; other ranks may pass None, and learn shape and dtype from the root. If they pass an array,
-    it must have the root's shape and dtype. Returns out, or a new array of x's type, where there is no x a NumPy array.
-    ValueError if axis 0 does not divide by n; Mismatch on all ranks if a rank's x or out does not fit.
+    On n ranks, x of shape (n * a, ...) at the root gives each rank a result of shape (a, ...): rank r gets the rows
+    r * a to r * a + a - 1. x is read at the root only. Other ranks may pass None, and learn shape and dtype from the
+    root; if they pass an array, it must have the root's shape and dtype. Returns out, or a new array of x's type, or a
+    NumPy array if there is no x. Raises ValueError if the rows of x cannot be divided by n, and Mismatch on all ranks
+    if a rank's x or out does not fit.
 
     >>> mscomm.scatter(np.arange(4) if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     array([0, 1])
@@ -317,8 +321,8 @@ def all_to_all(
 ) -> Any:
     """Exchange parts: part d of rank s's x becomes part s of rank d's result.
 
-    Axis 0 of x is divided into n parts, one for each rank; the result has x's shape. ValueError if axis 0 does not
-    divide by n. Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
+    Axis 0 of x is divided into n parts, one for each rank; the result has x's shape. Raises ValueError if the rows of x
+    cannot be divided by n. Shape and dtype must be the same on all ranks. Returns out, or a new array of x's type.
 
     >>> mscomm.all_to_all(np.array([0, 1]) + 10 * mscomm.get_rank())       # on 2 ranks: rank 0, rank 1
     array([ 0, 10])
@@ -329,7 +333,7 @@ def all_to_all(
 
 
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
-    """Return when every rank of the group has called it. The result is None; with async_op it is a Work of None."""
+    """Wait until every rank of the group has called barrier. With async_op, return a Work, whose wait() does that."""
     call = resolve(group).call
     return call(_BARRIER, None, None, None, None, timeout, async_op, None)
 
@@ -346,11 +350,11 @@ def all_gather_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """all_gather of arrays whose axis 0 differs by rank. Returns (rows, counts).
+    """all_gather of arrays that differ in the length of axis 0. Returns (rows, counts).
 
-    x has the shape (a, ...), with another a on each rank, 0 among them, and the same rest and dtype on all. rows: out,
-    or a new array of x's type, of shape (sum of all a, ...), the ranks' rows in rank order. counts: each rank's a.
-    out must have the right shape: Mismatch on all ranks if it has not.
+    x has the shape (a, ...). a may differ between ranks, and may be 0; the rest of the shape and the dtype must be the
+    same on all ranks. rows is out, or a new array of x's type, of shape (sum of all a, ...): it has the ranks' rows in
+    rank order. counts is the list of the ranks' a. If a rank's out has the wrong shape, all ranks raise Mismatch.
 
     >>> mscomm.all_gather_v(np.full(mscomm.get_rank() + 1, mscomm.get_rank()))   # on 2 ranks
     (array([0, 1, 1]), [1, 2])
@@ -368,7 +372,7 @@ def gather_v(
     async_op: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """gather of arrays whose axis 0 differs by rank. At the root (rows, counts) as all_gather_v; None elsewhere."""
+    """all_gather_v with a result at the root only. The root gets (rows, counts), other ranks get None."""
     group = resolve(group)
     root = group.core.root(FUNCTION["gather_v"], root)
     return gather_rows("gather_v", x, root, out, group, timeout, async_op, stream)
@@ -387,8 +391,8 @@ def scatter_v(
 ) -> Any:
     """scatter in parts of different length: rank r gets counts[r] rows of the root's x.
 
-    counts: a row count for each rank, the same on all of them; at the root they add up to x.shape[0]. For the rest see
-    scatter.
+    counts: a list with the number of rows for each rank, the same on all ranks. At the root it must add up to
+    x.shape[0]. Everything else is as in scatter.
 
     >>> mscomm.scatter_v(np.arange(3) if mscomm.get_rank() == 0 else None, [1, 2])   # on 2 ranks: rank 0, rank 1
     array([0])
@@ -410,8 +414,8 @@ def reduce_scatter_v(
 ) -> Any:
     """reduce_scatter in parts of different length: rank r gets counts[r] rows.
 
-    counts: a row count for each rank, the same on all of them; they add up to x.shape[0]. Shape and dtype of x must be
-    the same on all ranks. Returns out, or a new array of shape (counts[rank], ...).
+    counts: a list with the number of rows for each rank, the same on all ranks; it must add up to x.shape[0]. Shape and
+    dtype of x must be the same on all ranks. Returns out, or a new array of shape (counts[rank], ...).
 
     >>> mscomm.reduce_scatter_v(np.arange(3.0), [1, 2])                    # on 2 ranks: rank 0, rank 1
     array([0.])
@@ -442,9 +446,10 @@ def all_to_all_v(
 ) -> Any:
     """Exchange parts of different length. Returns (rows, recv_counts).
 
-    send_counts[d] rows of x, in rank order, go to rank d; they add up to x.shape[0]. rows: out, or a new array of x's
-    type: what came, in rank order, recv_counts[s] rows from rank s. x.shape[1:] and dtype must be the same on all
-    ranks. out must have the right shape: Mismatch on all ranks if it has not.
+    The first send_counts[0] rows of x go to rank 0, the next send_counts[1] rows to rank 1, and so on; send_counts must
+    add up to x.shape[0]. rows is out, or a new array of x's type. It has the received rows in rank order:
+    recv_counts[s] rows from rank s. x.shape[1:] and dtype must be the same on all ranks. If a rank's out has the wrong
+    shape, all ranks raise Mismatch.
 
     >>> mscomm.all_to_all_v(np.arange(3), [1, 2])                          # on 2 ranks: rank 0, rank 1
     (array([0, 0]), [1, 1])
@@ -477,7 +482,7 @@ def gather_rows(
     async_op: bool,
     stream: int | None = None,
 ) -> Any:
-    """all_gather_v, and with a root gather_v."""
+    """Carries out all_gather_v, or gather_v if there is a root. The functions for objects use it, too."""
     number = FUNCTION[function]
     given = group.core.array(number, x, stream=stream)
     if not given.shape:
@@ -510,7 +515,7 @@ def _scatter(
     async_op: bool,
     stream: int | None,
 ) -> Any:
-    """scatter, and with counts scatter_v: the root tells dtype and shape, then it sends the parts."""
+    """Carries out scatter, or scatter_v if there are counts. The root broadcasts dtype and shape, then sends parts."""
     number, core = FUNCTION[function], group.core
     given = None if x is None else core.array(number, x, stream=stream)
     root = core.root(number, root)
@@ -527,8 +532,8 @@ def _scatter(
             number, x, out, what=_SCATTER, root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
-    # The root knows before anything is sent whether its out fits. Memory is made when the others are on their way: what
-    # is wrong then fails on all ranks.
+    # If the root has an out, check it before anything is sent. Otherwise prepare the call after the head: the other
+    # ranks wait for this rank by then, so an error must fail the call on all ranks (see _late).
     mine = parts(given) if at_root and out is not None and stream is None else None
     if given is not None and rows is None:
         core.part(number, given.shape)
@@ -536,7 +541,7 @@ def _scatter(
         on_device = out is not None and isinstance(memory_anywhere(out, "out", function), OnDevice)
     else:
         on_device = given.on_device
-    told = np.zeros(3 + _core.max_dims, np.int64)  # whether it is on a device, dtype, how many dimensions, and these
+    told = np.zeros(3 + _core.max_dims, np.int64)  # about x: whether on a device, dtype, number of dimensions, shape
     if given is not None and at_root:
         told[: 3 + len(given.shape)] = (given.on_device, given.dtype, len(given.shape), *given.shape)
     head = core.prepare(number, told, told, what=_BROADCAST, root=root, digest=digest, head=True)
@@ -563,7 +568,7 @@ def _scatter(
 
 
 def _late(group: Group, prepare: Callable[[], _core.Call]) -> _core.Call:
-    """The call, when the others are on their way already: what is wrong with out is a failure of the group then."""
+    """Prepare a call after its head. The other ranks wait for this call by now, so a wrong out must be a Mismatch."""
     try:
         return prepare()
     except (TypeError, ValueError) as error:
@@ -583,9 +588,9 @@ def all_reduce_many(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """all_reduce of a list of arrays, fused: small arrays of one dtype share an exchange.
+    """all_reduce of a list of arrays, fused: small arrays of one dtype are reduced together in one call.
 
-    The result is a list, that of `[all_reduce(x, op) for x in arrays]`, to the bit. out: a list of arrays; it may be
+    Returns the list `[all_reduce(x, op) for x in arrays]`, with the same bits. out: a list of arrays; it may be
     `arrays` itself. The list must have the same length, shapes and dtypes on all ranks.
 
     >>> mscomm.all_reduce_many([np.ones(2), np.ones(1, np.int32)])         # on 2 ranks
@@ -617,7 +622,7 @@ def all_reduce_many(
             one.spread(group)
         return [one.result() for one in alone]
 
-    if not given:  # a call too: the others may have another list
+    if not given:  # make a call for an empty list, too, so that a rank that has another list is noticed
         nothing = np.empty(0, np.uint8)
         empty = core.prepare(number, nothing, nothing, what=_ALL_REDUCE, op="sum", digest=digest)
         fused = [_FusedCall([empty])]
@@ -632,11 +637,11 @@ def all_reduce_many(
 
 
 class _FusedCall:
-    """Arrays that go in one call: side by side in a bucket in shared memory; one alone as it is."""
+    """Arrays that one call reduces, side by side in a bucket in shared memory. A single array stays in its place."""
 
     def __init__(self, alone: list[_core.Call]) -> None:
         self._alone = alone
-        self._bucket: tuple[Array, Array] | None = None  # the memory, what is filled
+        self._bucket: tuple[Array, Array] | None = None  # the whole memory, and the filled part of it
 
     def filled(self, group: Group, prepared: Callable[[Any, Any], _core.Call]) -> _core.Call:
         if len(self._alone) == 1:
@@ -658,7 +663,7 @@ class _FusedCall:
         return prepared(bucket, bucket)
 
     def spread(self, group: Group) -> None:
-        """Copy the results to where they belong, once. The bucket can be filled again then."""
+        """Copy the results from the bucket to their arrays, unless that was done. The bucket can then be used again."""
         if self._bucket is None:
             return
         room, bucket = self._bucket
@@ -676,13 +681,14 @@ def _fused_call(alone: list[_core.Call], model: _core.Array) -> _FusedCall:
 
 
 class _FusedOnDevice(_FusedCall):
-    """A _FusedCall of arrays on a device: they lie side by side in a bucket of their library's memory."""
+    """A _FusedCall of arrays on a device. The bucket is an array of their library."""
 
     def __init__(self, alone: list[_core.Call], model: _core.Array) -> None:
         super().__init__(alone)
         self._made: Any = None
         if len(alone) > 1:
-            # Make the bucket here: an error that is raised now uses up no call number. It lives as long as this call.
+            # Make the bucket here: an error that is raised now uses up no call number. The bucket lives as long as this
+            # object.
             size = sum(math.prod(one.source.shape) for one in alone)
             self._made, self._owner = new("all_reduce_many", model.given, (size,))
 
@@ -693,7 +699,7 @@ class _FusedOnDevice(_FusedCall):
         return prepared(self._made, self._made)
 
     def spread(self, group: Group) -> None:
-        """Like _FusedCall.spread. The copies run in the order of the stream that is the current one now."""
+        """Like _FusedCall.spread. The copies are enqueued on the library's current stream."""
         if self._made is not None:
             bucket, self._made = self._made, None
             group.core.unpack(bucket, [one.target for one in self._alone], bucket.current())
@@ -701,13 +707,13 @@ class _FusedOnDevice(_FusedCall):
 
 @functools.lru_cache(64)
 def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, list[list[int]]]:
-    """How a list of arrays, given by dtypes, shapes and whether they are on the device, is divided into calls; and a
-    digest of the list.
+    """Divide a list of arrays into calls. Returns a digest of the list, and the indices of the arrays of each call.
 
-    Lists that differ may still fill buckets of one size: the digest is compared with the rest of the call.
+    kinds: the dtype and shape of each array, and whether it is on the device. Two different lists may fill buckets of
+    the same size. The ranks notice this by the digest, which is a part of each call's signature.
     """
     parts: list[list[int]] = []
-    filling: dict[tuple[int, bool], tuple[list[int], int]] = {}  # by dtype and place: the bucket, and its bytes
+    filling: dict[tuple[int, bool], tuple[list[int], int]] = {}  # by dtype and on_device: a bucket and its size
     for i, (code, shape, on_device) in enumerate(kinds):
         size = math.prod(shape) * host.dtype_of(code).itemsize
         if size >= ALONE_BYTES:
@@ -728,13 +734,13 @@ def _fused(kinds: tuple[tuple[int, tuple[int, ...], bool], ...]) -> tuple[int, l
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     """A new, uninitialised array in memory that the ranks of this host share.
 
-    Where every rank's x and out lie in such memory, a collective of more than 16 KiB (all_reduce and reduce: 4 KiB)
-    works on them in place and copies nothing through buffers of its own.
-    Any array whose memory lies in it counts (slices, views, torch.from_numpy) if it has its memory pages for itself: it
-    begins on a page, and ends on one or where the whole array ends. Others give the same result by a copy.
-    The memory lives as long as an array refers to it. Before init(), in a job of one, or when ranks do not share a
-    host, it is private memory. In a forked child it stays shared with the parent. MemoryError if the host has not that
-    much memory.
+    If every rank's x and out are in such memory, a collective of more than 16 KiB (all_reduce and reduce: 4 KiB) works
+    on them in place, and copies nothing through buffers of its own. This is true for slices, views and torch.from_numpy
+    of such an array, too, if their memory pages hold nothing else: they must begin at a page boundary, and end at one
+    or at the end of the whole array. Other arrays are copied, with the same result.
+
+    The memory lives as long as an array refers to it. Before init(), and if this rank is alone on its host, it is
+    private memory. A forked child shares it with its parent. Raises MemoryError if the host has not enough memory.
     """
     kind = dtype_named(dtype)
     dtype_code(kind)
@@ -755,5 +761,5 @@ def zeros(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 
 
 def _digest(agreed: object) -> int:
-    """A hash of what all ranks must have given alike, from its repr. It is never 0, which stands for nothing."""
+    """A hash of the repr of arguments that must be the same on all ranks. It is never 0, which means "no digest"."""
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little") | 1

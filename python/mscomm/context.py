@@ -1,6 +1,6 @@
-"""MindSpore's context functions, so that scripts port by changing imports.
+"""MindSpore's context functions, so that a script can be ported by changing its imports.
 
-Options with a meaning here take effect; the others are accepted with a warning, or refused.
+Options that mean something to mscomm take effect. The others are accepted with a warning, or refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _OF_TLS = {"config_file_path", "client_password", "server_password"}
 
 
 def set_context(**options: Any) -> None:
-    """Accepts mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts set them.
+    """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts do.
 
-    device_target "CPU", "GPU" or "Ascend" is the backend that init() takes if it is called without one, and device_id
-    is this rank's device; both must be set before init(). The others have no effect; a warning says so if they ask for
-    something (PYNATIVE_MODE, save_graphs=True).
+    device_target ("CPU", "GPU" or "Ascend") is the backend that init() takes if it is called without one, and device_id
+    is this rank's device; both must be set before init(). The other options have no effect; a warning says so if their
+    value is not the default (PYNATIVE_MODE, save_graphs=True).
 
-    ValueError for an unknown option, mode or device_target; then nothing is set.
+    Raises ValueError for an unknown option, mode or device_target; then nothing is set.
     """
     for name, value in options.items():
         if name not in _KNOWN:
@@ -51,7 +51,7 @@ def set_context(**options: Any) -> None:
 
 
 def get_context(name: str) -> Any:
-    """The value of one option."""
+    """The value of one option, or its default if the user has not set it."""
     if name not in _context:
         raise ValueError(f"get_context: {name!r} is none of {', '.join(_KNOWN)}")
     value = _context[name]
@@ -59,23 +59,23 @@ def get_context(name: str) -> Any:
 
 
 def device_target() -> str | None:
-    """What the user has set, or None."""
+    """The device_target that the user has set, or None."""
     value: str | None = _context["device_target"]
     return value
 
 
 def device_id() -> int | None:
-    """What the user has set, or None."""
+    """The device_id that the user has set, or None."""
     value: int | None = _context["device_id"]
     return value
 
 
 def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
-    """How a scheduler and its workers protect their links.
+    """Set how a scheduler and its workers protect their links.
 
     enable_ssl=False, if given explicitly, permits links off loopback without a job key; a call without enable_ssl
-    permits nothing. enable_ssl=True needs TLS, which is not in this release: NotImplementedError. config_file_path,
-    client_password and server_password belong to TLS, too: a warning says that they have no effect.
+    permits nothing. enable_ssl=True raises NotImplementedError, because TLS is not in this release. config_file_path,
+    client_password and server_password belong to TLS, too, and have no effect; a warning says so.
     """
     global _plain_links
     unknown = options.keys() - _OF_TLS
@@ -96,7 +96,7 @@ def plain_links_permitted() -> bool:
 
 
 class ParallelMode:
-    """How the ranks share the work of a training; see set_auto_parallel_context."""
+    """The ways in which ranks can share the work of a training; see set_auto_parallel_context."""
 
     STAND_ALONE = "stand_alone"
     DATA_PARALLEL = "data_parallel"
@@ -158,7 +158,7 @@ def _only(*values: Any) -> Callable[[Any], None]:
 
 
 def _anything(value: Any) -> None:
-    """Accepts any value: the option means nothing in data parallel training, and notices.py has a row for it."""
+    """Accept any value: the option means nothing in data parallel training, and notices.py has a warning for it."""
 
 
 class _Option(NamedTuple):
@@ -175,7 +175,7 @@ _AUTO_PARALLEL = {
     "comm_fusion": _Option(None, _fusion),
     "enable_parallel_optimizer": _Option(False, _only(False)),
     "pipeline_stages": _Option(1, _only(1)),
-    # Options of other modes, or of a compiled graph.
+    # The options below are for other modes, or for a compiled graph.
     "all_reduce_fusion_config": _Option([], _anything),
     "auto_parallel_search_mode": _Option("recursive_programming", _anything),
     "dataset_strategy": _Option("data_parallel", _only("data_parallel", "full_batch")),
@@ -190,23 +190,24 @@ _AUTO_PARALLEL = {
     "strategy_ckpt_load_file": _Option("", _anything),
     "strategy_ckpt_save_file": _Option("", _anything),
 }
-_auto_parallel: dict[str, Any] = {}  # what was set; the others have their defaults
+_auto_parallel: dict[str, Any] = {}  # the options that were set; all others have their defaults
 
 
 def set_auto_parallel_context(**options: Any) -> None:
-    """How Model.train shares the work among the ranks; MindSpore's names and defaults.
+    """Set how Model.train shares the work among the ranks, with MindSpore's names and defaults.
 
-    * parallel_mode: ParallelMode.STAND_ALONE, the default: each rank trains a model of its own. DATA_PARALLEL: one
-      model, each rank on its shard of the data. The others: NotImplementedError.
-    * gradients_mean: False, the default: the ranks' gradients are summed; True: their mean.
-    * parameter_broadcast: True: all ranks begin with rank 0's weights. False, the default: ranks that begin with
-      different ones are an error.
+    * parallel_mode: with ParallelMode.STAND_ALONE, the default, each rank trains a model of its own. With DATA_PARALLEL
+      the ranks train one model, each on its shard of the data. The other modes raise NotImplementedError.
+    * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
+    * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, it is an error if the
+      ranks begin with different weights.
     * device_num, global_rank: compared with the group when a training begins.
-    * comm_fusion: {"allreduce": {"mode": "size", "config": 32}}: MiB in a fusion bucket; mode "auto": mscomm's own.
+    * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
+      "auto" mscomm chooses the size.
 
     MindSpore's other options are accepted if they mean nothing in data parallel training; a warning, once in a job,
     names each that differs from its default. An unknown name is a ValueError; a wrong value is a ValueError or a
-    TypeError, or a NotImplementedError if this release lacks it. Nothing is set then.
+    TypeError, or a NotImplementedError if this release lacks it. After such an error, nothing is set.
 
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     """
@@ -235,5 +236,5 @@ def reset_auto_parallel_context() -> None:
 
 
 def auto_parallel_was_set(name: str) -> bool:
-    """Whether the user has set the option; otherwise it has its default."""
+    """Whether the user has set the option, even to its default."""
     return name in _auto_parallel

@@ -1,6 +1,6 @@
-"""MindSpore's names of dtypes, for TypeCast and for operators that take one: each is NumPy's.
+"""MindSpore's names for dtypes, for TypeCast and for operators that take a dtype. Each is the dtype of NumPy.
 
-from mscomm import dtype as mstype
+Scripts usually import it so: `from mscomm import dtype as mstype`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every environment variable that mscomm reads: name, default, how its text is read, what it does, who reads it.
+"""The table of all environment variables that mscomm reads: name, default, parser, meaning, and reading modules.
 
 `read(name, env)` returns the value, or raises a ValueError that names the variable, its text and what was expected. The
 page docs/env.md is written from this table by `python -m mscomm.environment`.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Who sets a variable. These are the headings of docs/env.md, in this order.
+# The kinds of variables, by who sets them. They are the headings of docs/env.md, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -27,17 +27,17 @@ ABOUT = {
 
 
 class Variable(NamedTuple):
-    """One row. `readers`: modules, without the leading `mscomm.`."""
+    """One row of the table. `readers`: the modules that read the variable, without the leading `mscomm.`."""
 
     name: str
-    default: Any  # what read() gives when it is unset or empty
+    default: Any  # what read() returns if the variable is unset or empty
     parse: Callable[[str], Any]  # ValueError("expected ...") for an invalid text
     meaning: str
     readers: tuple[str, ...]
     set_by: str = YOURS
 
     def read(self, env: Mapping[str, str]) -> Any:
-        """The value in env, else the default."""
+        """The parsed value in env, or the default."""
         text = env.get(self.name, "").strip()
         if not text:
             return self.default
@@ -98,7 +98,7 @@ def ports(text: str) -> range:
 
 
 def threads(text: str) -> int:
-    """OpenMP allows a list, one number for each level of nesting; only the first is used here."""
+    """Parse the first number of the text. OpenMP allows a list, with one number for each level of nesting."""
     return number(1, 1 << 20, "a number of threads, 1 or more")(text.partition(",")[0].strip())
 
 
@@ -111,7 +111,7 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
-    """A row for a variable that a launcher sets; the launcher's module checks its variables together."""
+    """A row for a variable that a launcher sets. read() returns its text, which the launcher's module checks."""
     return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
@@ -484,12 +484,12 @@ def variable(name: str) -> Variable:
 
 
 def read(name: str, env: Mapping[str, str]) -> Any:
-    """The value in env of a variable of the table; ValueError if its text is invalid."""
+    """The value that a variable of the table has in env; ValueError if its text is invalid."""
     return _BY_NAME[name].read(env)
 
 
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
-    """The variables of the table that are set in env, of these kinds (default: all); none of them is a secret."""
+    """The variables of the table that are set in env, or only those of the kinds `set_by`. None of them is a secret."""
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
 
 
@@ -502,7 +502,7 @@ def read_by(module: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/env.md."""
+    """The text of docs/env.md."""
     parts = [
         "# Environment variables",
         "",

@@ -1,8 +1,8 @@
-"""What can go wrong in a collective call, by name.
+"""The errors that a failed collective call raises.
 
-Every error says which rank and host, which operation and call number, what was expected and what to do. A failed call
-breaks the group on all its members: each later call on it raises the same error again. Wrong arguments are TypeError or
-ValueError; they send nothing and break nothing.
+Every error says which rank and host failed, in which operation and call number, what was expected and what to do. A
+failed call breaks the group on all its members: each later call on it raises the same error again. Wrong arguments
+raise TypeError or ValueError instead: then nothing was sent, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Error(RuntimeError):
 
 
 class PeerLost(Error):
-    """A rank ended, or its host went silent, while others needed it. `.ranks`: the lost ranks."""
+    """A rank ended, or its host went silent, while others needed it. `.ranks` has the lost ranks."""
 
 
 class CollectiveTimeout(Error, TimeoutError):
-    """A deadline passed. `.waiting_for`: the ranks that are silent or behind."""
+    """A deadline passed. `.waiting_for` has the ranks that are silent or behind."""
 
 
 class Mismatch(Error, ValueError):
-    """Ranks made different calls under one call number; the text names both.
+    """Ranks made different calls under one call number; the text names the calls.
 
-    `.ranks`: the ranks that differ from rank 0.
+    `.ranks` has the ranks whose call differs from rank 0's.
     """
 
 
@@ -43,7 +43,7 @@ class AuthenticationError(Error, PermissionError):
 
 
 class Aborted(Error):
-    """A rank called abort(), or ended with an uncaught exception, which the text quotes. `.ranks`: that rank."""
+    """A rank called abort(), or ended with an uncaught exception, which the text quotes. `.ranks` has that rank."""
 
 
 KINDS: dict[str, type[Error]] = {

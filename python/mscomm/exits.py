@@ -1,4 +1,4 @@
-"""The end of a rank's process: it leaves the job, and an exception that ends it is told to the other ranks."""
+"""What a rank's process does when it ends: it leaves the job, and tells the other ranks of an uncaught exception."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _watching = False
 
 
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
-    """From now on the process calls these when it ends; later calls of watch() do nothing.
+    """Call these functions when the process ends. Only the first call of watch() has an effect.
 
-    release: leaves the job. tell(error, words): tells the other ranks of the exception that ends this one; returns
-    whether there are others.
+    release() leaves the job. tell(error, words) tells the other ranks of the exception that ends this rank, and returns
+    whether there are other ranks.
     """
     global _watching
     full = environment.read("MSCOMM_TRACEBACK", os.environ) == "FULL"
@@ -41,9 +41,9 @@ def _release(release: Callable[[], None]) -> None:
 
 
 class _TellingHook:
-    """An excepthook that tells the other ranks why this one ends, then calls the hook before it.
+    """An excepthook that tells the other ranks why this rank ends, then calls the previous excepthook.
 
-    full: the hook before it gets the whole traceback, not only the user's part.
+    full: whether the previous hook gets the whole traceback, or only the part of the user's program.
     """
 
     def __init__(self, before: Any, tell: Callable[[BaseException, str], bool], full: bool) -> None:
@@ -54,7 +54,7 @@ class _TellingHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if issubclass(kind, KeyboardInterrupt) and handler and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # people press Ctrl-C twice
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the hook
         else:
             handler = None
         try:
@@ -71,6 +71,7 @@ class _TellingHook:
             tracebacks.shorten(error)
             trace = tracebacks.users_part(trace)
             if has_others and issubclass(kind, KeyboardInterrupt) and self._before is sys.__excepthook__:
-                print(f"KeyboardInterrupt{where}", file=sys.stderr, flush=True)  # every rank gets it: one line each
+                # Ctrl-C interrupts all ranks, so each prints only one line.
+                print(f"KeyboardInterrupt{where}", file=sys.stderr, flush=True)
                 return
         self._before(kind, error, trace)

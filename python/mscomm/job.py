@@ -1,6 +1,6 @@
 """The job that this process takes part in: joining it, leaving it, joining it again, and the ranks of its groups.
 
-A Job holds what init() made. The functions of this module work on the default one.
+A Job holds what init() made. The functions of this module work on the job that this process has joined.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mscomm.group import Group, NonMember, printable
 
 CPU_NAMES = ("gloo", "mccl", CPU)
 AUTO = "auto"
-_BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}  # by MindSpore's device_target
+_BACKEND_OF = {None: AUTO, "CPU": CPU, "GPU": "nccl", "Ascend": "hccl"}  # for each device_target of set_context()
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 
 
 class Making(NamedTuple):
     """A create_group or split call of this rank, which rejoin() repeats in each epoch."""
 
-    group: Group  # its result
+    group: Group  # the result of the call
     make: Callable[[Deadline], object]
 
 
 class Job:
-    """What init() made, until release()."""
+    """What init() made. It lasts until release()."""
 
     def __init__(self, epoch: assemble.Epoch, asked: assemble.Asked, algo: str, timeout_s: float) -> None:
         self.epoch = epoch
@@ -54,15 +54,15 @@ class Job:
         self.timeout_s = timeout_s
         self.launcher = "none"
         self.local_rank = 0
-        self.hub: Any = None  # its process, if this rank started it
+        self.hub: Any = None  # the hub's process, if this rank started it
         self.pid = os.getpid()
-        self.forked = False  # in a child of the process that joined; every call asks, and getpid() would be slow
+        self.forked = False  # True in a child of the process that joined. Every call reads it: getpid() would be slow
         self.world = Group("world", list(range(epoch.size)), timeout_s)
-        self.groups: dict[str, Group] = {}  # in the order of their creation, the world first
-        self.others: dict[str, NonMember] = {}  # groups without this rank whose create_group it called
+        self.groups: dict[str, Group] = {}  # by name, in the order of their creation, the world first
+        self.others: dict[str, NonMember] = {}  # groups for which this rank called create_group but is not a member
         self.makings: list[Making] = []  # in the order in which rejoin() repeats them
         self.splits: dict[str, int] = {}  # how often each group was split in this epoch
-        self.creations: dict[str, int] = {}  # how often each list of ranks was given each name in this epoch
+        self.creations: dict[str, int] = {}  # how often each name was used for each list of ranks in this epoch
 
     @property
     def rank(self) -> int:
@@ -82,11 +82,11 @@ class Job:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that joined, and no child of it."""
+        """Whether this is the process that joined, and not a child of it."""
         return self.pid == os.getpid()
 
     def found(self, group: Group, deadline: Deadline, forced: list[str] | None = None) -> None:
-        """Found the group and let it begin to work; all its ranks do. forced: algorithms, if not the job's."""
+        """Set up the group for use. All its ranks must call this. forced: the algorithms, if not those of the job."""
         ranks = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         key = f"{group.name}:{ranks}"
         turn = self.creations.get(key, 0) + 1
@@ -101,7 +101,7 @@ class Job:
         try:
             founded = self.epoch.found(id, group.name, group.ranks, deadline, all_came, forced or self.epoch.forced)
         except Error as symptom:
-            if self.member is None or not met:  # a meeting that failed has failed for all of them
+            if self.member is None or not met:  # a meeting that failed has failed on all ranks: no need to tell them
                 raise
             cause = self.member.settle(id, symptom, 0)
             if cause is symptom:
@@ -132,7 +132,7 @@ class Job:
         raise TypeError(f"group is a {type(group).__name__}; expected None, a Group or the name of one")
 
     def leave(self) -> None:
-        """End this rank's part. Raise the failure of a group if it came after this rank's last call."""
+        """Leave the job. Raise the failure of a group if it came after this rank's last call."""
         groups = list(reversed(self.groups.values()))
         unseen: Error | None = None
         for group in groups:
@@ -140,9 +140,9 @@ class Job:
             try:
                 group.core.last_look()
             except Error as symptom:
-                # A mismatch that no call of this rank has met: the others learn of it before this rank says bye.
+                # No call of this rank has raised this mismatch. Tell the other ranks before this rank leaves.
                 unseen = None if group.raised else group.settle(symptom)
-        # The hub is told before the links end, so that ranks which still wait for this one know that it left.
+        # Tell the hub before the links close, so that ranks that still wait for this rank learn that it has left.
         if self.member is not None:
             self.member.leave(self.world.core.where()[0])
         for group in groups:
@@ -155,7 +155,7 @@ class Job:
             raise unseen
 
     def abort(self, text: str) -> None:
-        """End all groups on all ranks, for that reason."""
+        """End all groups on all ranks. text: the reason."""
         for group in self.groups.values():
             group.raised = True
         if self.member is not None:
@@ -182,10 +182,10 @@ class Job:
                 except PeerLost:
                     if deadline.passed:
                         raise
-                    # Another rank was lost on the way. The next turn of the loop learns whether it comes back.
+                    # Another rank was lost meanwhile. The next turn of the loop finds out whether it comes back.
 
     def _begin_epoch(self, member: Member, welcome: Welcome, memory: socket.socket, deadline: Deadline) -> None:
-        """Make everything of this rank's part anew, except the control link and the Group objects."""
+        """Set up this rank for the new epoch. Only the control link and the Group objects stay."""
         with _telling(member, welcome.rank, welcome.epoch):
             self.epoch = assemble.share(member, welcome, memory, self.epoch.forced, deadline, self.asked.backend)
             self.creations.clear()
@@ -211,26 +211,27 @@ def init(
     timeout: float | timedelta | None = None,
     device: int | None = None,
 ) -> None:
-    """Join the job that the environment describes; return when all its ranks have.
+    """Join the job that the environment describes; return when all its ranks have joined.
 
-    backend_name: "gloo", "mccl" or "cpu" for the CPU core. "nccl": beside it NCCL, for arrays on NVIDIA GPUs; device
-    is this rank's GPU, by default that of its place on the host, and becomes the current one. "hccl": likewise HCCL,
-    for Ascend NPUs. None: what set_context(device_target=...) says, else nccl if every rank has a GPU of its own, else
-    hccl likewise, else the CPU core, for all ranks alike; the driver is asked for that, so set CUDA_VISIBLE_DEVICES
-    before. BackendUnavailable, on all ranks and with the reason of each, if one cannot use the backend that was named;
-    Mismatch if they have different versions of it.
+    backend_name: "gloo", "mccl" or "cpu" is the CPU core alone. "nccl" adds NCCL, for arrays on NVIDIA GPUs: device is
+    this rank's GPU, by default the one whose number is the local rank, and becomes the current device. "hccl" adds
+    HCCL, for Ascend NPUs, in the same way. None takes the backend of set_context(device_target=...) if that was called;
+    else nccl if every rank has a GPU of its own; else hccl if every rank has an NPU of its own; else the CPU core. All
+    ranks take the same. init() asks the driver for the GPUs, so set CUDA_VISIBLE_DEVICES before. If a rank cannot use
+    the backend that was named, all ranks raise BackendUnavailable with the reason of each such rank. If the ranks have
+    different versions of it, they raise Mismatch.
 
-    timeout: the default of the collective calls, in seconds (MSCOMM_TIMEOUT, else 1800). Joining itself takes at most
-    MS_TOPO_TIMEOUT seconds (600).
+    timeout: the default timeout of collective calls, in seconds. None takes MSCOMM_TIMEOUT (1800). Joining itself takes
+    at most MS_TOPO_TIMEOUT seconds (600).
 
     Launchers: `mscomm run`, MS_ROLE and MS_SCHED_* (a scheduler and workers), torchrun, mpirun, Slurm, Kubernetes, a
-    rank table; bootstrap.LAUNCHERS has them in the order in which they count. Without one: a job of one. In the
-    process whose MS_ROLE is MS_SCHED, init() serves the job and ends the process with it.
+    rank table. If several have set their variables, the first in bootstrap.LAUNCHERS counts. Without a launcher, this
+    process is a job of one rank. If MS_ROLE is MS_SCHED, init() serves the job, and the process ends with the job.
 
     By hand: init_method="tcp://host:port" with rank and world_size; rank 0 listens there. Or init_method=comm, an
     mpi4py communicator.
 
-    Calling it again with the same backend does nothing; with another it raises RuntimeError.
+    Calling init() again with the same backend does nothing; with another backend it raises RuntimeError.
 
     >>> import mscomm
     >>> mscomm.init()
@@ -275,7 +276,7 @@ def _tell_launcher(launcher: Launcher | None) -> None:
     if launcher is None:
         log.info("launcher: none, a job of one")
         return
-    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # none: init's arguments say it
+    module = getattr(launcher, "__name__", "").removeprefix("mscomm.")  # "" if the launcher comes from init's arguments
     known_by = " ".join(f"{name}={text}" for name, text in environment.read_by(module, os.environ).items())
     log.info(f"launcher: {launcher.NAME}, known by {known_by or 'what init() was given'}")
 
@@ -289,7 +290,7 @@ def _tell_variables_without_effect(launcher: Launcher | None) -> None:
 
 
 def _local_rank_of(invitation: Invitation) -> int | None:
-    """The local rank that the launcher gave; None if it gave none, or if MSCOMM_HOST_ID divides its hosts."""
+    """The launcher's local rank; None if it gave none, or if MSCOMM_HOST_ID decides which ranks share a host."""
     return None if environment.read("MSCOMM_HOST_ID", os.environ) else invitation.local_rank
 
 
@@ -301,7 +302,7 @@ def _join(
     timeout_s: float,
     deadline: Deadline,
 ) -> Job:
-    """From the invitation to a group that every rank is ready to use."""
+    """Join by the invitation. Returns when every rank is ready to use the world group."""
     sock, rank = invitation.sock, invitation.rank
     with contextlib.ExitStack() as failing, assemble.unix_listener() as memory:
         failing.callback(sock.close)
@@ -331,7 +332,7 @@ def _join(
 
 @contextlib.contextmanager
 def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
-    """What goes wrong in the set-up of the world is told to the others, who must not wait for this rank."""
+    """A context: if the set-up of the world fails in it, tell the other ranks, which must not wait for this rank."""
     world = plan.world_id(epoch)
     try:
         yield
@@ -339,7 +340,7 @@ def _telling(member: Member, rank: int, epoch: int) -> Iterator[None]:
         cause = member.settle(world, symptom, 0)
         if cause is symptom:
             raise
-        # If the symptom has the same text, as on all ranks if there is no libnccl, it is shown only once.
+        # Show the text only once if the cause has the same text, for example when libnccl is missing on all ranks.
         raise cause from (None if str(cause) == str(symptom) else symptom)
     except BaseException as error:
         member.report("Aborted", f"rank {rank}: init: {type(error).__name__}: {error}", [rank])
@@ -357,7 +358,7 @@ def _backend(name: str | None) -> str:
 
 
 def _device(device: int | None) -> int | None:
-    """The rank's device as its user says it: to init, or to set_context."""
+    """The device that the user gave to init or to set_context; None without one."""
     if device is None:
         device = device_id()
     try:
@@ -367,10 +368,10 @@ def _device(device: int | None) -> int | None:
 
 
 def release() -> None:
-    """Leave the job. Raises a group's failure if it came after this rank's last call and nobody has seen it yet.
+    """Leave the job. Raises a group's failure if it came after this rank's last call, so that no call has raised it.
 
-    Calls that run beside the caller are waited for. A rank that has left is no failure until another one waits for it.
-    An exit handler calls this too.
+    Waits for calls that still run beside the caller (async_op). Other ranks fail only if they wait for a rank that has
+    left. An exit handler calls release(), too.
     """
     global _default
     job, _default = _default, None
@@ -390,25 +391,30 @@ def abort(reason: str) -> None:
 
 
 def rejoin(timeout: float | timedelta | None = None) -> int:
-    """After PeerLost: wait until every lost rank was started again, and go on with all of them in a new epoch.
+    """After PeerLost: wait until every lost rank has been started again, and go on with all ranks in a new epoch.
 
-    Also after Aborted, if the rank that failed is started again. All ranks that are left call it; the new ones call
-    init(). The groups come back in the order of their creation: a new rank makes the same create_group and split calls
-    as at the start, but for groups that were destroyed. A split comes back where its parent and all its parts are still
-    there. Groups of shrink() end. Arrays stay as they are; those of
-    mscomm.empty that were made before are private memory from now on. What the ranks computed, they must bring to one
-    state themselves. Returns the epoch's number, 1 for the first; that of two ranks can differ if another rank was lost
-    meanwhile: the one that is behind meets PeerLost in its next call.
+    Works after Aborted, too, if the rank that failed is started again. All ranks that are left call rejoin(); the new
+    ranks call init(). Returns the epoch's number, which is 1 after the first rejoin(). Two ranks may get different
+    numbers if another rank was lost meanwhile; then the rank with the lower number gets PeerLost in its next call.
 
-    timeout: seconds or a timedelta, None: MS_TOPO_TIMEOUT (600); then CollectiveTimeout, whose waiting_for names those
-    that did not come; rejoin() may be called again. PeerLost if nobody starts the lost ranks again, which `mscomm run
-    --max-restarts N` does, or if a rank has left the job. RuntimeError in a job of one rank.
+    The groups come back in the order of their creation. So a new rank must make the same create_group and split calls
+    as at the start, except for groups that were destroyed. A split comes back if its parent and all its parts still
+    exist. Groups of shrink() end. Arrays keep their contents, but those that mscomm.empty made before are private
+    memory from now on. The program must bring the ranks' results to one state itself.
+
+    timeout: seconds or a timedelta; None takes MS_TOPO_TIMEOUT (600). When it has passed, rejoin() raises
+    CollectiveTimeout, whose waiting_for names the ranks that did not come; it may then be called again. Raises PeerLost
+    if a rank has left the job, or if nothing starts the lost ranks again, as `mscomm run --max-restarts N` does. Raises
+    RuntimeError in a job of one rank.
     """
     return default().rejoin(Deadline(join_timeout_s(os.environ) if timeout is None else seconds_of(timeout)))
 
 
 def _tell_others(error: BaseException, words: str) -> bool:
-    """Tell the other ranks of the exception that ends this one, unless its group has told them. False: no others."""
+    """Tell the other ranks of the exception that ends this rank, unless a failed group has told them.
+
+    Returns whether there are other ranks.
+    """
     job = _default
     if job is None or not job.is_ours or job.member is None:
         return False
@@ -422,7 +428,7 @@ def _tell_others(error: BaseException, words: str) -> bool:
 
 
 def default() -> Job:
-    """RuntimeError before init(), and in a forked child."""
+    """The job that this process has joined. RuntimeError before init(), and in a forked child."""
     if _default is None:
         raise RuntimeError("mscomm: no job joined; call mscomm.init() first")
     if _default.forked:
@@ -434,10 +440,10 @@ def default() -> Job:
 
 
 def resolve(group: Group | str | None) -> Group:
-    """The Group that the argument names. RuntimeError before init(), in a forked child, and if it lacks this rank."""
+    """The named Group. RuntimeError before init(), in a forked child, and if this rank is not in the group."""
     job = _default
     if job is None or job.forked:
-        job = default()  # which says what is wrong
+        job = default()  # raises the error
     return job.world if group is None else job.resolve(group)
 
 
@@ -465,8 +471,7 @@ get_world_size = get_group_size
 def get_local_rank(group: Group | str | None = None) -> int:
     """This process's index among the group's ranks on its host.
 
-    In the world it is the local rank that the launcher gave. Only if there is none, or MSCOMM_HOST_ID is set, it is the
-    index there, too.
+    In the world it is the local rank that the launcher gave, except if the launcher gave none or MSCOMM_HOST_ID is set.
     """
     job, found = default(), resolve(group)
     if found is job.world:
@@ -482,7 +487,7 @@ def get_local_rank_size(group: Group | str | None = None) -> int:
 
 
 def get_backend(group: Group | str | None = None) -> str:
-    """The job's backend: "cpu", or the accelerator's beside it, "nccl" or "hccl"."""
+    """The job's backend: "cpu", or with an accelerator "nccl" or "hccl"."""
     resolve(group)
     return default().backend
 
@@ -493,7 +498,7 @@ def get_launcher() -> str:
 
 
 def get_process_group_ranks(group: Group | str | None = None) -> list[int]:
-    """The group's ranks, as ranks in the world, in their order."""
+    """The group's ranks as ranks in the world, in the order of the group."""
     return list(resolve(group).ranks)
 
 
@@ -504,7 +509,7 @@ def get_world_rank_from_group_rank(group: Group | str, group_rank_id: int) -> in
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: Group | str) -> int:
-    """The rank in the group of a rank of the world. ValueError if it is none of the group's."""
+    """The rank in the group of a rank of the world. ValueError if that rank is not in the group."""
     found = resolve(group)
     rank = rank_in(default().size, world_rank_id, "get_group_rank_from_world_rank: world_rank_id")
     if rank not in found.ranks:
@@ -523,7 +528,7 @@ def rank_in(size: int, rank: Any, what: str) -> int:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An uninitialised array, in memory that the host's ranks share where there is such memory."""
+    """An uninitialised array, in memory that the host's ranks share, or in private memory if there is none."""
     heap = _default.epoch.heap if _default is not None and _default.is_ours else None
     size = dtype.itemsize
     for extent in shape:

@@ -1,9 +1,9 @@
-"""Log lines about what mscomm does, for finding faults: MSCOMM_DEBUG and MSCOMM_DEBUG_FILE.
+"""Log lines about what mscomm does, for finding faults. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control them.
 
     mscomm node7:4711 [3] INFO mesh: 7 links by 10.0.0.7, algorithm of all_reduce: direct
 
-The levels are those of NCCL_DEBUG: VERSION, WARN, INFO, TRACE; each includes the lines of those before it. Without the
-variable there are only warnings. Callers never log a key or the contents of an array.
+The levels are those of NCCL_DEBUG: VERSION, WARN, INFO, TRACE. Each level includes the lines of the levels before it.
+If MSCOMM_DEBUG is unset, only warnings are written. Callers never log a key or the contents of an array.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-_HELD = 1000  # lines held until the rank is known, if the file's name has %r
+_HELD = 1000  # how many lines are kept until the rank is known, if the file's name has %r
 _PIECE = select.PIPE_BUF  # a pipe that is ready takes this many bytes at once
 
 
 class Log:
-    """Where the lines of this process go. ValueError for an MSCOMM_DEBUG that is not a level."""
+    """Writes the log lines of this process. Raises ValueError if MSCOMM_DEBUG is not a level."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         level = environment.read("MSCOMM_DEBUG", env)
@@ -42,7 +42,7 @@ class Log:
         self.flush()
 
     def write(self, level: int, text: str) -> None:
-        """Write each line of text; lines of other processes never come between the parts of a line."""
+        """Write the lines of text. Output of other processes never comes between the parts of one line."""
         place = "-" if self._rank is None else self._rank
         head = f"mscomm {self._host}:{os.getpid()} [{place}] {_NAMES[level]} "
         data = "".join(f"{head}{line}\n" for line in text.splitlines()).encode("utf-8", "backslashreplace")
@@ -55,7 +55,7 @@ class Log:
             self._put(data)
 
     def flush(self) -> None:
-        """Write the lines that were held until the rank is known. Without a rank the file's name has `-` for it."""
+        """Write the lines that were kept back. If the rank is still unknown, the file's name has `-` in its place."""
         if self._fd is None and self._held:
             self._fd = self._open()
             self._put(b"".join(self._held))
@@ -75,7 +75,7 @@ class Log:
         assert self._fd is not None
         try:
             os.write(self._fd, data)
-        except OSError:  # nobody reads stderr any more, or the disk is full: the job goes on
+        except OSError:  # nobody reads stderr any more, or the disk is full: drop the lines, but let the job go on
             self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
@@ -91,17 +91,17 @@ def _get() -> Log:
 
 
 def enabled(level: int) -> bool:
-    """Whether lines of that level are written; ask before you build one in a collective call."""
+    """Whether lines of that level are written. Ask this before you build a line in a collective call."""
     return _get().level >= level
 
 
 def set_rank(rank: int) -> None:
-    """From here on the lines show the rank."""
+    """Show this rank in all later lines."""
     _get().set_rank(rank)
 
 
 def version(text: str) -> None:
-    """Log which version this is; written at every level that the user has asked for."""
+    """Log the version, if the user has set MSCOMM_DEBUG, at any level."""
     if _get().tells_version:
         _get().write(VERSION, text)
 
@@ -119,14 +119,14 @@ def info(text: str) -> None:
 
 
 def notice(text: str) -> None:
-    """Write a line to stderr from a thread that must neither end nor block: what cannot be written now is lost."""
+    """Write a line to stderr without blocking or raising. Text that cannot be written at once is dropped."""
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     stderr = select.poll()
     stderr.register(2, select.POLLOUT)
     while data and any(events & select.POLLOUT for _, events in stderr.poll(0)):
         try:
             data = data[os.write(2, data[:_PIECE]) :]
-        except OSError:  # nobody reads it any more, or the disk is full
+        except OSError:  # nobody reads stderr any more, or the disk is full
             return
 
 

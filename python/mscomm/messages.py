@@ -1,7 +1,8 @@
-"""Messages from one rank to another, next to the group's collective calls and in no order with them.
+"""Messages from one rank to another. They are independent of the group's collective calls, and not ordered with them.
 
-They match by source and tag, in the order in which they were sent. Several threads of a rank may send and receive at
-once, also while other threads make collective calls on the same group. Strided arrays are read and written in C order.
+Messages are matched by source and tag, in the order in which they were sent. Several threads of a rank may send and
+receive at once, also while other threads make collective calls on the same group. Strided arrays are read and written
+in C order.
 
 Messages travel through the CPU. A device array that is sent is first copied to the host, after the work on its
 library's current stream; a device array that receives is filled from the host. Either side may use a device of any
@@ -36,7 +37,7 @@ LAST_TAG = _core.last_tag  # 2^31 - 1
 
 
 class _Any(enum.Enum):
-    """Wildcards are not numbers here, unlike MPI's: a wrongly computed rank or tag is never taken for one."""
+    """The wildcards. Unlike MPI's they are no ints, so a wrongly computed rank or tag is never taken for a wildcard."""
 
     ANY_SOURCE = _core.any_source
     ANY_TAG = _core.any_tag
@@ -51,9 +52,9 @@ ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
 
 @dataclasses.dataclass
 class Status:
-    """What recv or sendrecv has received; its fields are None before.
+    """Describes the message that recv or sendrecv has received. Before that, all fields are None.
 
-    source: the sender's rank in the group. tag: the message's. count: its number of elements, 1 for an object.
+    source: the sender's rank in the group. tag: the message's tag. count: its number of elements, 1 for an object.
 
     >>> status = mscomm.Status()
     >>> mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status)
@@ -82,13 +83,13 @@ def send(
     it is received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout: seconds
     or a timedelta; None takes init's.
 
-    Returns None once x may be used again. This can happen before or only after the recv is called, so two ranks that
+    Returns None once x may be used again. This may be before the recv is called, or only after that, so two ranks that
     exchange arrays must use sendrecv or async_op. async_op=True: returns a Work at once; leave x alone until the Work
     has ended. The first send to a rank waits for the connection to it, also with async_op.
 
-    out on the other side must have x's dtype and number of elements, in any shape; Mismatch on both ranks otherwise.
-    CollectiveTimeout, whose `.waiting_for` is dst, if the message was not received in time. PeerLost if dst ended or
-    left before it received the message.
+    The receiver's out must have x's dtype and number of elements, in any shape; otherwise both ranks raise Mismatch.
+    Raises CollectiveTimeout, whose `.waiting_for` is dst, if the message was not received in time. Raises PeerLost if
+    dst ended or left before it received the message.
 
     Like MPI_Send, without MPI's datatypes and limits on tags; like torch.distributed.send.
 
@@ -128,11 +129,11 @@ def recv(
     Messages of one source and tag are received in the order in which they were sent. A message with another tag or from
     another source may be received earlier. Messages of several sources come in the order in which they reach this rank.
     If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work, whose wait()
-    returns out and fills status; leave out alone until then.
+    returns out and fills status; do not use `out` before that.
 
-    CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. PeerLost if src ended or left without
-    sending one. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent one, and PeerLost is raised when all
-    of them have left. After 10 s of waiting a line on stderr says so.
+    Raises CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. Raises PeerLost if src ended or
+    left without sending one. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent one, and PeerLost is
+    raised when all of them have left. A recv that has waited for 10 s writes a line to stderr that says so.
 
     Like MPI_Recv, which also takes a message that is shorter than the buffer; like torch.distributed.recv, which
     returns the sender's rank.
@@ -181,20 +182,20 @@ def sendrecv(
     sending = _sending("sendrecv", x, dst, send_tag, "send_tag", group)
     receiving = _receiving("sendrecv", out, src, recv_tag, "recv_tag", status, group)
     ends = memory_anywhere(x, "x", "sendrecv"), memory_anywhere(out, "out", "sendrecv")
-    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):  # a device's x has been copied
+    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):  # device arrays are copied
         raise ValueError("sendrecv: x and out overlap; give out memory of its own, or a copy of x")
     return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout)))
 
 
 class _Receiving(NamedTuple):
-    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype's number, where the numbers go
+    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype's number, the array that receives
     result: Callable[[tuple[int, int]], Any]  # takes the source and tag that came; returns what the user gets
 
 
 def _sending(
     function: str, x: Any, dst: Any, tag: Any, tag_argument: str, group: Group
 ) -> tuple[int, int, int, np.ndarray[Any, Any]]:
-    """The message to send, with checked arguments."""
+    """The message to send: destination, tag, dtype's number and array. Checks the arguments."""
     source = readable(on_host(x, "x", function))
     code = dtype_code(source.dtype)
     return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
@@ -223,7 +224,7 @@ def _receiving(
 
 
 def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status: Any, group: Group) -> tuple[int, int]:
-    """The source and tag that a message must match, as the core has them. TypeError if status is not a Status."""
+    """The source and tag that a message must match, as the core's numbers. TypeError if status is not a Status."""
     if status is not None and not isinstance(status, Status):
         raise TypeError(f"{function}: status is a {type(status).__name__}, not a mscomm.Status")
     source = _core.any_source if src is ANY_SOURCE else checked_rank(function, "src", src, group)

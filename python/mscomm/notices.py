@@ -1,11 +1,11 @@
-"""Warnings that every rank of a job would give, given once by one rank; and the options that have no effect here.
+"""Warnings that concern all ranks of a job, so that only one rank writes them; and the options that have no effect.
 
-Such options are accepted because scripts written for MindSpore set them. Each has a row, and setting it gives a
-warning.
+Options without effect are accepted because scripts written for MindSpore set them. Each has a row in WITHOUT_EFFECT,
+and setting it gives a warning.
 
-Rank 0 writes the warnings. A process that has not joined yet goes by the rank that its launcher announces; if the
-launcher announces none, the warning waits until init() has found out the rank. A process without a launcher writes its
-own warnings.
+Rank 0 writes the warnings. Before a process has joined, it uses the rank that its launcher announces. If the launcher
+announces none, the warning waits until init() has found out the rank. A process without a launcher writes its own
+warnings.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from mscomm import bootstrap, log
 
 _said: set[str] = set()
 _waiting: list[str] = []
-_rank: int | None = None  # known once this process has joined a job, or goes on without one
+_rank: int | None = None  # set by know_rank()
 
 
 def warn_once(text: str, rank: int | None = None) -> None:
-    """Warn about the whole job: only rank 0 writes it, and each text once. rank: this one's in the group concerned."""
+    """Warn about the whole job, or about a group. Only rank 0 writes the text, and only once.
+
+    rank: for a warning about a group, this process's rank in it.
+    """
     if text in _said:
         return
     _said.add(text)
@@ -33,7 +36,7 @@ def warn_once(text: str, rank: int | None = None) -> None:
 
 
 def know_rank(rank: int) -> None:
-    """Tell this process its rank, and so whether it writes warnings."""
+    """Set this process's rank, which decides whether it writes warnings, and write or drop those that wait."""
     global _rank
     _rank = rank
     waiting, _waiting[:] = list(_waiting), []
@@ -56,9 +59,9 @@ def _speaks() -> bool | None:
 class Option(NamedTuple):
     """An option without effect."""
 
-    silent: tuple[Any, ...]  # values that ask for nothing, the default among them
-    instead: str  # why it has no effect, or what to do
-    secret: bool = False  # the value is not shown
+    silent: tuple[Any, ...]  # the values that give no warning, such as the default
+    instead: str  # why the option has no effect, or what to do instead
+    secret: bool = False  # whether the warning hides the value
 
 
 _WORLD = (None, "hccl_world_group", "nccl_world_group", "mccl_world_group")
@@ -122,7 +125,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], Option] = {
 
 
 def tell_without_effect(function: str, **options: Any) -> None:
-    """Warn of those options that have a row and ask for something."""
+    """Warn of each option that has a row, unless its value is one of the row's silent values."""
     for name, value in options.items():
         row = WITHOUT_EFFECT.get((function, name))
         if row is not None and not any(value == quiet for quiet in row.silent):

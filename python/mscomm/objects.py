@@ -4,15 +4,15 @@ An object is None, a bool, int, float, complex, str, bytes, list, tuple, set, fr
 or a NumPy scalar; a date, time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; an
 OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which arrives as one that needs no gradient; or an object of a
 class registered by register_object. Each keeps its type. Anything else is a TypeError that says where in the object it
-is. As for any wrong argument, the error is raised before anything is sent and uses up no call number: this rank has not
-made the call, and the others wait until it does, ends, or their timeout passes.
+is. As for any wrong argument, the error is raised before anything is sent, and uses up no call number. This rank has
+then not made the call, and the other ranks wait until it does, until it ends, or until their timeout passes.
 
 A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
-stays usable. A tensor of a library that is not installed there is a TypeError.
+stays usable. It raises TypeError for a tensor of a library that it has not installed.
 
-`allow_pickle=True`: the sender pickles what it cannot send otherwise, and the receiver unpickles it. This can run any
-code of the sender's choice, so use it only if you trust every rank of the group. A pickle that comes to a call without
-it is an Error.
+With `allow_pickle=True` the sender pickles what it cannot send otherwise, and the receiver unpickles it. This can run
+any code of the sender's choice, so use it only if you trust every rank of the group. A call without allow_pickle that
+receives a pickle raises an Error.
 
 `group`, `root` and `timeout` are as in the collectives; `src` and `dst` are ranks in the group.
 """
@@ -39,8 +39,9 @@ from mscomm.registry import register_object as register_object
 
 Timeout = float | timedelta | None
 
-# Opens a message: the length of the object's bytes, and the tag under which they follow. Each object has a tag of its
-# own, beyond those of users, so that messages of several threads to one rank cannot be mixed up.
+# An object is sent as two messages. The first has the length of the object's bytes and the tag of the second message,
+# which has the bytes. Each object has a tag of its own, above all tags of users, so that messages of several threads to
+# one rank cannot be mixed up.
 _HEADER = struct.Struct("<QQ")
 _tags = itertools.count(LAST_TAG + 1)
 
@@ -48,9 +49,9 @@ _tags = itertools.count(LAST_TAG + 1)
 def all_gather_object(
     obj: Any, *, group: Group | str | None = None, timeout: Timeout = None, allow_pickle: bool = False
 ) -> list[Any]:
-    """Every rank's obj, in rank order, as a list of new objects; the ranks' objects need not be alike.
+    """A list of every rank's obj, in rank order, as new objects. The ranks' objects need not be alike.
 
-    What obj may be, allow_pickle, and errors: see mscomm.objects.
+    mscomm.objects says what obj may be, what allow_pickle does, and which errors are raised.
 
     >>> mscomm.all_gather_object({"rank": mscomm.get_rank()})              # on 2 ranks
     [{'rank': 0}, {'rank': 1}]
@@ -68,7 +69,7 @@ def gather_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> list[Any] | None:
-    """Every rank's obj, at the root: a list of new objects in rank order; None elsewhere.
+    """At the root, a list of every rank's obj, in rank order, as new objects. Other ranks get None.
 
     Objects are sent as in all_gather_object.
 
@@ -90,7 +91,7 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The root's obj, on every rank as a new object. obj is read only at the root.
+    """The root's obj as a new object, on every rank. obj is read only at the root.
 
     The object is sent as in all_gather_object.
 
@@ -123,7 +124,7 @@ def scatter_object(
     """This rank's item of the root's objs, as a new object.
 
     objs: a list or tuple with one object for each rank, read only at the root. The root raises TypeError or ValueError
-    if it is something else or has another length. Otherwise as all_gather_object.
+    if it is something else or has another length. The objects are sent as in all_gather_object.
 
     >>> mscomm.scatter_object(["a", {"b": 1}] if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     'a'
@@ -167,9 +168,9 @@ def send_object(
 ) -> None:
     """Send obj to rank dst, which receives it by recv_object with this rank as src and the same tag.
 
-    dst, tag, errors, and when it returns: as send. What obj may be, and allow_pickle: see mscomm.objects. Several
-    threads may send to one rank and tag at once. If a recv gets the object, or a recv_object gets the message of a
-    send, both ranks raise Mismatch.
+    dst, tag, the errors, and the moment of return are as in send. mscomm.objects says what obj may be, and what
+    allow_pickle does. Several threads may send to one rank and tag at once. If a recv gets the object, or a recv_object
+    gets the message of a send, both ranks raise Mismatch.
 
     >>> if mscomm.get_rank() == 0:                                         # on 2 ranks
     ...     mscomm.send_object({"step": 7}, dst=1)
@@ -199,8 +200,8 @@ def recv_object(
 ) -> Any:
     """The next object that rank src sends here by send_object with this tag.
 
-    src and tag (also mscomm.ANY_SOURCE and ANY_TAG), status, errors, and the order of messages: as recv. If an object
-    came that cannot be read, recv_object raises an Error, and the group stays usable.
+    src and tag (also mscomm.ANY_SOURCE and ANY_TAG), status, the errors, and the order of messages are as in recv. If
+    the object cannot be read, recv_object raises an Error, and the group stays usable.
 
     >>> obj = mscomm.recv_object(src=0, tag=7)                             # on rank 1, while rank 0 sends
     """
@@ -231,6 +232,6 @@ def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bo
 
 
 def _seconds_left(seconds: float) -> Callable[[], float]:
-    """The time that is left for both messages together, as a function."""
+    """A function that returns how many of the seconds are left, for a timeout that two messages share."""
     until = time.monotonic() + seconds
     return lambda: max(until - time.monotonic(), 0.001)

@@ -1,8 +1,9 @@
 """MindSpore's communication operators as callables, with its argument names: AllReduce(ReduceOp.SUM)(x).
 
-They call the functions of mscomm: same arrays, same errors, the group's timeout. An operator may be made before init();
-its group is looked up when it is called. Ranks are ranks in the group. Wrong arguments are TypeError and ValueError as
-in MindSpore. A rank that has no result, to which MindSpore gives a meaningless tensor, gets None.
+They call the functions of mscomm, with the same arrays and errors, and with the group's timeout. An operator may be
+made before init(), because its group is looked up when it is called. Ranks are ranks in the group. Wrong arguments
+raise TypeError and ValueError as in MindSpore. A rank that has no result gets None, where MindSpore would give it a
+meaningless tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ReduceOp:
 
 
 class _Operator:
-    """Refuses wrong arguments when the operator is made, as MindSpore does, and warns of arguments without effect."""
+    """Refuses wrong arguments when an operator is made, as MindSpore does, and warns of arguments without effect."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
@@ -47,9 +48,10 @@ class _Operator:
 
     @property
     def __ms_class__(self) -> bool:
-        """Only MindSpore's compiler asks for this, before it reads our Python, which would fail somewhere inside.
+        """Raises, because operators do not work in a cell that MindSpore compiles. Only its compiler reads this.
 
-        A compiled graph may also run its calls in another order on each rank.
+        Without this error, the compiler would go on to our Python code and fail somewhere inside it. A compiled graph
+        may also run its calls in another order on each rank.
         """
         raise RuntimeError(
             f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), and"
@@ -201,9 +203,9 @@ class Send(_Operator):
 
 @dataclass(frozen=True)
 class Receive(_Operator):
-    """mscomm.recv into a new NumPy array of that shape and dtype, which is NumPy's or for example mindspore.float32.
+    """mscomm.recv into a new NumPy array of that shape and dtype.
 
-    group_back has no effect; a warning says so.
+    dtype is NumPy's, or for example mindspore.float32. group_back has no effect; a warning says so.
     """
 
     sr_tag: int

@@ -1,9 +1,9 @@
 """Python objects as bytes, and back.
 
-The bytes are one msgpack value. Nothing in them can name code: reading runs only the decode functions that this process
-has registered (registry.py), and pickles if the call asks for them. Types that msgpack lacks are arrays whose first
-item is an empty extension; its code says what the other items are. A reader never allocates memory by a number from the
-wire before that many bytes have come.
+The bytes are one msgpack value. Nothing in them can name code: reading runs only decode functions that this process has
+registered (registry.py), and unpickles only if the call allows it. A type that msgpack lacks is an array whose first
+item is an empty extension; the extension's code says what the other items are. The reader compares each size with the
+number of bytes that have come before it allocates so much memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import numpy as np
 from mscomm import registry
 from mscomm.errors import Error
 
-DEEPEST = 128  # containers in containers: each needs two frames of Python's stack
+DEEPEST = 128  # levels of containers in containers; each level needs two frames of Python's stack
 
-# What follows in the array, by the code of the extension at its beginning.
+# The codes of the extension at the beginning of an array, each with what follows in the array.
 _TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
 _COMPLEX = 4  # the real and the imaginary part
-_INTEGER = 5  # beyond 64 bits: its bytes, little endian, two's complement
+_INTEGER = 5  # an int of more than 64 bits: its bytes, little endian, two's complement
 _ARRAY = 6  # dtype, shape, elements in C order
 _SCALAR = 7  # dtype, element
 _NAMED = 8  # the name of a row of the registry, the value that the row made of the object
 _PICKLE = 9  # the name of the class, the pickle
 
-# The dtypes that have one meaning on every machine, as numpy.dtype.str says them. bfloat16 goes by its name.
+# The dtypes that mean the same on every machine, as numpy.dtype.str spells them. bfloat16 is sent by its name.
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
@@ -47,11 +47,11 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
 
     Arrays come back in C order, and numpy.longlong as numpy.int64, its equal.
 
-    allow_pickle: pickle what cannot be sent otherwise. called: what errors call the object.
+    allow_pickle: pickle what cannot be sent otherwise. called: the name of the object in error messages.
 
-    TypeError for what cannot be sent. ValueError for a container inside itself, for single values over 4 GiB, and for
-    containers more than 128 deep (an object of a registered class counts as one, and the value it is sent as as
-    another). Each error says where in obj it is.
+    Raises TypeError for what cannot be sent. Raises ValueError for a container inside itself, for single values over
+    4 GiB, and for containers that are nested more than 128 deep. (An object of a registered class counts as a container
+    with one item, the value that is sent for it.) Each error says where in obj the fault is.
     """
     writer = _Writer(allow_pickle, called)
     writer.write(obj)
@@ -61,8 +61,9 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
 def unpack(data: Any, allow_pickle: bool = False) -> Any:
     """The object from which pack made data, a bytes-like object. Arrays are new and writable.
 
-    Error if pack did not make data, if it has a pickle without allow_pickle, or if it has an object whose class is not
-    registered here or whose row cannot decode it. TypeError for a tensor of a library that is not installed.
+    Raises Error if pack did not make data, if data has a pickle and allow_pickle is False, if the class of an object is
+    not registered here, or if an object cannot be decoded. Raises TypeError for a tensor of a library that is not
+    installed.
     """
     reader = _Reader(bytes(memoryview(data)), allow_pickle)
     try:
@@ -82,8 +83,8 @@ class _Writer:
         self._allow_pickle = allow_pickle
         self._called = called
         self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self._path: list[tuple[str, Any]] = []  # for each container that we are in, the item that we are at
-        self._entered: dict[int, int] = {}  # depths of the containers that we are in, by id
+        self._path: list[tuple[str, Any]] = []  # for each container that is being written, the current item
+        self._entered: dict[int, int] = {}  # the depths of these containers, by id
 
     def write(self, obj: Any) -> None:
         write = _WRITERS.get(type(obj))
@@ -152,7 +153,7 @@ class _Writer:
         name = _name_of(obj)
         try:
             data = pickle.dumps(obj, _PICKLE_PROTOCOL)
-        except Exception as error:  # pickle's own, or any that the object raises
+        except Exception as error:  # an error of pickle, or any error of the object's own methods
             raise TypeError(f"{self._where()}: {_a(name)} cannot be pickled: {error}") from error
         self._marked(_PICKLE, 2)
         self.packer.pack(name)
@@ -221,7 +222,7 @@ class _Writer:
         raise TypeError(f"{self._where()}: {_a(_name_of(obj))} cannot be sent; {way_out}")
 
     def _where(self, depth: int | None = None) -> str:
-        """The place where we are, or were at that depth, such as obj["model"].lr[3]."""
+        """The path to the current item, such as obj["model"].lr[3]. depth: how many levels of the path to show."""
         text = self._called
         for kind, key in self._path[:depth]:
             if kind == "field":
@@ -253,7 +254,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 class _Reader:
-    """Reads one object. Compares every size with the bytes that are left, before it makes anything of that size."""
+    """Reads one object. Compares every size with the bytes that are left before it allocates memory of that size."""
 
     def __init__(self, data: bytes, allow_pickle: bool) -> None:
         self.data = data
@@ -375,13 +376,13 @@ class _Reader:
         left = len(self.data) - self.at()
         if size > left:  # each item has one byte at least
             raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # the innermost may hold a NumPy array, which holds its shape
+        if depth > DEEPEST + 2:  # the innermost container may have a NumPy array, whose shape is a list
             raise ValueError(f"containers are more than {DEEPEST} deep in each other")
         return size
 
     @staticmethod
     def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
-        """The dict or set of the items; ValueError if two of what is hashed are equal, or it cannot be hashed."""
+        """Make a dict or set of the items. ValueError if two of its keys are equal, or one cannot be hashed."""
         for one in hashed:
             try:
                 hash(one)
@@ -391,7 +392,7 @@ class _Reader:
             made = make(items)
         except MemoryError:
             raise
-        except Exception as error:  # and in __eq__
+        except Exception as error:  # a registered class may raise anything in __eq__, too
             raise ValueError(f"{what} that cannot be compared: {type(error).__name__}: {error}") from error
         if len(made) != len(items):
             raise ValueError(f"{what} comes twice")

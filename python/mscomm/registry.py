@@ -1,7 +1,7 @@
-"""Classes whose objects can be sent besides plain ones: each object goes as a name and a value that can be sent itself.
+"""Classes whose objects can be sent, besides plain types. An object is sent as a name and a value of a sendable type.
 
-The name only says which row of this table decodes the value. A name without a row here is an error, so nothing that
-comes from another rank can name code.
+The name only selects the row of this table that decodes the value. A name without a row here is an error, so nothing
+that comes from another rank can name code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from mscomm import arrays
 
-# Sent as they are; no row is looked up for them.
+# Objects of these types are sent as they are, without a row.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, np.ndarray)
 
 C = TypeVar("C", bound=type)
@@ -40,7 +40,7 @@ class Fields(dict[str, Any]):
 
 
 class NotInstalled(TypeError):
-    """A tensor came of a library that is not installed here."""
+    """A tensor was received whose library is not installed here."""
 
 
 _by_class: dict[type, Row] = {}
@@ -54,18 +54,20 @@ def register_object(
     *,
     name: str | None = None,
 ) -> C:
-    """Let the object functions send objects of that class; return it. Every rank that receives them registers it, too.
+    """Let the object functions send and receive objects of that class; return the class.
 
-    encode(obj) returns something that can be sent already: plain values, arrays, objects of other registered classes.
-    decode(value) makes the object from it. Without them cls must be a dataclass or an Enum. A dataclass is sent as its
-    fields; __init__ and __post_init__ do not run on arrival. A member of an enum is sent as its name. If the fields or
-    members of sender and receiver differ, the receiver raises an Error. A subclass must be registered itself.
+    Every rank that receives such objects must register the class, too. encode(obj) returns something that can be sent:
+    plain values, arrays, or objects of other registered classes. decode(value) makes the object from it. Without them
+    cls must be a dataclass or an Enum. A dataclass is sent as its fields; __init__ and __post_init__ do not run on
+    arrival. A member of an enum is sent as its name. If the fields or members of sender and receiver differ, the
+    receiver raises an Error. Each subclass must be registered itself.
 
     name: stands for the class between the ranks; by default its module and name. Give a name if these differ between
     ranks. Registering a class again replaces its functions.
 
-    TypeError if cls is not a class, or if it is neither dataclass nor Enum and encode or decode is missing. ValueError
-    if another class has the name, if the class has another name already, or if its objects are sent as they are.
+    Raises TypeError if cls is not a class, or if it is neither dataclass nor Enum and encode or decode is missing.
+    Raises ValueError if another class has the name, if the class has another name already, or if objects of the class
+    can be sent without a row.
 
     >>> @mscomm.register_object
     ... @dataclasses.dataclass
@@ -92,7 +94,7 @@ def register_object(
             raise ValueError(
                 f"register_object: the name {name!r} is that of {_full_name(other.cls)}; give another name="
             )
-        _by_class.pop(other.cls, None)  # the same class, defined again: a notebook's cell
+        _by_class.pop(other.cls, None)  # the class was defined again, as in a notebook's cell
     _by_class[cls] = _by_name[name] = Row(name, cls, encode, decode)
     return cls
 
@@ -132,7 +134,7 @@ def _defaults(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _fields_of(names: list[str], obj: Any) -> Fields:
-    kept = (functools.cached_property,)  # its value is computed anew on arrival
+    kept = (functools.cached_property,)  # need not be sent: the receiver computes the value again
     own = vars(obj) if hasattr(obj, "__dict__") else {}
     others = [one for one in own if one not in names and not isinstance(getattr(type(obj), one, None), kept)]
     if others:
@@ -266,7 +268,7 @@ for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
 
 
 def _row_of_tensor(obj: Any) -> Row | None:
-    """The row of a tensor of a library's own class, which arrives as one of that class."""
+    """The row for a tensor of a library's own class, which arrives as a tensor of that class; else None."""
     library = arrays.packable(obj)
     return None if library is None else _by_name[f"{library} tensor"]
 

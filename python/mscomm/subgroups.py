@@ -16,17 +16,17 @@ _NAME_OF_SPLIT = re.compile(r"\.\d+\.-?\d+$")
 
 
 def create_group(group: str, rank_ids: list[int]) -> Group:
-    """Found a group of some of the ranks; all of them call it with the same name and the same list.
+    """Create a group of some of the ranks. All of these ranks call it with the same name and the same list.
 
     rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
-    need not call. If it does, nothing is sent, and it gets a Group that is False and raises RuntimeError at every use,
-    as the name does: ask `if group:`. The same name and ranks again: the group that is there. Groups may overlap, and
-    two threads may use two groups at once. It returns when all of the list have called it: ranks that are in several
-    groups make them in one order.
+    need not call create_group. If it does, nothing is sent, and it gets a Group that is False, so that it can test
+    `if group:`. Every use of this Group, or of its name, raises RuntimeError. If the group exists already with the same
+    ranks, it is returned. Groups may overlap, and two threads may use two groups at once. The call returns when all
+    ranks of the list have made it, so ranks that are in several groups must create them in the same order.
 
-    TypeError if group is no str or rank_ids no list of ints; ValueError for an empty list, a rank that is none, a rank
-    that is named twice, or a name that has other ranks. Mismatch if the ranks do not agree on the list; PeerLost;
-    CollectiveTimeout after MS_TOPO_TIMEOUT.
+    Raises TypeError if group is no str or rank_ids no list of ints. Raises ValueError if the list is empty, has a
+    number that is no rank, or has a rank twice, or if the name belongs to a group of other ranks. Raises Mismatch if
+    the ranks do not agree on the list, PeerLost if one of them is lost, and CollectiveTimeout after MS_TOPO_TIMEOUT.
 
     >>> pair = mscomm.create_group("pair", [0, 1])
     >>> if pair:                                                           # ranks 0 and 1
@@ -60,9 +60,10 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
 
 def create_variant(group: str, algo: str) -> Group:
-    """The world again, as a group whose collectives go by these algorithms, written as in MSCOMM_ALGO: to measure them.
+    """A second group of all ranks, whose collectives use the algorithms `algo`, so that these can be measured.
 
-    All ranks call it. rejoin() does not bring it back. Raises as create_group; ValueError for algo.
+    algo is written as MSCOMM_ALGO; ValueError if it is invalid. All ranks call this. rejoin() does not bring the group
+    back. The other errors are those of create_group.
     """
     job = default()
     made = Group(group, list(job.world.ranks), job.timeout_s)
@@ -71,10 +72,10 @@ def create_variant(group: str, algo: str) -> Group:
 
 
 def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group:
-    """Divide a group: the ranks with the same color found a group, ordered by key, then by rank.
+    """Divide a group: the ranks with the same color form a new group, ordered by key, then by rank.
 
-    All ranks of the group (None: the world) call it. color None: this rank takes part in none, and gets a Group that is
-    False, as a non-member of create_group. It works like MPI_Comm_split, and raises what create_group raises.
+    All ranks of the group (None: the world) call it. A rank with color None is in none of the new groups; it gets a
+    Group that is False, like a non-member in create_group. The errors are those of create_group. Like MPI_Comm_split.
     """
     job = default()
     parent = resolve(group)
@@ -91,7 +92,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
         before, made.name = made.name, f"{parent.name}.{turn}.{color}"
         if color is None:
             return
-        job.groups.pop(before, None)  # in an earlier epoch, by another name perhaps
+        job.groups.pop(before, None)  # the group of an earlier epoch, which may have had another name
         alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
         ranks = [parent.ranks[place] for _, place in sorted(alike)]
         made.ranks, made.size = ranks, len(ranks)
@@ -104,9 +105,9 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
-    """After PeerLost: found a group of those ranks of the group that are still there, in their order.
+    """After PeerLost: create a new group of those ranks of the group that are still there, in the same order.
 
-    All of them call it. The group lasts until rejoin(). shrink raises what create_group raises.
+    All of these ranks call it. The new group lasts until rejoin(). The errors are those of create_group.
     """
     job = default()
     parent = resolve(group)
@@ -124,9 +125,9 @@ def shrink(group: Group | str | None, name: str) -> Group:
 
 
 def destroy_group(group: Group | str) -> None:
-    """End this rank's part in the group, and free what it holds; a rank that is no member forgets the name.
+    """Leave the group and free its memory. On a rank that is not in the group, only forget its name.
 
-    ValueError for the group of all ranks.
+    Raises ValueError for the group of all ranks.
     """
     job = default()
     outside = job.others.get(group) if isinstance(group, str) else group

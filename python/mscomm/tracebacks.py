@@ -17,8 +17,8 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 def shorten(error: BaseException) -> None:
     """Remove mscomm's own frames from the tracebacks of error and of the exceptions in its chain.
 
-    An mscomm error that was raised from another mscomm error loses it: that is only what this rank saw of the first
-    cause. A traceback that has only mscomm's frames keeps them.
+    If an mscomm error was raised from another mscomm error, the other error is removed, because it is only what this
+    rank saw of the first cause. A traceback that has only mscomm's frames keeps them.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -34,12 +34,13 @@ def shorten(error: BaseException) -> None:
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without mscomm's frames; unchanged if it has no others."""
+    """The traceback without mscomm's frames; unchanged if all frames are mscomm's."""
     kept: TracebackType | None = None
-    ours = False  # whether the next inner frame is ours
+    ours = False  # whether the next inner frame is mscomm's
     for entry in reversed(list(_entries(trace))):
         path = entry.tb_frame.f_code.co_filename
-        ours = path.startswith(PACKAGE) or (ours and path == contextlib.__file__)  # our with statements
+        # A frame of contextlib around a frame of mscomm comes from a `with` statement of mscomm.
+        ours = path.startswith(PACKAGE) or (ours and path == contextlib.__file__)
         if not ours:
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept or trace
@@ -52,7 +53,10 @@ def place(trace: TracebackType | None) -> str:
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> str:
-    """The innermost line outside of installed libraries, else the innermost. lines: (path, line), outermost first."""
+    """The innermost line outside of installed libraries, or else the innermost line.
+
+    lines: pairs of path and line number, the outermost first.
+    """
     last = own = ""
     for path, line in lines:
         last = f"{os.path.basename(path)}:{line}"

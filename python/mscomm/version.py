@@ -1,3 +1,3 @@
-"""The version of this package, as in pyproject.toml."""
+"""The version of this package. pyproject.toml must have the same."""
 
 VERSION = "0.1.0"
