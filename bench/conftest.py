@@ -1,6 +1,6 @@
-"""Real ranks for pytest-benchmark: this process is rank 0, the others follow it.
+"""Real ranks for pytest-benchmark: this process is rank 0, and the other ranks make the same calls.
 
-For each group size, the other ranks are started once, as workers of a scheduler, and this process joins them; when the
+For each group size, the other ranks are started once, as workers of a scheduler, and this process joins them. When the
 size changes, it leaves. Before a measurement, rank 0 broadcasts the call and the number of calls (follower.py).
 """
 

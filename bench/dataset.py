@@ -1,11 +1,11 @@
-"""Images per second of the tutorials' pipeline, beside PyTorch's DataLoader with the same operations by Pillow.
+"""Measures the images per second of the tutorials' pipeline, beside PyTorch's DataLoader with the same operations.
 
     python bench/dataset.py [--rounds 7] [--seconds 0.6]
 
-32 x 32 pixels in CIFAR-10's files become batches of 32: RandomCrop(32, padding 4), RandomHorizontalFlip, Resize,
-Rescale, Normalize, HWC2CHW, TypeCast. PyTorch's side has torchvision's operations on Pillow's images, written out here,
-and begins with the images in memory. Both take turns in one run; medians over the rounds. CPU seconds are those of the
-process and of its workers. It prints the table of docs/performance.md.
+Images of 32 x 32 pixels in CIFAR-10's files become batches of 32 by RandomCrop(32, padding 4), RandomHorizontalFlip,
+Resize, Rescale, Normalize, HWC2CHW and TypeCast. PyTorch's side has torchvision's operations on Pillow's images,
+written out here, and begins with the images in memory. Both sides take turns in one run, and the medians over the
+rounds count. CPU seconds are those of the process and of its workers. It prints the table of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mscomm.dataset import cifar10, transforms, vision
 
 BATCH_SIZE, IMAGES = 32, 50_000
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-RATES = {32: 20_000, 224: 1_500}  # by size: rough images per second, to choose the number of images
+RATES = {32: 20_000, 224: 1_500}  # by image size: roughly the images per second, to choose the number of images
 
 
 def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[Any]:
-    """The tutorials' create_dataset()."""
+    """The pipeline that create_dataset() makes in the tutorials."""
     data: ds.Dataset = ds.Cifar10Dataset(folder, "train", num_samples=images)
     data = data.map(operations=transforms.TypeCast(mscomm.int32), input_columns="label")
     image = [vision.RandomCrop((32, 32), (4, 4, 4, 4)), vision.RandomHorizontalFlip(), vision.Resize((size, size))]
@@ -98,7 +98,7 @@ def measured(batches: Iterable[Any], images: int) -> tuple[float, float]:
 
 
 def write(folder: Path) -> None:
-    """Files of CIFAR-10's size with random pixels."""
+    """Write files of CIFAR-10's size with random pixels."""
     random_pixels = np.random.default_rng(1)
     for name in cifar10.TRAIN:
         records = random_pixels.integers(0, 256, (10_000, cifar10.RECORD_BYTES), np.uint8)
@@ -107,7 +107,7 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: by the table's workers, how many this side starts
+SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: workers in the table -> workers that are started
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),
 }
@@ -137,7 +137,7 @@ def main() -> None:
                 for turn in range(args.rounds + 1):
                     for name, batches in made.items():
                         rate = measured(batches, images)
-                        if turn:  # the first reads files and starts workers
+                        if turn:  # the first turn also reads files and starts workers
                             rates[name].append(rate)
                 cells = []
                 for kind in range(2):

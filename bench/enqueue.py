@@ -1,10 +1,11 @@
-"""What mscomm itself takes on the host to enqueue a call on an accelerator, where there is none.
+"""Measures how long mscomm itself takes on the host to enqueue a call on an accelerator. No accelerator is needed.
 
     python bench/enqueue.py [--calls 10000]
 
-A job of one rank over a driver and an NCCL that do nothing (idle.py), and arrays that are an address, a
-shape and a dtype, with a current stream that costs nothing: what is left is mscomm. Medians of all calls, in rounds
-taken in turn. What NCCL, the driver and an array library add is not in it: see bench/gpu.py.
+The job has one rank, and a driver and an NCCL that do nothing (idle.py). Its arrays are just an address, a shape and a
+dtype, and their current stream costs nothing, so the time that is left is mscomm's. The kinds of calls take turns in
+rounds, and the median of all calls counts. The time that NCCL, the driver and an array library add is not included: see
+bench/gpu.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank other than 0 in bench/: makes the calls that rank 0 broadcasts, until rank 0 says stop."""
+"""A rank other than rank 0 of conftest.py: makes the calls that rank 0 broadcasts, until rank 0 broadcasts STOP."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What mscomm adds to NCCL on a GPU: the host's time to enqueue a call, and fused against single calls.
+"""Measures what mscomm adds to the host's time to enqueue a call of NCCL, and compares fused calls with single ones.
 
     python bench/gpu.py [--calls 10000] [--json FILE]
 
-A job of one rank, whose collectives are copies: what is measured is the host's part. Raw NCCL is called through CuPy,
-in turn with mscomm: rounds of both, one after the other; the median of all calls counts. Needs CuPy.
+The job has one rank, whose collectives are just copies, because only the host's part is measured. NCCL itself is called
+through CuPy. Rounds of NCCL and of mscomm take turns, and the median of all calls counts. This needs CuPy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PARAMETERS = [3 * 3 * 64 * 64] * 20 + [1 << 20] * 4 + [64] * 100  # the gradient
 
 
 def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """The host's time of each call in microseconds. The device is idle before, and now and then we wait for it."""
+    """The host's time of each call in microseconds. The device must be idle before."""
     taken = []
     for turn in range(calls):
         began = time.perf_counter_ns()
         call()
         taken.append((time.perf_counter_ns() - began) / 1e3)
-        if turn % 100 == 99:  # otherwise we would measure a full queue
+        if turn % 100 == 99:  # otherwise the queue would fill up, and calls would wait for it
             cupy.cuda.get_current_stream().synchronize()
     cupy.cuda.get_current_stream().synchronize()
     return taken

@@ -1,11 +1,11 @@
-"""How fast gradients get into a bucket and out of it, as a share of the rate of a plain device copy.
+"""Measures how fast gradients are copied into a bucket and out of it, as a share of the rate of a plain device copy.
 
     python bench/gpu_pack.py [--json FILE]
 
-For buckets from 1 MiB to 256 MiB in few and in many parts; the copy is cuMemcpyDtoDAsync of the same bytes as one
-piece. Both are captured, several in a row, into graphs, so that the device alone is timed, by its events, in turn with
-each other; the median round counts. The rate is of all bytes that are read and written; what fits the GPU's cache stays
-in it, for both. What a call of pack takes on the host comes last. Needs CuPy.
+The buckets have 1 MiB to 256 MiB, in few and in many parts. The plain copy is cuMemcpyDtoDAsync of the same bytes in
+one piece. Several calls of one kind are captured into a graph, so that only the device's time is measured, by its
+events. The graphs take turns, and the median round counts. A rate counts all bytes that are read and written. Data that
+fits the GPU's cache stays there, for all kinds. The last number is the host's time for a call of pack. This needs CuPy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 def sizes_of(kind: str, count: int) -> list[int]:
     """The number of elements of each part; `count` in all."""
-    if kind == "network":  # half of it in one part, the rest in ever smaller parts, some of odd sizes
+    if kind == "network":  # half of the elements in one part, the rest in ever smaller parts
         sizes = []
         while count > 3:
             sizes.append(count // 2 - (len(sizes) % 2))
@@ -83,7 +83,7 @@ def measure(kind: str, total: int) -> dict[str, float]:
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]
     parts = [memory(x) for x in arrays]
-    line, begins, room = 16, [], 0  # in elements: the alignment of parts in a gradient bucket
+    line, begins, room = 16, [], 0  # line: the alignment of the parts of a gradient bucket, in elements
     for x in arrays:
         begins.append(room)
         room += -(-x.size // line) * line

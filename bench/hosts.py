@@ -1,19 +1,20 @@
-"""all_reduce between hosts: mscomm beside gloo, in two settings, and beside what the wire takes for the same bytes.
+"""Measures all_reduce between hosts: mscomm beside two settings of gloo, and beside the wire's time for the same bytes.
 
     sudo python bench/hosts.py results
     python bench/hosts.py --read results
 
 The hosts are network namespaces of this machine (tests/hosts.py), so they share its CPUs and its memory bus. A link of
-1 Gbit/s is shaped so in both directions, after a burst of 256 KiB; an unshaped one is as fast as the kernel. For each
-link and layout (2x4: 2 hosts with 4 ranks each) all contenders take turns in one job, in rounds, and every result is
-checked: float32 sum in place, in ordinary arrays. Keeps all samples in the folder, and prints tables in Markdown. A
-call's time is the mean over the ranks; a time is the median over rounds of their medians, a ratio that of two times,
-its interval a paired bootstrap over rounds.
+1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB; an unshaped link is as fast as the kernel
+can make it. For each link and layout (2x4: 2 hosts with 4 ranks each) all contenders take turns in one job, in rounds,
+and every result is checked. The calls are float32 sums in place, in ordinary arrays. All samples are kept in the
+folder, and tables are printed in Markdown. A call's time is the mean over the ranks. A time in the tables is the median
+over rounds of each round's median. A ratio is that of two times; its interval is a paired bootstrap over rounds.
 
-"wire": with H hosts an all_reduce of S bytes has every host send and receive 2 (H-1)/H S at least. One rank of each
-host does that, to the next host and from the one before, at once, and nothing else. "share" is that time over mscomm's.
-"sent" is what the busiest host has sent by its interface, over those bytes: below 1 something went another way, and
-the command fails. Ratios to gloo below 1 are in bold. Then the goals, and the cells that miss them.
+In an all_reduce of S bytes over H hosts, every host must send and receive at least 2 (H-1)/H S bytes. "wire" is the
+time for just these bytes: one rank of each host sends them to the next host, and receives at the same time from the
+host before. "share" is that time over mscomm's. "sent" is the number of bytes that the busiest host has sent by its
+interface, over the bytes that it must send. Below 1 some bytes went another way, and the command fails. Ratios to gloo
+below 1 are in bold. After the tables come the goals, and the cells that miss them.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 
 LAYOUTS = ("2x1", "4x1", "2x4")
 INTERFACE = "net0"
 PASSED_ON = ("MSCOMM_ALGO",)  # variables of our environment that the ranks get
-SENT_FROM = 4 << 10  # bytes; below this, most of what is sent are headers
+SENT_FROM = 4 << 10  # bytes; below this, most of what is sent is headers
 SERIES_S = 900.0
 LAST_LINES = 30
 
 
 class Goal(NamedTuple):
-    """For each size from `smallest` on, at least this share of the wire, and this speed relative to the better gloo."""
+    """A goal for each size from `smallest` on: at least this share of the wire, and this speed over the better gloo."""
 
     link: str
     layouts: tuple[str, ...]
@@ -102,7 +103,7 @@ class Series:
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
     def beside_the_wire(self) -> Iterator[str]:
-        """The signs that bytes went between the hosts by another way than their interfaces."""
+        """Lines about bytes that went between the hosts by another way than their interfaces."""
         for size in self._rows:
             for name in self.environment["contenders"]:
                 if (sent := self.sent(name, size)) < 1:
@@ -185,7 +186,7 @@ def _share_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """One line per goal and layout, then the cells that miss it; and what was not measured."""
+    """For each goal, a line per layout with the cells that miss it, or a line that it was not measured."""
     for goal in GOALS:
         for layout in goal.layouts:
             for series in all_series:
@@ -286,7 +287,7 @@ def main(
 
 def _measure(plan: dict[str, Any], into: Path) -> list[str]:
     """Run one job on new hosts. Returns what failed."""
-    into.unlink(missing_ok=True)  # it is from an earlier run
+    into.unlink(missing_ok=True)  # the file of an earlier run
     began = time.monotonic()
     hosts_count, ranks = map(int, plan["layout"].split("x"))
     with tempfile.TemporaryDirectory(prefix="mscomm-hosts-") as scratch:
@@ -318,7 +319,7 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            start_new_session=True,  # so that Ctrl-C reaches us alone: it removes the hosts when we end it
+            start_new_session=True,  # Ctrl-C must not reach the process: it removes the hosts when we terminate it
         )
     try:
         status = process.wait(SERIES_S)

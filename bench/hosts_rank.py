@@ -60,7 +60,7 @@ def main(plan_file: str, result_file: str) -> None:
     job = Job(case, given["hosts"], given["interface"])
     started = [ourselves(case, shared=False), *_gloos(case, given), _wire(job)]
     contenders = [one for one in started if isinstance(one, Local)]
-    assert len(contenders) == len(started)  # all of them run in these processes
+    assert len(contenders) == len(started)  # all contenders run in the ranks' own processes
     rows = [_of_size(plan, job, contenders, count) for count in plan.counts(case)]
     carried = resolve(None).core.carried()
     by = {what: [int(one) for one in mscomm.all_gather(np.array([carried[what]]))] for what in ("arena", "mesh")}
@@ -73,7 +73,7 @@ def main(plan_file: str, result_file: str) -> None:
 
 
 class Job:
-    """Which host this rank is on, and how many bytes have left that host."""
+    """The case, this rank's host, and the number of bytes that the host has sent."""
 
     def __init__(self, case: Case, names: list[str], interface: str) -> None:
         self.case, self.names, self._interface = case, names, interface
@@ -161,7 +161,7 @@ class Ring:
 
 
 def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """The number of bytes moved; None if it would have to wait."""
+    """The number of bytes moved; None if the socket is not ready."""
     try:
         return move(bytes_) if bytes_ else 0
     except BlockingIOError:
@@ -169,7 +169,7 @@ def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
 
 
 def _connected(host: str) -> socket.socket:
-    """Connect to the host's listener for the ring, once it listens."""
+    """Connect to the host's listener for the ring, as soon as the host listens."""
     until = time.monotonic() + START_S
     while True:
         try:
@@ -184,7 +184,7 @@ def _connected(host: str) -> socket.socket:
 
 
 def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
-    """A row of the file. `least_bytes`: what every host must send per call; `sent_bytes`: what the busiest one sent."""
+    """A row of the file. Per call, each host must send `least_bytes`, and the busiest host has sent `sent_bytes`."""
     size = job.case.size(count)
     buffers = Buffers(job.case, count, True, np.empty)  # all contenders use the same memory
     calls = {contender.name: contender.call(buffers) for contender in contenders}
@@ -196,7 +196,7 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
             before = job.sent()
             mscomm.barrier()
             rounds[name].append(_round(job, name, call, buffers, plan))
-            mscomm.barrier()  # everything that was sent has arrived
+            mscomm.barrier()  # after this, everything that was sent has arrived
             sent[name] += job.sent() - before
     results = {}
     for name, call in calls.items():

@@ -1,10 +1,10 @@
-// The CUDA driver and NCCL in one library that does nothing, for what mscomm itself costs: each function says success at once,
-// whatever it is given, and the device has always done everything.
+// A library that replaces the CUDA driver and NCCL and does nothing, to measure the cost of mscomm itself. Each function returns
+// success at once, whatever its arguments are, and the device has always finished its work.
 #include <cstddef>
 #include <cstring>
 
 #define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
-// Says success, and where it is asked for a handle, gives one.
+// IDLE defines a function that only returns success. GIVES defines one that also gives out a handle.
 #define IDLE(name) \
   FAKE_EXPORT int name() { return 0; }
 #define GIVES(name) \
@@ -55,7 +55,7 @@ FAKE_EXPORT int cuDeviceGetUuid(unsigned char* uuid, int device) {
 FAKE_EXPORT int cuDeviceGetAttribute(int* value, int, int) { return *value = 1, 0; }
 FAKE_EXPORT int cuCtxGetCurrent(void** context) { return *context = current, 0; }
 FAKE_EXPORT int cuCtxSetCurrent(void* context) { return current = context, 0; }
-FAKE_EXPORT int cuCtxPushCurrent_v2(void* context) { return current = context, 0; }  // a stack of one
+FAKE_EXPORT int cuCtxPushCurrent_v2(void* context) { return current = context, 0; }  // the stack has one place
 FAKE_EXPORT int cuCtxPopCurrent_v2(void** context) { return *context = current, 0; }
 FAKE_EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, 0; }
 FAKE_EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = 0, 0; }

@@ -1,8 +1,8 @@
-"""A driver and an NCCL that do nothing (idle.cc), and arrays on their devices: for what mscomm itself costs.
+"""A driver and an NCCL that do nothing (idle.cc), and arrays on their device, to measure the cost of mscomm itself.
 
     python bench/idle.py     # compiles the library, and prints its path
 
-An array is an address, a shape and a dtype, as light as an array library's own. tests/test_cost.py uses this file too.
+An array is just an address, a shape and a dtype. enqueue.py and tests/test_cost.py use this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mscomm.arrays.numpy import CODES
 
 
 def library() -> str:
-    """The path of the library, which is both the driver and NCCL; compiled if its source has changed."""
+    """The path of the library, which is both the driver and NCCL. Compiles the library if its source has changed."""
     source = Path(__file__).with_suffix(".cc")
     folder = Path(tempfile.gettempdir(), f"mscomm-idle-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -53,7 +53,7 @@ PLAIN = {IdleArray: "nccl"}
 
 
 def register() -> None:
-    """Let mscomm know these arrays, as a row of mscomm.arrays would."""
+    """Make this module one of the array libraries of mscomm.arrays."""
     arrays.LIBRARIES["idle"] = "idle"
     sys.modules["mscomm.arrays.idle"] = sys.modules[__name__]
 

@@ -1,5 +1,5 @@
-"""How long init() takes: from the first rank's entry to the last rank's return. All ranks have done their imports, and
-enter at the same time.
+"""Measures how long init() takes, from the first rank's entry to the last rank's return. All ranks have done their
+imports before, and enter at the same time.
 
     mscomm run -n 8 bench/init_time.py
     mpirun -n 8 python bench/init_time.py

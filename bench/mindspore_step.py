@@ -1,15 +1,15 @@
-"""A data-parallel step of MindSpore on CPUs: by mscomm.Model, and by MindSpore's own communication, in turn.
+"""Measures a data-parallel step of MindSpore on CPUs, with mscomm.Model and with MindSpore's own communication.
 
     python bench/mindspore_step.py -n 2 --network mlp
 
-MindSpore's own way is graph mode with parallel_mode=DATA_PARALLEL, its processes started as a dynamic cluster (MS_ROLE
-and so on); it runs in PyNative mode, too. What PyNative costs against a graph, and what the exchange of gradients
-costs, is told apart by MindSpore's steps that exchange nothing: of n processes at once, and of one alone.
+MindSpore's own communication uses parallel_mode=DATA_PARALLEL, and processes that are started as a dynamic cluster
+(MS_ROLE and so on). It usually runs in graph mode, and is measured in PyNative mode, too. Steps without any exchange of
+gradients, in n processes at once and in one alone, show what PyNative mode costs and what the exchange costs.
 
-All processes of all kinds are started once; in every round each kind takes a few steps while the others wait. The
-network, its first weights, the batches and the threads are the same everywhere, each step ends with the loss as a
-number, and after the warm-up all kinds that exchange must have the same weights. Times are medians over rounds, of the
-slowest process; the interval of a ratio is a paired bootstrap over rounds.
+All processes of all kinds are started once. In every round each kind takes a few steps while the others wait. All kinds
+have the same network, first weights, batches and number of threads. Each step ends with the loss as a number. After the
+warm-up, all kinds that exchange gradients must have the same weights. Times are those of the slowest process, as
+medians over rounds; the interval of a ratio is a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any, NamedTuple
 import click
 from ratio import interval, ratio
 
-STEPS = 8  # of one kind, in a row
+STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
-PATIENCE_S = 300  # for the answer of a process: MindSpore's cluster needs some seconds, compiling a graph more
+PATIENCE_S = 300  # how long a process may take to answer: compiling a graph takes longer than starting the cluster
 
-# Who exchanges the gradients.
+# What exchanges the gradients.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 
 
 class Kind(NamedTuple):
     mode: str
     carrier: str
-    alone: bool = False  # one process takes steps, the others wait
+    alone: bool = False  # only one process takes steps, and the others wait
 
     def __str__(self) -> str:
         what = {NOBODY: "nothing exchanged"}.get(self.carrier, f"by {self.carrier}")
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     """The place of one process among those of its kind."""
 
     kind: Kind
-    rank: int  # -1: MindSpore's scheduler
+    rank: int  # -1 for MindSpore's scheduler
     size: int
     port: int
     network: str
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def network(name: str) -> tuple[Any, tuple[int, ...]]:
-    """A cell and the shape of its batch."""
+    """The network as a cell, and the shape of its batch."""
     from mindspore import nn
 
     if name == "mlp":  # much data to exchange for little computing
@@ -95,7 +95,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     cell, shape = network(place.network)
     draw = np.random.default_rng(0)
     for p in cell.get_parameters():
-        if p.ndim > 1:  # biases and norms begin with 0 and 1
+        if p.ndim > 1:  # biases begin with 0, and the factors of norms with 1
             weights = draw.normal(0, (2 / np.prod(p.shape[1:])) ** 0.5, p.shape)
             p.set_data(mindspore.Tensor(weights.astype(np.float32)))
         elif p.name.endswith("bias"):
@@ -273,7 +273,7 @@ def report(times: dict[Kind, Any], about: str) -> None:
 @click.option("--without", multiple=True, type=click.Choice(MODES), help="Leave a mode out.")
 def main(size: int, name: str, rounds: int, threads: int | None, bucket_mb: float | None, without: tuple[str]) -> None:
     threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
-    os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # for all processes; 3: show only errors
+    os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # all processes inherit these; 3 shows only errors
 
     import numpy as np
 

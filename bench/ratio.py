@@ -1,4 +1,4 @@
-"""The ratio of two contenders' times, which were measured in turn, in rounds, with its interval."""
+"""The ratio of the times of two contenders that took turns in rounds, and the interval of the ratio."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ ENOUGH_ROUNDS = 11  # with fewer, the bootstrap has few distinct medians: the in
 
 class Ratio(NamedTuple):
     value: float
-    low: float  # of the interval
+    low: float  # the ends of the interval
     high: float
 
 
 def ratio(theirs: Any, ours: Any) -> Ratio:
-    """The median of their rounds over the median of ours, and the interval that has 95 % of the paired bootstraps."""
+    """The median of their rounds over the median of ours, and the interval with 95 % of the paired bootstraps."""
     import numpy as np  # imported here, because mindspore_step.py first sets the number of threads
 
     theirs, ours = np.asarray(theirs), np.asarray(ours)
@@ -25,5 +25,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """The name of an interval from so many rounds. "95 %" assumes that the rounds are independent of each other."""
+    """What to call the interval of a ratio over so many rounds. "95 %" assumes that the rounds are independent."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

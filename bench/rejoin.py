@@ -1,4 +1,4 @@
-"""How fast a killed rank is replaced: `python bench/rejoin.py -n 4 --times 100`.
+"""Measures how fast a killed rank is replaced: `python bench/rejoin.py -n 4 --times 100`.
 
 The ranks of a job under `mscomm run --max-restarts` are killed in turn by SIGKILL, at a random point of a loop of
 all_reduce calls on all ranks and on a group of two. Each time, two durations are measured: from a new rank's call of

@@ -1,4 +1,4 @@
-"""Times every collective of table.py that mscomm has, by size, ranks and memory: `pytest bench/ --benchmark-only`.
+"""Times each collective of table.py, by size, number of ranks and memory: `pytest bench/ --benchmark-only`.
 
 Each row of the report is one combination. Compare runs with pytest-benchmark's --benchmark-save and
 --benchmark-compare.

@@ -1,11 +1,11 @@
-"""A data-parallel step of PyTorch by GradientReducer and by DistributedDataParallel over gloo, in turn in one run.
+"""Measures a data-parallel step of PyTorch with GradientReducer, and with DistributedDataParallel over gloo.
 
     python bench/train.py -n 2 --network mlp
 
-Every rank has two copies of the network, one for each library. In every round it takes a few steps with each, with the
-gradients exchanged and without (no_sync). Exposed communication is the difference of these two in the same round: the
-part that the backward pass did not hide. Times are those of the slowest rank, as medians over rounds; the intervals of
-the ratios come from a paired bootstrap over rounds.
+Every rank has two copies of the network, one for each library. In every round it takes a few steps with each of them,
+some with an exchange of gradients and some without (no_sync). The difference of these two times in the same round is
+the exposed communication: the part that the backward pass did not hide. Times are those of the slowest rank, as medians
+over rounds. The intervals of the ratios come from a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from ratio import interval, ratio
 
-STEPS = 4  # of one kind, in a row
+STEPS = 4  # how many steps of one kind are taken in a row
 
 
 def network(name: str) -> tuple[Any, Any, Any]:
