@@ -1,4 +1,4 @@
-"""Functions of mscomm by name, for the tests of what they accept and refuse (test_api_*.py); and a forked child."""
+"""For the tests of accepted and refused arguments (test_api_*.py): tables of mscomm's functions, and a forked child."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mscomm
 
 
 def many(x: Any, *, out: Any = None, **options: Any) -> Any:
-    """all_reduce_many with one array."""
+    """Call all_reduce_many with one array."""
     return mscomm.all_reduce_many([x], out=None if out is None else [out], **options)[0]
 
 
@@ -25,7 +25,7 @@ def each(table: dict[str, Any]) -> Any:
 
 
 def in_a_forked_child(body: Any) -> str:
-    """The text of the error that body raises in a forked child."""
+    """Run body in a forked child. Returns the text of the error that it raises there."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:

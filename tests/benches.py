@@ -1,4 +1,4 @@
-"""Runs `mscomm bench` on real ranks, for the tests of it, and looks for the peers that are installed."""
+"""For the tests of `mscomm bench`: runs it on real ranks, and finds the peers (other libraries) that are installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mpich_prefix() -> list[str]:
 
 
 def installed(peer: str) -> list[str]:
-    """The options that this peer needs. Skips the test if the peer is not installed."""
+    """Return the options that this peer needs. Skips the test if the peer is not installed."""
     peer = peer.removesuffix(peers.SINGLE)
     if peer in ("private", "memory"):
         return []

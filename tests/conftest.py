@@ -15,7 +15,7 @@ from mscomm.job import resolve
 
 @pytest.fixture
 def tmpdir_env(tmp_path, monkeypatch):
-    """tempfile.gettempdir() is this folder, here and in child processes."""
+    """Make tmp_path the folder for temporary files, here and in child processes."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path
@@ -25,7 +25,7 @@ def tmpdir_env(tmp_path, monkeypatch):
 def port() -> int:
     """A free port for a process that binds it seconds later, after its imports.
 
-    It is outside the ephemeral range, from which the kernel gives ports to other tests in the meantime.
+    The port is outside the ephemeral range, because the kernel may meanwhile give ports of that range to other tests.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     every = range(10000, 65536)
@@ -42,7 +42,7 @@ def port() -> int:
 
 @pytest.fixture
 def alone():
-    """A job of one."""
+    """A job with one rank."""
     mscomm.init()
     yield resolve(None)
     mscomm.release()
@@ -50,7 +50,7 @@ def alone():
 
 @pytest.fixture
 def unharmed(alone):
-    """A job of one in which the test's calls must send nothing: they use no call number, and the next call works."""
+    """A job with one rank. The test's calls must use up no call number, and the next call must work."""
     before = alone.core.where()
     yield alone
     assert alone.core.where() == before

@@ -1,4 +1,4 @@
-"""A control plane in one process, for its tests: a hub in a thread, and members over real sockets."""
+"""For tests of the control plane: a hub in a thread, and members in the same process, connected by real sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def eventually(condition, timeout_s=5.0):
 
 
 def raised(kind, function, *args):
-    """Return the error that the function must raise. Can be used in threads."""
+    """Call the function, which must raise an error of this kind. Returns the error."""
     with pytest.raises(kind) as caught:
         function(*args)
     return caught.value
@@ -55,7 +55,7 @@ def listening(family=socket.AF_INET):
 
 
 class Communicator:
-    """Stands in for the core's communicator, as a member uses it."""
+    """Stands in for the core's communicator: has the methods that a member calls."""
 
     def __init__(self, place=(0, False, "")):
         self.aborts: list[tuple] = []
@@ -89,7 +89,7 @@ def undialled(rank, address):
 
 
 class Job:
-    """A hub in a thread, and members in this process, each over its socket pair or over TCP."""
+    """A hub in a thread, and members in this process. Each member is connected by a socket pair or by TCP."""
 
     def __init__(self, size, *, ranks_known=True, watched=False, restarts=False, topo_timeout_s=5.0, tcp=False, **more):
         self.log: list[str] = []
@@ -105,7 +105,7 @@ class Job:
                 ours, self.ends[rank] = socket.socketpair()
                 self.hub.adopt(ours, rank)
         self.members: list[Member] = []
-        self.links: list[Frames] = []  # links that belong to no member; closed at the end
+        self.links: list[Frames] = []  # links that belong to no member; they are closed at the end
         self.outcome = None
         self.thread = threading.Thread(target=self._serve)
 
@@ -139,7 +139,7 @@ class Job:
         return member
 
     def joined(self, ids=None, places=()):
-        """Let all members join, attach and become ready. Returns them with their communicators, by rank."""
+        """Let all members join, attach and become ready. Returns (member, communicator) for each rank."""
         ids = ids or [None] * self.size
         results: dict[int, tuple] = {}
         failures: list[BaseException] = []
@@ -165,7 +165,7 @@ class Job:
         return [results[rank][:2] for rank in range(self.size)]
 
     def again(self, rank):
-        """The member of a process that a launcher has restarted."""
+        """Return the member of a rank whose process a launcher has restarted."""
         ours, theirs = socket.socketpair()
         self.hub.adopt(ours, rank)
         self.ends[rank].close()
@@ -179,7 +179,7 @@ class Job:
 
 
 def greeted(address, rank=-1):
-    """A control link that has done its hello and has not joined."""
+    """Open a control link that has exchanged its hello, but has not joined."""
     sock = links.connect(address, soon())
     links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
     return sock
@@ -192,7 +192,7 @@ def key_file(path, content=KEY, mode=0o600):
 
 
 class Waits:
-    """A call in its own thread: keeps what it returned, or the mscomm error that it raised."""
+    """Calls a function in a thread of its own, and keeps its result or the mscomm error that it raised."""
 
     def __init__(self, function, *args):
         self.result = self.error = None

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
 torch.set_num_threads(1)
-torch.manual_seed(rank)  # the wrapper gives all ranks the weights of rank 0
+torch.manual_seed(rank)  # the ranks begin with different weights; the wrapper gives all of them rank 0's
 layers = [torch.nn.Conv2d(3, 8, 3, 2), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten()]
 model = DDP(torch.nn.Sequential(*layers, torch.nn.Linear(392, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
@@ -22,7 +22,7 @@ def train(epoch, batches):
         data = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
         images, labels = torch.randn(16, 3, 16, 16, generator=data), torch.randint(0, 10, (16,), generator=data)
         optimizer.zero_grad()
-        for part in range(2):  # the gradients of two batches are added before a step
+        for part in range(2):  # the gradients of two half batches are added up before a step
             with model.no_sync() if part == 0 else torch.enable_grad():
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = torch.nn.functional.cross_entropy(model(images[part::2]), labels[part::2])
@@ -34,11 +34,11 @@ def train(epoch, batches):
 
 for epoch in range(4):
     train(epoch, batches=3)
-    if rank == 0 and epoch == 2:  # the others read it after an epoch in which rank 0 takes part
+    if rank == 0 and epoch == 2:  # before the last epoch, so the file is complete when the others read it
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/checkpoint.pt")
 saved = torch.load(f"{folder}/checkpoint.pt")
 model.load_state_dict(saved["model"])
 optimizer.load_state_dict(saved["optimizer"])
 with model.join():
-    train(epoch=4, batches=3 + size - rank)  # rank 0 has the most
+    train(epoch=4, batches=3 + size - rank)  # rank 0 has the most batches
 torch.save(model.module.state_dict(), f"{folder}/rank_{rank}.pt")

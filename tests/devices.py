@@ -1,4 +1,4 @@
-"""Ranks with one device each, over the stand-ins of tests/fakes: the environment of such a job, and its arrays.
+"""Tests on ranks with one device each. The stand-ins of tests/fakes replace the vendors' libraries.
 
 @devices(2)
 def test_sum(rank, group):
@@ -24,7 +24,7 @@ from mscomm import _core
 
 BACKENDS = ("nccl", "hccl")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-NCCL = "nccl-22809"  # the version for tests that name none
+NCCL = "nccl-22809"  # the version in tests that do not choose one
 
 before_joining.append(lambda: library.register(os.environ.get("FAKE_BACKEND", "nccl")))
 
@@ -37,9 +37,9 @@ def built() -> dict[str, str]:
 def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str, str]:
     """The variables with which a process loads the stand-ins instead of the vendor's libraries.
 
-    library: load this one for the collectives.
+    library: the stand-in to load for the collectives.
     """
-    # A short delay of the device, so that code that does not wait for it reads old values.
+    # The device is a little late, so that code that does not wait for it reads old values.
     own = {"FAKE_BACKEND": backend, "FAKE_DELAY_US": "50"}
     if backend == "nccl":
         own |= {"MSCOMM_CUDA_LIBRARY": built()["cuda"], "FAKE_CUDA_LIBRARY": built()["cuda"]}
@@ -51,9 +51,9 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 
 
 def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | None = None, **options: Any) -> Any:
-    """Like @ranks, with init() for "nccl" or for the test's parameter `backend`.
+    """Like @ranks. init() takes the backend from the test's parameter `backend`; without that parameter it is "nccl".
 
-    env: variables besides those that the stand-ins need; its LIBRARY is the library for the collectives.
+    env: more variables than those that the stand-ins need. LIBRARY in env names the stand-in for the collectives.
     """
 
     def whole(rank: int, backend: str = "nccl", **parameters: Any) -> dict[str, str]:
@@ -69,7 +69,8 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# What a process has: kernels, loaded in either of the two ways, or no kernels.
+# LOADED has the variables for each of the two driver functions that can load kernels. WITHOUT has the cases in which
+# there are no kernels, with the reason that mscomm must give.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",
@@ -79,14 +80,14 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """The variables with which the driver has, or refuses, kernels in this way."""
+    """The variables that make the driver load kernels in this way, or refuse them."""
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
 
 
 def load_kernels(how: str) -> None:
-    """Make init() load the kernels. Call it before init(), in a process with those variables."""
+    """Make init() load the kernels. Call it before init(), in a process with the variables of kernel_variables()."""
     image = b"" if how == "no image" else _core.embedded_image()[0] or IMAGE
     _core.open_cuda = functools.partial(_core.open_cuda, image=image)
 
@@ -110,5 +111,5 @@ def handles() -> dict[str, int]:
 
 
 def violations() -> list[str]:
-    """The uses that the stand-ins have seen and that the vendor's libraries do not allow."""
+    """The calls to the stand-ins that the vendors' libraries would not allow."""
     return list(counters()["texts"])

@@ -1,8 +1,8 @@
-"""Every collective function of mscomm as a row: how to call it, and the expected result, computed with NumPy.
+"""A row for each collective function of mscomm: how to call it, and its expected result, computed with NumPy.
 
 The rows are the functions of mscomm._core; a test checks that none is missing. The expected result of a reduction is a
 left-to-right fold of the ranks' arrays in the accumulator type (float32 for float16 and bfloat16), rounded once. With
-several hosts, it first folds the ranks of each host, and then the hosts.
+several hosts, the ranks of each host are folded first, and then the hosts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def algorithms_of(collective: str) -> list[str]:
 
 
 def real(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type of the real part."""
+    """The dtype of the real part of a complex dtype; a real dtype itself."""
     return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
 
@@ -76,7 +76,7 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def folded(op: str, inputs: list[Array], hosts: list[int] | None = None) -> Array:
-    """The canonical reduction of the ranks' arrays. Rank r is on hosts[r]; hosts None: all ranks are on one host."""
+    """Reduce the ranks' arrays in the defined order. Rank r is on hosts[r]; if hosts is None, all are on one host."""
     hosts = hosts or [0] * len(inputs)
     dtype = inputs[0].dtype
     accumulator = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
@@ -113,16 +113,17 @@ class Function(NamedTuple):
     what: str  # the core's collective that moves the data
     has_op: bool
     has_root: bool
-    # The number of rows of this rank's x.
+    # Returns the number of rows of this rank's x.
     given: Callable[[How, int], int]
-    # This rank's result without its counts; None if it gets no result.
+    # Returns this rank's expected result without its counts; None if the rank gets no result.
     model: Callable[[How, list[Array], int, list[int] | None], Array | None]
     # Calls the function with x (None if this rank may leave it out), how, this rank, and options.
     call: Callable[..., Any]
-    # For a call in place: the row of the longer of x and out at which the other begins. None: not possible in place.
+    # For a call in place, where one of x and out is a part of the other: the row at which that part begins.
+    # None if the call cannot work in place.
     place: Callable[[How, int], int | None] = lambda how, rank: 0
     counts: Callable[[How, int], list[int]] | None = None  # the counts that come with the result
-    sparing: bool = False  # x is read only on the root
+    sparing: bool = False  # the call reads x on the root alone
 
 
 def one_part(how: How, rank: int) -> int:

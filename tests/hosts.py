@@ -3,7 +3,7 @@
     with Hosts(2, tmp_path) as hosts:
         hosts[0].start(["python", "train.py"]).wait()
 
-As a program, it runs a command on each of N new hosts at once, with the host's number in the place of {host}:
+As a program, this file makes N hosts and runs a command on all of them at once. {host} stands for the host's number:
 
     sudo python tests/hosts.py 2 --rate 1gbit -- mscomm run --nnodes 2 --node-rank {host} --master-addr host-0 ...
 
@@ -29,7 +29,7 @@ from types import TracebackType
 import pytest
 
 _serial = itertools.count()
-_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # no variables of a launcher that runs the tests
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # without the variables of a launcher around us
 
 
 def _ip(*words: str, program: str = "ip") -> str:
@@ -40,13 +40,13 @@ def _ip(*words: str, program: str = "ip") -> str:
 
 
 def _shape(space: str, device: str, rate: str) -> None:
-    """Let the device send no faster than that, except for the first 256 KiB after a pause."""
+    """Limit the rate at which the device sends, except for the first 256 KiB after a pause."""
     bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
     _ip("-n", space, "qdisc", "add", "dev", device, "root", *bucket, program="tc")
 
 
 class Host:
-    """One host. `name`: its host name; `addresses`: its address on each network."""
+    """One host, with its host name and its address on each network."""
 
     def __init__(self, space: str, name: str, addresses: list[str]) -> None:
         self.space = space
@@ -55,12 +55,12 @@ class Host:
         self.address = addresses[0]
 
     def command(self, words: Sequence[str | Path]) -> list[str]:
-        """The command line that runs the words on this host."""
+        """The command line that runs the command `words` on this host."""
         enter = ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
         return [*enter, self.name, *map(str, words)]
 
     def start(self, words: Sequence[str | Path], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start the words as a process on this host, with its output in pipes."""
+        """Start the command `words` on this host, with its output in pipes."""
         own = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         return subprocess.Popen(
             self.command(words),
@@ -83,7 +83,7 @@ class Host:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def unplug(self) -> None:
-        """Take the host off its networks, so that the others hear nothing from it any more."""
+        """Take the host off its networks, so that the other hosts hear nothing from it any more."""
         for network in range(len(self.addresses)):
             _ip("-n", self.space, "link", "set", f"net{network}", "down")
 
@@ -92,7 +92,7 @@ class Host:
 
 
 class Hosts:
-    """Makes the hosts, and removes everything at the end, including processes that still run there."""
+    """Makes the hosts. At the end it removes everything, including processes that still run on the hosts."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Hosts:
         if os.getuid() != 0:
             pytest.skip("network namespaces need root")
         if shutil.which("ip") is None:
-            pytest.skip("no ip here: install iproute2")
+            pytest.skip("ip is not installed: install iproute2")
         self._folder = folder
         self._networks = networks
         self._version = version
@@ -165,7 +165,7 @@ class Hosts:
                 if self._rate:  # limit what the host sends, and what is sent to it
                     _shape(host.space, f"net{j}", self._rate)
                     _shape(self._switch, port, self._rate)
-            # `ip netns exec` shows this file as /etc/hosts there.
+            # `ip netns exec` shows this file as /etc/hosts inside the namespace.
             etc = Path("/etc/netns", host.space)
             etc.mkdir(parents=True)
             lines = ["127.0.0.1 localhost", "::1 localhost"]
@@ -174,7 +174,7 @@ class Hosts:
 
     def _remove(self) -> None:
         for host in self._hosts:
-            with contextlib.suppress(RuntimeError):  # the namespace was not made
+            with contextlib.suppress(RuntimeError):  # the namespace does not exist if making it failed
                 for pid in host.pids():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -203,7 +203,7 @@ class Hosts:
 
 
 def run_on_each(hosts: Hosts, words: Sequence[str]) -> list[int]:
-    """Run the words on all hosts at once, with our environment and output. Returns the exit codes."""
+    """Run the command `words` on all hosts at once, with our environment and output. Returns the exit codes."""
     processes = []
     for number, host in enumerate(hosts):
         command = host.command([word.replace("{host}", str(number)) for word in words])
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of each host's interface, in tc's notation: 1gbit")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it removes the hosts
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the hosts are removed
     try:
         with Hosts(given.count, Path(), rate=given.rate) as hosts:
             codes = run_on_each(hosts, given.command)

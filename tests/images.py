@@ -11,7 +11,7 @@ from mscomm.dataset import cifar10
 
 
 def records(labels: Any, seed: int = 0) -> np.ndarray:
-    """The contents of a file: random images with these labels."""
+    """The contents of a file in CIFAR-10's format: random images with these labels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (len(labels), 3072), np.uint8)
     return np.concatenate([np.asarray(labels, np.uint8)[:, None], pixels], axis=1)
 
@@ -25,7 +25,7 @@ def write(folder: Path, rows: tuple[int, ...] = (20, 20, 20, 20, 4), test: int =
 
 
 def numbers(n: int) -> list[tuple[int]]:
-    """A source with random access: row i is i."""
+    """A source with random access, whose row i holds the number i."""
     return [(i,) for i in range(n)]
 
 

@@ -3,8 +3,8 @@
 Forking a rank takes some milliseconds; starting an interpreter and importing NumPy and the file takes a third of a
 second. A forked rank is a process of its own, which joins, fails and ends like any other.
 
-    python interpreter.py serve FILE DESCRIPTOR    # obeys the orders that come through that socket
-    python interpreter.py be ORDER                 # runs one rank itself
+    python interpreter.py serve FILE DESCRIPTOR    # forks a rank for each order from that socket
+    python interpreter.py be ORDER                 # becomes one rank itself
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 from mscomm.bootstrap.launcher import CONTROL_FD
 
-ALIKE = 2  # interpreters per file; each hashes strings differently, so that ranks see sets in different orders
-AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # of variables that are read at the start
-_MOST_BYTES = 200_000  # in an order
-_ANSWERS_S = 120.0  # enough to import PyTorch on a busy machine
+ALIKE = 2  # interpreters per file. Each hashes strings differently, so that ranks see sets in different orders
+AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # prefixes of variables that are read only at start
+_MOST_BYTES = 200_000  # the longest order
+_ANSWERS_S = 120.0  # for an answer; enough to import PyTorch on a busy machine
 
 Order = dict[str, Any]
 
@@ -84,7 +84,7 @@ class Interpreter:
             raise RuntimeError(f"the interpreter that forks ranks has ended: {self._process.wait()}")
         pid, code = json.loads(answer)
         if code is None:
-            self._codes.pop(pid, None)  # the code of an earlier process with this id
+            self._codes.pop(pid, None)  # forget the code of an earlier process with this id
             return int(pid)
         self._codes[pid] = code
         return 0
@@ -115,7 +115,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and we have not been told yet
+            with contextlib.suppress(ProcessLookupError):  # the rank has ended, and we have not been told yet
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -126,7 +126,7 @@ _of_file: tuple[str, list[Interpreter]] = ("", [])
 
 
 def of(file: str, rank: int, env: dict[str, str]) -> Interpreter:
-    """The interpreter for that rank of that file's tests. Ends the interpreters of the previous file."""
+    """Return the interpreter that forks this rank of the file's tests. Ends the interpreters of the previous file."""
     global _of_file
     if _of_file[0] != file:
         close()
@@ -152,7 +152,7 @@ def import_tests(file: str) -> None:
 
 
 def _serve(orders: socket.socket) -> Order | None:
-    """Fork a rank for each order. Returns the order in the rank, and None here when the tests are over."""
+    """Fork a rank for each order. Returns in each rank, with its order, and here with None when the tests are over."""
     orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")
     with selectors.DefaultSelector() as selector, orders:
         selector.register(orders, selectors.EVENT_READ)
@@ -166,7 +166,7 @@ def _serve(orders: socket.socket) -> Order | None:
                     if pid == 0:
                         for other in [key.fd for key in selector.get_map().values() if key.data]:
                             os.close(other)
-                        os.setsid()  # first, because the tests may kill this process group at any time
+                        os.setsid()  # before the answer, after which the tests may kill this process group
                         orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}
                     os.close(descriptors[0])

@@ -4,8 +4,8 @@
     def test_sum(rank, group):
         assert mscomm.all_reduce(np.float32([rank]))[0] == 3
 
-When a rank has returned from a call, the other ranks may still be in that call, and the call may fail there if this
-rank ends or aborts now. If that must not happen, call everybody_is_here() in between.
+When a rank has returned from a call, the other ranks may still be in it. If this rank ends or aborts now, the call may
+fail on the others. If that must not happen, call everybody_is_here() first.
 
 Each process writes a log. When a rank fails, the others get a moment to report and are then killed, and the test shows
 the logs. `expect` says which ranks may end with a code other than 0. Parameters of the test (pytest.mark.parametrize)
@@ -37,8 +37,8 @@ from interpreter import Forked, Order
 from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
-GRACE_S = 5.0  # for the other ranks to report after the first failure
-TOLD = "RANKS_TOLD"  # the variable with the folder in which the ranks of a job tell each other where they are
+GRACE_S = 5.0  # the time that the other ranks have to report after the first failure
+TOLD = "RANKS_TOLD"  # a variable: the folder with the files by which the ranks of a job signal each other
 
 
 class Job:
@@ -52,7 +52,7 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """test: what the command does, as an order that a running interpreter can carry out instead."""
+        """test: the work of the command as an order, which a running interpreter can carry out instead."""
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -104,7 +104,7 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """The exit code of each rank; None for a rank that did not end in time, or within GRACE_S after a failure."""
+        """Wait for the ranks to end, after a failure for GRACE_S. Returns exit codes, None for ranks that still run."""
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
         while time.monotonic() < until:
@@ -156,9 +156,9 @@ def ranks(
     """Decorator: the test's body runs on each of n processes, as fn(rank, group, **parameters).
 
     n may be the name of a parameter. env: the ranks' variables, or a function of the parameters and the rank that
-    returns them. A name in braces in a value, as "{algo}", is replaced by that parameter, or by the rank; from a list
-    of n values, each rank gets its own. expect: exit codes other than 0 by rank, e.g. {1: -signal.SIGKILL}. init: the
-    arguments of mscomm.init, or a function of the parameters that returns them; None: the body calls init itself.
+    returns them. "{rank}" in a value is replaced by the rank, and "{algo}" by the parameter algo; if that is a list of
+    n values, each rank gets its own. expect: exit codes other than 0 by rank, e.g. {1: -signal.SIGKILL}. init: the
+    arguments of mscomm.init, or a function of the parameters that returns them; None if the body calls init itself.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
@@ -199,7 +199,7 @@ def ranks(
     return decorate
 
 
-# -- for the ranks: they tell each other things by files, because the test breaks mscomm itself
+# -- for the ranks, which signal each other by files, because the tests break mscomm itself
 
 
 def tell(what: str) -> None:
@@ -218,14 +218,14 @@ _meetings = itertools.count()
 
 
 def everybody_is_here() -> None:
-    """Wait until all ranks of the job are in this function: then all have returned from every earlier call."""
+    """Wait until all ranks of the job are in this function, and so have returned from every earlier call."""
     turn = next(_meetings)
     tell(f"here {turn} {os.environ['MSCOMM_RANK']}")
     until_told(*(f"here {turn} {rank}" for rank in range(int(os.environ["MSCOMM_WORLD_SIZE"]))))
 
 
 def when_inside(number: int, then: Callable[[], object], group: Any = None) -> None:
-    """In another thread, call then() when this rank is in the group's call of that number, or in a later one."""
+    """Start a thread that calls then() once this rank is in the group's call of that number, or in a later one."""
     from mscomm.job import resolve
 
     core = resolve(group).core
@@ -238,7 +238,7 @@ def when_inside(number: int, then: Callable[[], object], group: Any = None) -> N
     threading.Thread(target=watch, daemon=True).start()
 
 
-before_joining: list[Callable[[], object]] = []  # functions that a test file's ranks call first
+before_joining: list[Callable[[], object]] = []  # functions that the ranks of a test file call before init()
 
 
 def be_a_rank(where: Order) -> None:

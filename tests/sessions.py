@@ -1,4 +1,4 @@
-"""Runs commands: run() with everything that they start; mscomm_run() is for jobs, invoke() stays in this process."""
+"""Runs commands. run() ends what a command leaves behind; mscomm_run() is for jobs; invoke() starts no process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(
     stdin: TextIO | None = None,
     kill_rest: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Like subprocess.run(), in a new session: a shell script or mpirun starts several processes.
+    """Like subprocess.run(), but in a new session, because a shell script or mpirun starts several processes.
 
     Kills the processes that are left in the session after timeout_s and, with kill_rest, also when the command ends.
     """
@@ -54,9 +54,9 @@ def run(
 def mscomm_run(
     *words: object, timeout_s: float = 60, env: Mapping[str, str] | None = None, stdin: TextIO | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`mscomm run WORDS`, with one thread per rank. env: variables besides ours.
+    """Run `mscomm run WORDS` with one thread per rank. env: variables in addition to those of this process.
 
-    Kills nothing that a job leaves behind, because tests look for that.
+    It does not kill processes that a job leaves behind, because tests look for them.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return run([*MSCOMM, "run", *map(str, words)], timeout_s, variables, stdin=stdin, kill_rest=False)
@@ -68,14 +68,14 @@ def invoke(command: click.Command, *words: object) -> Result:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """The environment without variables of another launcher, and without the folder of the examples' data."""
+    """This process's environment, without the variables of launchers and without those that the examples read."""
     theirs = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|SLURM|PET|TORCHELASTIC)_(?!TEST)|(RANK|RANK_\w+|WORLD_SIZE|MASTER_\w+)$"
     theirs += "|(DATA_PATH|DEVICE_ID|MINDSPORE_HCCL_CONFIG_PATH)$"
     return {k: v for k, v in os.environ.items() if not re.match(theirs, k)} | more
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """The living processes of a session, from all its process groups: mpirun gives each rank its own group."""
+    """The running processes of a session in all its process groups. mpirun gives each rank a group of its own."""
     return [process for process in psutil.process_iter() if _session(process) == leader and _lives(process)]
 
 
@@ -93,7 +93,7 @@ def _session(process: psutil.Process) -> int:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether the process has not ended. A zombie has: init may take a while to reap it."""
+    """Whether the process still runs. A zombie, which init may not have reaped yet, does not count."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,11 +1,11 @@
 """Many jobs in a row, each with one fault at a random moment: `python tests/soak.py --faults 1000 --seed 7`.
 
 Every job has 2 to 8 ranks, a random transport and a random loop of collectives whose results are checked. Then one rank
-is killed, is stopped for a while, raises, exits, gets Ctrl-C, makes a different call from the others, is slow, or does
-not come. The checks are: the job ends; no result was wrong; every other rank names the right first cause and raises it
-again at its next call; each process has the right exit code; nothing is left behind. In some jobs, a rank tries to use
-a group of which it is no member. Some jobs have a second job beside them, which must not notice the fault. Others train
-instead: with uneven data, or from checkpoints after those of one rank were damaged.
+is killed, is stopped for a while, raises, exits, gets Ctrl-C, makes a different call from the others, is slow, or comes
+too late for a timeout. The checks are: the job ends; no result is wrong; every other rank names the right first cause
+and raises it again at its next call; each process has the right exit code; nothing is left behind. In some jobs, a rank
+tries to use a group of which it is no member. Some jobs run beside a second job, which must not notice the fault. Some
+jobs train instead: with uneven data, or from checkpoints after those of one rank were damaged.
 
 A failure prints the job and how to run it alone: `--only INDEX`. To save time, the ranks are forked from a process that
 has imported this file (interpreter.py); they join the job after the fork.
@@ -43,7 +43,7 @@ ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than 
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
 SIZES = (1, 7, 1000, 5000, 100_000)
-ITERATIONS = 25  # in a job that does not fail
+ITERATIONS = 25  # of a job that does not fail
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 BOOM = "the 7th file is empty"
 
@@ -66,16 +66,16 @@ def plan(seed: int, index: int) -> dict[str, Any]:
     return {
         "seed": f"{seed}:{index}",
         "work": works.get(fault, "calls"),
-        "steps": steps,  # by rank, for jobs that train
+        "steps": steps,  # the number of each rank's steps, for jobs that train
         "size": size,
         "algo": algo,
         "hosts": [{"one": 0, "halves": int(2 * rank >= size), "turns": rank % 2}[split] for rank in range(size)],
         "fault": fault,
         "victim": victim,
-        "at": draw.randrange(ITERATIONS),  # the iteration, or ...
-        "after_s": draw.random() * 0.2,  # ... the time after the start
+        "at": draw.randrange(ITERATIONS),  # the fault comes at this iteration, or ...
+        "after_s": draw.random() * 0.2,  # ... this long after the start
         "pause_s": 0.1 + draw.random() * 0.5,
-        # Besides the world, groups of the even and of the odd ranks. Every rank creates both or splits off its own.
+        # The groups besides the world: one of the even ranks and one of the odd ranks, made by create_group or split.
         "groups": draw.choice(("none", "none", "none", "created", "split")),
         "beside": draw.random() < 0.2,  # a second job, which does not fail, runs at the same time
     }
@@ -92,7 +92,7 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
 
 @ranks("size", init=None)
 def one_rank(rank: int, job: dict[str, Any]) -> None:
-    """Join, loop until the fault, record what this rank saw, leave."""
+    """What a rank does: join, make calls until the fault comes, write down what this rank saw, and leave."""
     faulthandler.register(signal.SIGUSR1)
     mscomm.init()
     seen = Path(job["folder"], f"saw.{rank}")
@@ -152,7 +152,7 @@ def made_groups(how: str, rank: int) -> tuple[list[Any], list[Any]]:
 
 
 def refused(group: Any) -> None:
-    """This rank is no member: the call must neither reach another group nor wait."""
+    """Check that a call in a group of which this rank is no member is refused, and neither waits nor reaches others."""
     try:
         got = mscomm.all_reduce(np.ones(3), group=group)
     except RuntimeError as error:
@@ -163,7 +163,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """The victim's part in the faults that come at an iteration."""
+    """What the victim does if the fault of this job comes at an iteration."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -217,7 +217,7 @@ def part(x: np.ndarray[Any, Any], n: int, me: int) -> np.ndarray[Any, Any]:
     return x.reshape(n, -1)[me]
 
 
-# name: the call, and the same with NumPy
+# For each name: the call, and a function that computes its result with NumPy.
 CALLS: dict[str, tuple[Any, Any]] = {
     "all_reduce": (lambda x, root, me, o: mscomm.all_reduce(x, **o), lambda x, root, me: sum(x)),
     "all_reduce in place": (lambda x, root, me, o: mscomm.all_reduce(x, out=x, **o), lambda x, root, me: sum(x)),
@@ -257,7 +257,7 @@ class Running:
         size = job["size"]
         self._hub = hub.Hub(size, key=security.new_key(), topo_timeout_s=60, ranks_known=True, watched=True)
         self._ranks: list[Forked] = []
-        self._told: set[int] = set()  # ranks whose end the hub was told
+        self._told: set[int] = set()  # ranks whose end was reported to the hub
         folder.mkdir()
         for rank in range(size):
             ours, theirs = socket.socketpair()
@@ -301,14 +301,14 @@ class Running:
     def _end(self) -> None:
         hanging = [rank for rank in range(len(self._ranks)) if rank not in self._told]
         self.faults.append(f"ranks {hanging} did not end within {ENDS_WITHIN_S} s")
-        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # first their stacks
+        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # SIGUSR1 makes them print their stacks
             for rank in hanging:
                 self._ranks[rank].send_signal(number)
             time.sleep(pause_s)
         self._began = float("inf")
 
     def wrong(self) -> list[str]:
-        """When all processes have ended: what went wrong; empty if nothing did."""
+        """To be called when all processes have ended. Returns what went wrong; the list is empty if nothing did."""
         self._serving.join(10)
         if self._serving.is_alive():
             self.faults.append("the hub goes on though all ranks have ended")
@@ -324,14 +324,14 @@ class Running:
 
 
 def run_job(interpreter: Interpreter, job: dict[str, Any], folder: Path) -> list[str]:
-    """Run the job, and the one beside it. Returns what went wrong; empty if nothing did."""
+    """Run the job and, if it has one, the job beside it. Returns what went wrong; empty if nothing did."""
     jobs = [Running(interpreter, job, folder / "job")]
     try:
         if job["beside"]:
             jobs.append(Running(interpreter, neighbour(job), folder / "beside"))
         while [one for one in jobs if one.look()]:
             time.sleep(0.005)
-    except KeyboardInterrupt:  # the ranks, which are in sessions of their own, do not get it
+    except KeyboardInterrupt:  # Ctrl-C does not reach the ranks, which are in sessions of their own
         for one in jobs:
             one.kill()
         raise
@@ -351,7 +351,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         ("stop", "slow", "uneven", "damage"), "none"
     )
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
-    # If the hub asks before the exception has reached Python, it learns only in which call it came, not its name.
+    # If the hub asks before the exception has reached Python, the answer names the interrupted call, but no exception.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
@@ -364,7 +364,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         except FileNotFoundError:
             yield f"rank {rank} saw nothing"
             continue
-        # A group may lose a rank that gave up because another of its groups had failed; the text then says so.
+        # The lost rank may have given up because another of its groups had failed. The text then says so.
         gave_up = job["groups"] != "none" and "before that another group of that rank failed" in saw.get("text", "")
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"
@@ -383,7 +383,7 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
 
 
 def shared_files() -> set[str]:
-    """The files in /dev/shm, except those of MPIs that run beside us."""
+    """The files in /dev/shm, except those of MPIs that run at the same time."""
     return {
         name for name in os.listdir("/dev/shm") if not re.match(r"mpich_shm|sm_segment|vader_segment|Intel_MPI", name)
     }

@@ -17,12 +17,12 @@ import mscomm
 from mscomm.train import CheckpointConfig, GradientReducer, Model, ModelCheckpoint, Momentum
 
 MOST_STEPS = 12
-BATCHES, EPOCHS = 5, 4  # the checkpoints are those of the first half
+BATCHES, EPOCHS = 5, 4  # checkpoints are damaged after half of the epochs
 DAMAGES = ("nothing", "a bit", "the end", "the file", "a bit of each", "all files")
 
 
 class WrongResult(Exception):
-    """A collective differs from NumPy, or a training gives wrong weights."""
+    """A collective gave another result than NumPy, or a training gave wrong weights."""
 
 
 def same_everywhere(what: str, arrays: dict[str, Any]) -> None:
@@ -72,8 +72,8 @@ def momentum(optimizer: Momentum) -> Any:
 
 
 def go_on_from_damaged(job: dict[str, Any]) -> None:
-    """Train the first half, damage the victim's newest checkpoint, and resume: the result must have the same bits as a
-    training without a break.
+    """Train half of the epochs, damage checkpoints of the victim, and resume. The result must have the same bits as
+    that of a training without a break.
     """
     rank = mscomm.get_rank()
     draw = random.Random(f"{job['seed']}:damage")

@@ -22,13 +22,13 @@ def settings_as_at_the_start():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """84 rows for training and 12 for the test."""
+    """A folder with 84 rows for training and 12 for testing."""
     return write(tmp_path_factory.mktemp("data") / "cifar-10-batches-bin")
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of CIFAR-10's sizes that take no blocks on the disk: all labels are 0."""
+    """Files with CIFAR-10's sizes that take no space on the disk. All of their bytes are 0."""
     folder = tmp_path_factory.mktemp("full") / "cifar-10-batches-bin"
     folder.mkdir()
     for name in (*cifar10.TRAIN, cifar10.TEST):

@@ -1,4 +1,4 @@
-"""Sources and steps for the tests of mscomm.dataset, and what can be seen of a pass."""
+"""Sources and steps for the tests of mscomm.dataset, and functions that look at a pass and its threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED = 5489
 
 
 def given_by(data: ds.Dataset) -> list[Any]:
-    """The first column in one pass, as lists."""
+    """The values of the first column in one pass, converted to lists."""
     return [row[0].tolist() for row in data]
 
 
@@ -58,7 +58,7 @@ def fillers() -> list[threading.Thread]:
 
 
 def none_is_left() -> bool:
-    """Whether all threads end; one that was told to end does so when it has made its batch."""
+    """Wait for all threads to end, and return whether they have. A thread finishes its batch before it ends."""
     until = time.monotonic() + 10
     while fillers() and time.monotonic() < until:
         time.sleep(0.001)

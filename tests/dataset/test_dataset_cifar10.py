@@ -1,4 +1,4 @@
-"""CIFAR-10's files: what is read from them, what is wrong with bad ones, and a rank's share of the rows."""
+"""Cifar10Dataset: what it reads from CIFAR-10's files, how it reports bad files, and a rank's share of the rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_eight_ranks_make_234_steps_of_all_60000_rows(full):
 
 
 class RunsCode:
-    """Makes a folder when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("unpickled",)
@@ -120,7 +120,7 @@ def test_a_label_above_9_is_named_before_the_first_batch(tmp_path, record):
 def test_a_file_system_that_gives_a_little_at_a_time_is_read_all_the_same(tmp_path, monkeypatch):
     write(tmp_path)
     whole = list(ds.Cifar10Dataset(tmp_path, shuffle=False))
-    os.utime(tmp_path / "data_batch_1.bin", (1, 1))  # otherwise the file counts as checked already
+    os.utime(tmp_path / "data_batch_1.bin", (1, 1))  # with its old time stamp, the file would count as checked
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:1000]], at))
     assert same(list(ds.Cifar10Dataset(tmp_path, shuffle=False)), whole)

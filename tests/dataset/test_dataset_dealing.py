@@ -1,4 +1,4 @@
-"""Samplers: how rows are dealt to the ranks, and the numbers that are drawn for it."""
+"""Samplers: how they deal rows to the ranks, and the random numbers that they draw."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mscomm.dataset.sampler import Listed
 
 
 def dealt_by_hand(order: list[int], shards: int, offset: int) -> list[list[int]]:
-    """Deal the rows like cards, one to each rank in turn, the first to rank `offset`. With a negative offset, start
-    with rank 0, and at the end deal from the beginning again until all ranks have the same number."""
+    """Deal the rows like cards: one to each rank in turn, beginning with rank `offset`. A negative offset begins with
+    rank 0, and in the end deals the first rows once more until all ranks have the same number."""
     hands: list[list[int]] = [[] for _ in range(shards)]
     for place, row in enumerate(order):
         hands[(place + max(offset, 0)) % shards].append(row)
@@ -119,7 +119,7 @@ PERMUTED = [2, 4, 3, 0, 6, 1, 5, 7]
 def test_draws_are_even():
     drawn = draws.bits(1, np.arange(20_000))
     ones = (drawn[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).mean(axis=0)
-    assert abs(ones - 0.5).max() < 0.02  # at least 5 standard deviations
+    assert abs(ones - 0.5).max() < 0.02  # this and the other bounds are at least 5 standard deviations
     counts = np.bincount([draws.below(9, int(draw)) for draw in drawn], minlength=9)
     assert len(counts) == 9 and abs(counts / 20_000 - 1 / 9).max() < 0.012
     units = [draws.unit(int(draw)) for draw in drawn]

@@ -93,7 +93,7 @@ def test_no_more_is_made_ahead_than_there_is_room():
         until = time.monotonic() + 10
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
-    # Two batches are in the queue and one waits for room when another is read; `taken` may be one behind.
+    # When a row is read, two batches are in the queue and a third waits for room. `taken` may be one behind.
     assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 

@@ -96,7 +96,7 @@ def test_the_tutorials_run_with_their_import_lines_changed(rank, data):
         names: dict[str, Any] = {}
         exec(imports + CREATE_DATASET.replace("TYPE_CAST", type_cast), names)  # noqa: S102
         data_set = names["create_dataset"](data)
-        assert data_set.get_dataset_size() == 1  # 96 rows, 2 ranks, batches of 32
+        assert data_set.get_dataset_size() == 1  # each of the 2 ranks gets 48 of the 96 rows: one batch of 32
         ((image, label),) = list(data_set)
         assert (image.shape, image.dtype) == ((32, 3, 224, 224), np.float32)
         assert (label.shape, label.dtype) == ((32,), np.int32)
@@ -172,7 +172,7 @@ def test_seeds_and_places_that_differ_are_told(rank):
 
 @ranks(2)
 def test_a_dataset_that_is_not_shared_is_not_compared(rank):
-    if rank == 1:  # only this rank: a comparison would wait for the others
+    if rank == 1:  # rank 0 makes no dataset: a comparison between the ranks would wait for it
         assert len(list(ds.GeneratorDataset(numbers(10), "x"))) == 10
         assert len(list(ds.GeneratorDataset(numbers(10), "x", num_shards=4, shard_id=3))) == 3
 
@@ -190,7 +190,7 @@ def test_a_state_that_was_loaded_is_compared_again(rank):
 
 
 class Unsure:
-    """A source that cannot say how many rows it has, on rank 1."""
+    """A source whose length cannot be read on rank 1."""
 
     def __len__(self) -> int:
         if mscomm.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Going on in the middle of a pass, with the same bits; and what is drawn for each sample."""
+"""A pass that is resumed in its middle gives the same bits, and samples are changed alike on whatever rank they are."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_a_pass_goes_on_at_any_batch_with_the_same_bits(folder, name, ahead):
         data.get_dataset_size()
         rows = data.create_tuple_iterator()
         for _ in range(taken):
-            next(rows, None) or next(rows)  # continues after the end of a pass
+            next(rows, None) or next(rows)  # after the end of a pass, take the first batch of the next one
         state = json.loads(json.dumps(data.state_dict()))
         rows.close()
-        ds.config.set_seed(123)  # the state has its own seed
+        ds.config.set_seed(123)  # must have no effect, because the state has a seed
         resumed = make(folder)
         resumed.load_state_dict(state)
         ds.config.set_seed(SEED)
@@ -126,7 +126,7 @@ def test_a_new_pass_after_a_break_is_the_next_epoch():
 
 
 def test_a_state_behind_the_last_batch_goes_on_with_the_next_pass():
-    def pipeline() -> Any:  # its source's rows can only be counted in a pass
+    def pipeline() -> Any:  # only a pass can tell how many rows its source has
         return ds.GeneratorDataset(lambda: iter([(i,) for i in range(4)]), ["x"]).batch(2)
 
     first = pipeline()
@@ -180,7 +180,7 @@ def test_the_state_of_another_pipeline_is_refused(other):
 
 
 def test_what_happens_to_a_sample_does_not_depend_on_who_reads_it(folder):
-    """The same sample in the same pass is augmented in the same way with 1 rank and with 3, whatever its neighbours."""
+    """With 1 rank and with 3, a sample is augmented in the same way, whatever samples are read with it."""
 
     def changed(shards: int, shard: int) -> dict[bytes, bytes]:
         data = ds.Cifar10Dataset(folder, num_shards=shards, shard_id=shard)
@@ -205,7 +205,7 @@ def test_the_operations_of_a_map_draw_for_themselves(folder):
     plain = ds.Cifar10Dataset(folder, shuffle=False)
     twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
     flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
-    assert 24 < flipped < 72  # 48 within 5 standard deviations; 0 if both drew the same numbers
+    assert 24 < flipped < 72  # 48 within 5 standard deviations; it would be 0 if both drew the same numbers
 
 
 def test_maps_draw_for_themselves(folder):

@@ -112,7 +112,7 @@ def test_map_changes_the_columns_that_it_is_told_to():
     assert split.get_col_names() == ["low", "high", "b", "c"] and next(iter(split)) == (1, 8, 2, 3)
     joined = data.map(lambda a, b: a + b, ["a", "b"], "sum")
     assert joined.get_col_names() == ["sum", "c"] and next(iter(joined)) == (3, 3)
-    assert data.get_col_names() == ["a", "b", "c"]  # it is unchanged
+    assert data.get_col_names() == ["a", "b", "c"]  # data itself is unchanged
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mscomm.dataset import vision
 
 
 def threads_of(data: ds.Dataset) -> int:
-    """The number of threads that work on a pass, besides the one that hands over the batches."""
+    """The number of threads that work on a pass, without the thread that hands over the batches."""
     rows = iter(data)
     next(rows)
     count = len([thread for thread in threading.enumerate() if thread.name.startswith("mscomm-data-")])
@@ -30,7 +30,7 @@ def threads_of(data: ds.Dataset) -> int:
 
 @pytest.fixture
 def four_cpus(monkeypatch):
-    """Pretend to have four CPUs: num_parallel_workers is limited to the number of CPUs."""
+    """Pretend to have four CPUs, because num_parallel_workers is limited to the number of CPUs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
 
 
@@ -94,7 +94,7 @@ def test_a_pass_in_threads_goes_on_at_any_batch_with_the_same_bits(folder, four_
 
 
 class Busy:
-    """Records how many threads were inside at once, and in which order rows came."""
+    """A function that records how many threads call it at once, and in which order the rows come."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -116,8 +116,8 @@ def test_a_function_of_the_program_is_called_by_so_many_threads_as_its_step_allo
     busy, alone = Busy(), Busy()
     data = ordered(40).map(alone).map(busy, num_parallel_workers=4)
     assert given_by(data) == list(range(40))
-    assert busy.most > 1  # 1 would mean 40 sleeps in a row, with three threads idle
-    assert alone.most == 1 and alone.order == list(range(40))  # as with one thread
+    assert busy.most > 1  # otherwise one thread would have made all 40 calls
+    assert alone.most == 1 and alone.order == list(range(40))  # one thread called it
     alone = Busy()
     assert given_by(ordered(24).map(alone).batch(2).batch(3, num_parallel_workers=4)) == [
         [[i, i + 1] for i in range(begin, begin + 6, 2)] for begin in range(0, 24, 6)

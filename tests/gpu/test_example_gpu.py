@@ -1,4 +1,4 @@
-"""The training script of the tutorial for GPUs, on one. Where there is none this skips, and says why."""
+"""The tutorial's training script for GPUs, on a real GPU. Without a GPU the test is skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "2"}
 
 
 @needs_gpu
-@pytest.mark.skipif(not (has("torch") and has("PIL")), reason="no torch or no PIL here")
+@pytest.mark.skipif(not (has("torch") and has("PIL")), reason="torch or PIL is not installed")
 def test_the_network_learns_on_the_gpu(tmp_path: Path) -> None:
     folder, data = EXAMPLES / "distributed_training", write(tmp_path / "data")
     env = clean_environment(**SMALL, DATA_PATH=str(data), MSCOMM_DEBUG="INFO", PATH=os.environ["PATH"])

@@ -1,7 +1,7 @@
-"""On a real GPU: NCCL and the driver as they are, CuPy's and PyTorch's arrays; several ranks share one GPU.
+"""Calls on a real GPU, with the real NCCL and driver, on CuPy's and PyTorch's arrays. Several ranks share one GPU.
 
-NCCL takes processes with different NCCL_HOSTID for processes of different hosts, and connects them by sockets. So one
-GPU is enough. Nothing here is a measurement. Where there is no GPU these tests skip, and say why.
+NCCL takes processes with different values of NCCL_HOSTID for processes of different hosts, and connects them by
+sockets. So one GPU is enough. Nothing here is a measurement. Without a GPU the tests are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import mscomm
 from mscomm import accelerators, arrays
 
 pytestmark = pytest.mark.gpu
-BOUND_S = 60  # generous: what a fault may take to be told
+BOUND_S = 60  # a generous bound on the time until a fault is reported
 
 
 def why_not() -> str:
@@ -41,7 +41,7 @@ def has(library: str) -> bool:
 needs_gpu = pytest.mark.skipif(bool(why_not()), reason=f"no GPU here: {why_not()[:300]}")
 each_library = pytest.mark.parametrize(
     "library",
-    [pytest.param(one, marks=pytest.mark.skipif(not has(one), reason=f"no {one} here")) for one in ("cupy", "torch")],
+    [pytest.param(one, marks=pytest.mark.skipif(not has(one), reason=f"needs {one}")) for one in ("cupy", "torch")],
 )
 
 
@@ -135,14 +135,14 @@ def test_a_type_of_array_is_known_after_its_first_call(rank: int, group: None, l
         assert (take(got) == 3).all()
 
 
-@pytest.mark.skipif(not has("torch"), reason="no torch here")
+@pytest.mark.skipif(not has("torch"), reason="torch is not installed")
 @on_gpu(2)
 def test_bfloat16_of_torch(rank: int, group: None) -> None:
     x = np.array([1, 2, 3], ml_dtypes.bfloat16)
     assert (take(mscomm.all_reduce(give("torch", x))) == 2 * x).all()
 
 
-@pytest.mark.skipif(not has("torch"), reason="no torch here")
+@pytest.mark.skipif(not has("torch"), reason="torch is not installed")
 @on_gpu(2)
 def test_calls_keep_the_order_of_streams(rank: int, group: None) -> None:
     import torch
@@ -152,7 +152,7 @@ def test_calls_keep_the_order_of_streams(rank: int, group: None) -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         for turn in range(5):
-            torch.cuda._sleep(20_000_000)  # a kernel that is not done when the call is made
+            torch.cuda._sleep(20_000_000)  # a kernel that still runs when the call is made
             x += rank + 1
             y = mscomm.all_reduce(x)
             assert (y == 3 * (turn + 1)).all().item()
@@ -162,14 +162,14 @@ def test_calls_keep_the_order_of_streams(rank: int, group: None) -> None:
         assert (work.wait() == 15).all().item()
 
 
-@pytest.mark.skipif(not has("torch"), reason="no torch here")
+@pytest.mark.skipif(not has("torch"), reason="torch is not installed")
 @pytest.mark.parametrize("n", [1, 2])
 @on_gpu("n")
 def test_a_graph_with_a_collective(rank: int, group: None, n: int) -> None:
     import torch
 
     x, y = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    mscomm.all_reduce(x, out=y)  # connects
+    mscomm.all_reduce(x, out=y)  # the first call connects the ranks
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -182,7 +182,7 @@ def test_a_graph_with_a_collective(rank: int, group: None, n: int) -> None:
     assert (mscomm.all_reduce(torch.ones(3, device="cuda")) == n).all().item()
 
 
-@pytest.mark.skipif(not has("numba"), reason="no numba here")
+@pytest.mark.skipif(not has("numba"), reason="numba is not installed")
 @on_gpu(2)
 def test_an_array_with_the_cuda_array_interface_alone(rank: int, group: None) -> None:
     from numba import cuda
@@ -232,6 +232,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
     take(mscomm.all_reduce(x))
     if rank == 0:
         y = mscomm.all_reduce(x, timeout=3)
-        take(y)  # the abort lets the device go on
+        take(y)  # returns when the abort has ended the call on the device
     error = ends(lambda: mscomm.barrier(timeout=120))
     assert isinstance(error, (mscomm.CollectiveTimeout, mscomm.Mismatch)), error

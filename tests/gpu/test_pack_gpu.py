@@ -1,7 +1,7 @@
-"""The kernels of csrc/cuda on a real GPU, through Group.pack and unpack in a job of one, against NumPy in float64.
+"""The kernels of csrc/cuda on a real GPU: Group.pack and unpack in a job with one rank, compared with NumPy.
 
-tests/core/pack_test.cc tests the same sources on the CPU, at more sizes. Where there is no GPU these tests skip, and
-say why.
+tests/core/pack_test.cc tests the same sources on the CPU, at more sizes. Without a GPU the tests are skipped, with the
+reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def why_not() -> str:
 
 
 def library() -> str:
-    """Whose memory it is is all the same to a kernel."""
+    """A library to make arrays with. Any will do, because a kernel sees only memory."""
     return next((name for name in ("cupy", "torch") if importlib.util.find_spec(name)), "")
 
 
@@ -49,7 +49,7 @@ def on_gpu(body: Callable[..., None]) -> Any:
 
 
 class Given:
-    """An array on the GPU, so many bytes behind where an allocation begins."""
+    """An array on the GPU that begins `offset` bytes after the start of its allocation."""
 
     def __init__(self, x: Array, offset: int = 0) -> None:
         self.dtype, self.offset = x.dtype, offset
@@ -90,14 +90,14 @@ def floats(sizes: Sequence[int]) -> list[Array]:
 
 
 def same(got: Array, expected: Array) -> bool:
-    """The same bits, but any NaN is as good as any other."""
+    """Whether the bits are the same; any NaN equals any other."""
     a, b = (x.astype(np.float64) for x in (got, expected))
     bits = f"u{got.itemsize}"
     return bool(((got.view(bits) == expected.view(bits)) | (np.isnan(a) & np.isnan(b))).all())
 
 
 def scaled(x: Array, scale: float, into: np.dtype[Any]) -> Array:
-    """A product of two floats is exact in float64, and is rounded to float32 first, as a kernel does."""
+    """Scale x as a kernel does: float64 holds the exact product of two floats, which is then rounded to float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         if x.dtype == np.float64:
             return x * scale
@@ -153,7 +153,7 @@ def test_error_feedback_adds_up(rank: int, group: None) -> None:
         for step in range(20):
             whole = (rng.normal(size=count) * 0.01).astype(np.float32)
             if step == 0:
-                whole[5::1000] = 3 * largest  # more than goes at once
+                whole[5::1000] = 3 * largest  # more than one step can send
             parts = [Given(x) for x in np.split(whole, np.cumsum(SIZES)[:-1])]
             pack(bucket, parts, residual=residual.memory, largest=largest)
             total, here = whole + owed, bucket.take()
@@ -165,7 +165,7 @@ def test_error_feedback_adds_up(rank: int, group: None) -> None:
             given, sent = given + whole, sent + here.astype(np.float64)
         usual = np.ones(count, bool)
         usual[5::1000] = False
-        assert (np.abs(sent + owed - given)[usual] <= 20 * 2**-24).all()  # half a last place of numbers below 1 a step
+        assert (np.abs(sent + owed - given)[usual] <= 20 * 2**-24).all()  # 20 steps, each of which rounds
         assert np.allclose((sent + owed)[~usual], given[~usual], rtol=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_a_thousand_parts_and_a_huge_one(rank: int, group: None) -> None:
     assert same(bucket.take(), scaled(np.concatenate(parts), 0.25, BFLOAT16))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="no torch here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @on_gpu
 def test_a_graph_with_kernels_runs_them_again(rank: int, group: None) -> None:
     import torch

@@ -1,6 +1,6 @@
-"""GradientReducer on a real GPU: CuPy's and PyTorch's arrays, the kernels and what does without them, streams.
+"""GradientReducer on a real GPU: with CuPy's and PyTorch's arrays, with and without kernels, on several streams.
 
-Several ranks share one GPU, as in test_gpu.py. Where there is none these skip, and say why.
+Several ranks share one GPU, as in test_gpu.py. Without a GPU the tests are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mscomm.job import resolve
 from mscomm.train import GradientReducer, broadcast_parameters
 
 pytestmark = pytest.mark.gpu
-needs_torch = pytest.mark.skipif(not has("torch"), reason="no torch here")
+needs_torch = pytest.mark.skipif(not has("torch"), reason="torch is not installed")
 SIZES = [(300, 7), (5000,), (), (0, 3), (64, 64), (11,)]
 
 
@@ -46,14 +46,14 @@ def test_pytorch_gets_the_mean_of_all_ranks(rank: int, group: None, bucket_mb: f
         reducer.wait()
         assert reducer.carried == 0.5
         for p, a, b in zip(parameters, drawn(0, step), drawn(1, step), strict=True):
-            # The sum of two halves, or half the sum: exact but for numbers that are next to zero.
+            # A sum of two halves equals half of the sum, except for numbers that are close to zero.
             assert np.allclose(take(p.grad), (a + b) / 2, rtol=1e-6, atol=1e-30)
 
 
 @each_library
 @on_gpu(2)
 def test_fused_equals_plain_to_the_bit(rank: int, group: None, library: str) -> None:
-    if library == "torch":  # which has its own way, by autograd
+    if library == "torch":  # PyTorch's gradients come from autograd
         import torch
 
         parameters = [torch.nn.Parameter(torch.zeros(shape, device="cuda")) for shape in SIZES]
@@ -72,7 +72,7 @@ def test_fused_equals_plain_to_the_bit(rank: int, group: None, library: str) -> 
 @pytest.mark.parametrize(
     ("library", "compression"),
     [  # CuPy has no bfloat16 of its own
-        pytest.param(one, how, marks=pytest.mark.skipif(not has(one), reason=f"no {one} here"))
+        pytest.param(one, how, marks=pytest.mark.skipif(not has(one), reason=f"{one} is not installed"))
         for one, how in (("torch", "bf16"), ("torch", "fp16"), ("cupy", "fp16"))
     ],
 )
@@ -116,7 +116,7 @@ def test_kernels_and_the_library_compress_to_the_same_bits(
 @needs_torch
 @on_gpu(2)
 def test_gradients_of_several_streams(rank: int, group: None) -> None:
-    """One bucket, whose gradients PyTorch computes on two streams, one of them late."""
+    """PyTorch computes the gradients of one bucket on two streams, one of which is late."""
     import torch
 
     first, second = (torch.nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(2))

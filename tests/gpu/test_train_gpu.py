@@ -1,6 +1,6 @@
 """Model and checkpoints on a real GPU: PyTorch's modules and CuPy's arrays.
 
-Several ranks share one GPU, as in test_gpu.py. Where there is none these skip, and say why.
+Several ranks share one GPU, as in test_gpu.py. Without a GPU the tests are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
         again.train(2, Batches(rank, 2))
     for name, x in weights().items():
         assert (bits(take(x)) == bits(take(weights_again()[name]))).all(), name
-        assert (mscomm.all_gather(take(x)[None]) == take(x)).all()  # on all ranks
+        assert (mscomm.all_gather(take(x)[None]) == take(x)).all()  # equal on all ranks
 
     mscomm.reset_auto_parallel_context()
     net, alone = Line(), Losses()
@@ -84,7 +84,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
         np.testing.assert_allclose(take(x), net.parameters[name], **close)
 
 
-@pytest.mark.skipif(not has("torch"), reason="no torch here")
+@pytest.mark.skipif(not has("torch"), reason="torch is not installed")
 @on_gpu(1)
 def test_dropout_goes_on_with_the_bits_of_a_run_without_a_break(rank: int, group: None) -> None:
     import torch
