@@ -1,4 +1,4 @@
-"""What the public functions accept and refuse. If one rank is enough, the job has one and no launcher."""
+"""What the public functions accept and refuse. Where one rank is enough, the job has one rank and no launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""async_op=True: Work, and the calls that run beside their caller."""
+"""async_op=True: the Work that a call returns, and calls that run while their caller goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
     for _ in range(20):
         works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place: reduces the previous result
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
-    assert mscomm.all_reduce(np.ones(1))[0] == 3  # it comes after all of them
+    assert mscomm.all_reduce(np.ones(1))[0] == 3  # this call comes after all of the asynchronous ones
     assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
     rows, counts = works[-1].wait()
     assert rows.tolist() == [1, 2, 2] and counts == [0, 1, 2]
@@ -60,7 +60,7 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
         mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
         mscomm.all_gather_v(np.ones(rank + size), async_op=True)
         gc.collect()
-        np.zeros(size)  # would get the memory if it were free
+        np.zeros(size)  # these would get the arrays' memory if it were free
     mscomm.barrier()
 
 
@@ -104,12 +104,12 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         return filled(self, *given)
 
     collectives._FusedCall.filled = full
-    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is sent alone
+    big = [np.full(300_000, rank + 1.0) for _ in range(6)]  # each is too large to be sent with another
     with pytest.raises((MemoryError, mscomm.Aborted)):
         mscomm.all_reduce_many(big, async_op=True)
     del big
     gc.collect()
-    [np.zeros(300_000) for _ in range(6)]  # would get the memory if it were free
+    [np.zeros(300_000) for _ in range(6)]  # these would get the arrays' memory if it were free
     with pytest.raises(mscomm.Aborted, match="MemoryError: no more"):
         mscomm.barrier()
 

@@ -1,4 +1,4 @@
-"""out: which arrays the public functions write their results to."""
+"""The argument `out` of the public functions: which arrays they accept and write to."""
 
 from __future__ import annotations
 

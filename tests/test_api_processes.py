@@ -36,14 +36,14 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
 def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
     child = os.fork()
     if child == 0:
-        sys.exit(0)  # runs exit handlers, also mscomm's
+        sys.exit(0)  # runs the exit handlers, mscomm's too
     os.waitpid(child, 0)
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 
 
 @ranks(2)
 def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
-    """The child must not wait for its copies of the parent's threads: the group's worker, and one in Work.wait."""
+    """The child must not wait for threads that only its parent has: the group's worker, and one in Work.wait."""
     x = np.float32([rank])
     assert mscomm.all_reduce(x, async_op=True).wait()[0] == 1
     if rank == 1:
@@ -64,7 +64,7 @@ def test_a_forked_child_ends_though_threads_of_the_parent_wait(rank, group):
 
 
 def ends_within(seconds: float, child: int) -> bool:
-    """Whether the process ends by itself with 0 within this time."""
+    """Whether the process ends by itself within this time and with status 0. Kills it if it does not end."""
     life = os.pidfd_open(child)
     ended = select.select([life], [], [], seconds)[0]
     os.close(life)

@@ -18,8 +18,8 @@ def record_lines(rank: int, group: Any, folder: str) -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="at most 12 dimensions"):
             mscomm.all_reduce(np.ones((1,) * 13))
-    mscomm.all_gather_v(np.ones(rank))  # line 2
-    mscomm.barrier(async_op=True).wait()  # line 3
+    mscomm.all_gather_v(np.ones(rank))  # the test below looks for the text "line 2"
+    mscomm.barrier(async_op=True).wait()  # the test below looks for the text "line 3"
     everybody_is_here()
     mscomm.abort("show the record")
     with pytest.raises(mscomm.Aborted):

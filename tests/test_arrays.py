@@ -21,7 +21,7 @@ HOW = How("sum", 1, [[2] * N] * N)
 
 
 class Library(NamedTuple):
-    made: Callable[[np.ndarray[Any, Any]], Any]  # an array of the library with these values
+    made: Callable[[np.ndarray[Any, Any]], Any]  # makes an array of the library with these values
     is_one: Callable[[Any], bool]
     dtypes: list[str]
     writable: bool = True
@@ -62,7 +62,7 @@ MADE = {"numpy": numpy, "torch": torch, "jax": jax, "mindspore": mindspore}
 each_library = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not here"))
+        pytest.param(name, marks=pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"needs {name}"))
         for name in MADE
     ],
 )
@@ -158,7 +158,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
-    if library.writable:  # a view is either written or refused
+    if library.writable:  # an out that is a view is either written or refused
         whole = library.made(np.zeros((3, 4), np.float32))
         try:
             assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None
@@ -173,7 +173,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
         assert (got == 0).all()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     import torch
@@ -193,7 +193,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (mscomm.all_reduce(same) == 2).all()
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
         mscomm.all_reduce(torch.ones(3), out=same)
-    nothing = torch.from_numpy(np.zeros((0, 4)))  # with strides of 0
+    nothing = torch.from_numpy(np.zeros((0, 4)))  # an array of NumPy without elements has strides of 0
     assert mscomm.all_reduce_(nothing) is nothing and mscomm.all_gather(nothing).shape == (0, 4)
     with torch.device("meta"):
         assert mscomm.all_reduce(torch.ones(3, device="cpu")).tolist() == [2, 2, 2]
@@ -217,10 +217,10 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (out._version > seen) == bool(rank)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
-    """FSDP does that. A tensor that was given to NumPy by `x.numpy()` can never be resized again."""
+    """FSDP resizes storages, which PyTorch refuses once `x.numpy()` was called. So a call must not use `x.numpy()`."""
     import torch
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -233,10 +233,10 @@ def test_the_storage_of_a_tensor_can_be_resized_after_a_call(rank, group):
             assert tensor.untyped_storage().size() == 0
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_a_tensor_may_get_other_memory_while_a_call_runs(rank, group):
-    """FSDP gives parameters other memory by `.data`; the call keeps what it was given."""
+    """FSDP gives parameters other memory through `.data`. The call keeps the memory that it was given."""
     import torch
 
     x, out = torch.nn.Parameter(torch.full((1 << 18,), 1.0)), torch.zeros(1 << 18)
@@ -252,7 +252,7 @@ def test_a_tensor_may_get_other_memory_while_a_call_runs(rank, group):
     assert (result == 2).all() and (out.numel() == 3) == (rank == 0)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(1)
 def test_a_tensor_without_memory_is_refused(rank, group):
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -261,7 +261,7 @@ def test_a_tensor_without_memory_is_refused(rank, group):
         mscomm.all_reduce(mode.from_tensor(__import__("torch").ones(2)))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not installed")
 @ranks(1)
 def test_a_call_inside_jit_is_refused(rank, group):
     import jax

@@ -114,7 +114,7 @@ def test_what_mscomm_itself_refuses_is_told_once_without_a_traceback() -> None:
 
 
 def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
-    """In this library sums are wrong: rank 1 passes other values than the check expects."""
+    """The script breaks all_reduce: on each rank, the first element of a float32 sum is 1 too large."""
     script = tmp_path / "wrong.py"
     script.write_text(
         "import mscomm, sys\n"
@@ -130,7 +130,7 @@ def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
     done = run(command, 120, clean_environment())
     assert done.returncode == 1
-    assert "Wrong elements       : 4 FAILED" in done.stdout  # one per rank, in place and out of place
+    assert "Wrong elements       : 4 FAILED" in done.stdout  # one on each of 2 ranks, in place and out of place
 
 
 def test_buckets_compares_fused_with_each() -> None:

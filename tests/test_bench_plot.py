@@ -1,4 +1,4 @@
-"""The pictures of mscomm bench."""
+"""The plots of mscomm bench."""
 
 from __future__ import annotations
 

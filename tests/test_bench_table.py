@@ -1,4 +1,4 @@
-"""The table of mscomm bench against plain NumPy."""
+"""The table of collectives of mscomm bench, compared with plain NumPy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_right_result_has_no_wrong_elements(row: table.Collective, ranks: in
     x = [one.x.copy() for one in buffers]
     for rank, one in enumerate(buffers):
         if one.out is not None:
-            assert one.wrong() > 0  # out still has POISON: nothing has been received
+            assert one.wrong() > 0  # out still holds POISON, because nothing was received
             one.out[...] = result_by_hand(row.name, x, rank, root)
             assert one.wrong() == 0
             one.out[-1] += 1
@@ -79,7 +79,7 @@ DEFINED = [
 @pytest.mark.parametrize(("dtype", "op"), DEFINED)
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64])
 def test_the_expected_reduction_is_exact_in_the_type_itself(dtype: str, op: str, ranks: int) -> None:
-    """Adding the ranks one by one in dtype, forwards and backwards, must give the same: the order must not matter."""
+    """Combining the ranks' arrays one by one in dtype gives the same result forwards and backwards."""
     kind = plan.dtype_of(dtype)
     contents = [table.Contents(case) for case in cases(table.COLLECTIVES["all_reduce"], ranks, dtype, op)]
     x = [one.of(rank, 3, 500) for rank, one in enumerate(contents)]
@@ -109,7 +109,7 @@ def test_repeated_calls_in_place_leave_sums_as_they_are() -> None:
 
 
 def test_sizes_are_those_of_nccl_tests() -> None:
-    """The size of all_gather and reduce_scatter is that of all n parts; the smallest part has one element."""
+    """The size of an all_gather or reduce_scatter counts all n parts. A part has at least one element."""
     gather = cases(table.COLLECTIVES["all_gather"], 4)[0]
     assert [gather.count(size) for size in (8, 16, 64)] == [1, 1, 4]
     assert gather.size(4) == 64

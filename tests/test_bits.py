@@ -1,4 +1,4 @@
-"""The same bits on every rank, in every run, with every algorithm, fused or not, async or not, in any pieces."""
+"""Reductions give the same bits on every rank, in every run, with every algorithm, and however they are called."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ WAYS = [
 
 @ranks(4, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
 def write_hashes(rank: int, group: Any, algorithm: str, folder: str) -> None:
-    """Write to folder/algorithm the hash of each dtype's sum, after RUNS runs that all gave the same bits."""
+    """Check that RUNS runs give the same bits. Write the hash of each dtype's sum to folder/algorithm."""
     inputs = {dtype: values_of(wild, dtype, rank, (20_011,)) for dtype in FLOATS}
     together, alone = random.Random(1), random.Random(rank)
     hashes: dict[str, int] = {}
@@ -115,7 +115,9 @@ def test_the_bits_are_the_same_in_every_run_by_every_way_and_algorithm(tmp_path)
 
 @ranks("n", env={"MSCOMM_ALGO": "all_reduce={algorithm}", "MSCOMM_HOST_ID": "{hosts}"})
 def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[int], folder: str) -> None:
-    """Write to folder/algorithm a line for each dtype x op x size, with the checksum of the fold for these hosts."""
+    """Write the checksum of each result, a line for each dtype x op x size, to folder/algorithm. For each line, one
+    rank compares the result with the fold for these hosts.
+    """
     lines = []
     for dtype in DTYPES:
         for op in ops_of(dtype):

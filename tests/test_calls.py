@@ -1,4 +1,4 @@
-"""How a call takes what the user gives: arrays of every kind, and what is refused, and where a failure comes from."""
+"""The arguments of a call: the kinds of arrays that it takes, what it refuses, and what its errors say."""
 
 from __future__ import annotations
 
@@ -192,17 +192,17 @@ def test_work_in_place(rank, group):
     assert rank != 1 or x.tolist() == [0, 0, 1, 1, 2, 2]
     every_other = np.full(8, float(rank))[::2]
     assert mscomm.all_reduce(every_other, out=every_other).tolist() == [3] * 4
-    assert mscomm.broadcast(np.float32(rank), np.int64(2)) == 2  # a scalar, and a root of NumPy's
+    assert mscomm.broadcast(np.float32(rank), np.int64(2)) == 2  # x is a scalar, and root is an integer of NumPy
 
 
 def test_what_only_pytorch_knows_of_its_tensors(alone):
     torch = pytest.importorskip("torch")
     x = torch.ones(2)
-    assert mscomm.all_reduce(x).equal(x)  # from now on the type is known
+    assert mscomm.all_reduce(x).equal(x)  # after this call the type is known
     assert torch.Tensor in arrays.plain_types
     conjugated = torch.tensor([1 + 2j]).conj()
     assert conjugated.is_conj() and mscomm.all_reduce(conjugated).tolist() == [1 - 2j]
-    negated = torch.tensor([1 + 2j]).conj().imag  # of one element, so it is in C order
+    negated = torch.tensor([1 + 2j]).conj().imag  # it has one element, so it is in C order
     assert negated.is_neg() and negated.is_contiguous() and mscomm.all_reduce(negated).tolist() == [-2]
     for view, kind, says in (
         (torch.ones(1).expand(4), TypeError, "out is read-only"),
@@ -237,7 +237,7 @@ def test_what_only_pytorch_knows_of_its_tensors(alone):
 def test_tensors_without_elements(rank, group):
     import torch
 
-    mscomm.all_reduce(torch.ones(1))  # from now on the type is known
+    mscomm.all_reduce(torch.ones(1))  # after this call the type is known
     for shape in ((0,), (1, 0), (2, 0), (0, 3), (1, 1, 0)):
         x = torch.ones(shape)
         assert mscomm.all_reduce(x).shape == shape
@@ -261,12 +261,12 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
     for call in calls.values():
         x = torch.ones(1 << 20)
         if rank == 1:
-            mscomm.recv(np.empty(1), 0)  # rank 0's call is under way, and waits
+            mscomm.recv(np.empty(1), 0)  # by now rank 0 has started its call, which waits for us
         work = call(x)
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]  # would get the memory if it were free
+            others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]  # these would get x's memory if it were free
             mscomm.send(np.ones(1), 1)
             del others
         got = work.wait()
@@ -287,7 +287,7 @@ def test_odd_calls_of_one_rank(alone):
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
-    """A failed call's exception is made in Python code, in which a signal handler may raise another exception."""
+    """Python code makes the exception of a failed call, and a signal handler may raise another exception meanwhile."""
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -324,7 +324,7 @@ def test_a_released_group_is_let_go():
 
 @ranks(3)
 def test_ranks_with_different_kinds_of_arrays_meet(rank, group):
-    """One rank gives a strided array: same calls, same bits."""
+    """In each turn one rank passes a strided array. The calls must still match, and the bits must be the same."""
     rng = np.random.default_rng(rank)
     for op in ("sum", "avg", "max", "prod"):
         for count in (1, 12, 13, 5000, 200_000):
@@ -354,7 +354,7 @@ def test_a_mismatch_names_both_calls(rank, group):
     x = np.ones(4)
     with pytest.raises(mscomm.Mismatch, match=r"rank 0 called all_reduce #1 \(float64\[4\], sum\); rank 1 called"):
         mscomm.all_reduce(x, "sum" if rank == 0 else "max", timeout=None if rank == 0 else 20)
-    with pytest.raises(mscomm.Mismatch):  # every later call raises it too
+    with pytest.raises(mscomm.Mismatch):  # every later call raises Mismatch too
         mscomm.all_reduce(x)
 
 
@@ -365,7 +365,7 @@ def test_a_signal_handler_that_raises_ends_it(rank, group):
     if rank == 1:
         until_told("stopped")
         with pytest.raises(mscomm.Aborted, match=r"rank 0 .* was interrupted in all_reduce #2 "):
-            mscomm.all_reduce(np.ones(1))  # rank 0 had arrived: this rank may complete #2 before it hears of it
+            mscomm.all_reduce(np.ones(1))  # may complete, because rank 0 had arrived in it
             mscomm.all_reduce(np.ones(1))
         return
 

@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path):
     assert metadata == {"who": "me"} and set(arrays) == set(some_arrays())
     for name, x in some_arrays().items():
         assert arrays[name].dtype == x.dtype and arrays[name].shape == x.shape and (bits(arrays[name]) == bits(x)).all()
-    arrays["scalar"][...] = 3  # writable
+    arrays["scalar"][...] = 3  # can be written
     tensorfile.write(path, {}, {})
     assert tensorfile.read(path) == ({}, {})
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
@@ -116,7 +116,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
             arrays, metadata = tensorfile.read(path)
         except ValueError:
             found += 1
-        else:  # the bit is in the name of the checksum itself, or in the blanks after the header
+        else:  # the bit is in the name of the checksum, or in the blanks after the header
             assert set(arrays) == {"x", "y"} and (arrays["x"] == np.arange(3.0)).all() and arrays["y"] == 1
             assert metadata["who"] == "me" and metadata["when"] == "now"
             assert arrays["x"].dtype == np.float64 and arrays["y"].dtype == np.int16
@@ -128,7 +128,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file without a checksum and without the names of the training."""
+    """Rewrite the file as earlier versions did, without a checksum and without the names that identify a training."""
     import safetensors.numpy
 
     arrays, metadata = tensorfile.read(path)
@@ -188,7 +188,7 @@ def test_a_file_of_mindspore_says_how_to_convert_it(tmp_path):
 
 
 class Line:
-    """y = a x + b, with the gradients of the mean squared error."""
+    """The network y = a x + b, with the gradients of the mean squared error."""
 
     def __init__(self) -> None:
         self.parameters = {"a": np.zeros(3), "b": np.zeros((), np.float32)}
@@ -200,7 +200,7 @@ class Line:
 
 
 class Batches:
-    """Rows near a known line; every pass has the same batches."""
+    """A dataset whose rows lie on a known line. Every pass has the same batches."""
 
     def __init__(self, number: int = 5) -> None:
         rng = np.random.default_rng(0)
@@ -225,7 +225,7 @@ def test_weights_go_into_a_file_and_back(tmp_path):
     assert weights["accuracy"] == 0.5 and (weights["a"] == [1, 2, 3]).all()
     assert load_param_into_net(other, weights) == ([], ["accuracy"]) and (other.parameters["a"] == [1, 2, 3]).all()
     assert load_param_into_net(other, load_checkpoint(tmp_path / "net", filter_prefix="a"))[0] == ["a"]
-    save_checkpoint({"a": np.ones(3, np.float32)}, tmp_path / "net.ckpt")  # the user chooses the name
+    save_checkpoint({"a": np.ones(3, np.float32)}, tmp_path / "net.ckpt")  # any name is allowed
     load_checkpoint(tmp_path / "net.ckpt", net=other)
     assert (other.parameters["a"] == 1).all() and other.parameters["a"].dtype == np.float64
     load_param_into_net(other, {"a": np.full(3, 2, ml_dtypes.bfloat16)})
@@ -246,11 +246,11 @@ def test_weights_go_into_a_file_and_back(tmp_path):
         save_checkpoint(net, tmp_path / "net", append_dict={"net": net})
 
 
-# --- ModelCheckpoint in a training of one ---------------------------------------------------------------------------
+# --- ModelCheckpoint in a training on one rank ----------------------------------------------------------------------
 
 
 class Drawn(Batches):
-    """Each pass has another order, drawn from NumPy's global generator."""
+    """Batches in another order in each pass, which is drawn from NumPy's global generator."""
 
     def __iter__(self) -> Any:
         return iter([self.all[i] for i in np.random.permutation(len(self.all))])
@@ -415,7 +415,7 @@ def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
     np.random.seed(1)
     begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
     np.random.seed(2)
-    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last step: no multiple of 3
+    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last step has a file too
     going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
     expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
     assert all((bits(got[name]) == bits(expected[name])).all() for name in expected)
@@ -439,14 +439,14 @@ def test_where_to_go_on(tmp_path):
     with pytest.raises(ValueError, match=r"initial_epoch=1 after resume\(\), which says where to begin"):
         going_on.train(3, Batches(), initial_epoch=1)
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(100)))
-    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])  # another series
+    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])  # a second series of files
     going_on.resume(tmp_path / "parts")
-    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # nothing to do
+    going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # no step is left
     assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])
 
 
 class Halving(mscomm.Callback):
-    """A rate that is halved in each step, and once more at the end of an epoch."""
+    """Keeps a rate that it halves in each step, and once more at the end of an epoch."""
 
     def __init__(self) -> None:
         self.rates = [1.0]
@@ -463,11 +463,11 @@ class Halving(mscomm.Callback):
     epoch_end = step_end
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # the newest is from the epoch's end, or from before it
+@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resume at the end of an epoch, and in its middle
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()
-    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])  # the checkpoint is written last
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])  # writes after `first` runs
     if steps == 3:
         (tmp_path / "m-1_5.safetensors").unlink()
     going_on = model()

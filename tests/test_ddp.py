@@ -20,7 +20,7 @@ from ranks import ranks
 
 import mscomm
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
 CHANGES = {
@@ -64,11 +64,11 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     train(changed, n, tmp_path / "ours")
     theirs = torch.load(tmp_path / "theirs" / "rank_0.pt")
     begin = torch.load(tmp_path / "theirs" / "checkpoint.pt")["model"]
-    assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)  # the join() trained
+    assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)  # join() has trained
     for rank in range(n):
         ours = torch.load(tmp_path / "ours" / f"rank_{rank}.pt")
         assert list(ours) == list(theirs)
-        for name, x in ours.items():  # including running means and their batch counts
+        for name, x in ours.items():  # including BatchNorm's running means and batch counts
             torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-6)
 
 
@@ -87,7 +87,7 @@ def rows(seed: int) -> Any:
 
 
 class Odd:
-    """An output of a module whose type nobody knows."""
+    """An output of a module, of a type that PyTorch and mscomm do not know."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -183,7 +183,7 @@ def passes(torch: Any) -> dict[str, Any]:
 def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
     import torch
 
-    warnings.simplefilter("ignore")  # create_graph warns
+    warnings.simplefilter("ignore")  # create_graph=True warns
     alone = network()
     alone.no_sync = contextlib.nullcontext
     for as_view in (False, True):
@@ -193,7 +193,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
         model._step.finish = lambda finish=finish, finishes=finishes: finishes.append(1) or finish()
         kept = None
         for turn, (name, one) in enumerate(passes(torch).items()):
-            for again in range(2):  # the second time adds to gradients that are the same on all ranks by then
+            for again in range(2):  # the second pass adds to gradients that are already equal on all ranks
                 if not again:
                     model.zero_grad()
                     alone.zero_grad()
@@ -206,7 +206,7 @@ def test_after_backward_gradients_are_the_mean_of_the_ranks(rank: int) -> None:
                     mean = mscomm.all_reduce(plain.grad.detach().contiguous(), "avg")
                     assert (mine.grad - mean).abs().max() < 1e-12 * (1 + mean.abs().max()), (name, again)
             if kept is not None and not as_view:
-                assert all(torch.equal(one, copy) for one, copy in kept)  # they were not overwritten
+                assert all(torch.equal(one, copy) for one, copy in kept)  # later passes have not overwritten them
             kept = [(p.grad.detach(), p.grad.detach().clone()) for p in model.parameters()]
 
 
@@ -223,7 +223,7 @@ def test_what_a_rank_computes_beside_its_wrapper_stays_there(rank: int) -> None:
     model.zero_grad()
     model(rows(rank)).sum().backward()
     model.zero_grad()
-    if rank == 0:  # the other rank makes no calls
+    if rank == 0:  # rank 1 makes no calls meanwhile
         for _ in range(2):
             model.module(rows(3)).sum().backward()
         (text,) = told
@@ -243,7 +243,7 @@ def test_parameters_that_not_all_ranks_use(rank: int) -> None:
         assert inner.never.weight.grad is None
         assert (inner.sometimes.weight.grad is None) == (step == 2)
         if step < 2:
-            assert (inner.sometimes.bias.grad == 1).all()  # it is 2 on one of the ranks
+            assert (inner.sometimes.bias.grad == 1).all()  # the mean of 2 on one rank and 0 on the other
 
 
 @ranks(3)
@@ -264,7 +264,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
     for name, x in inner.state_dict().items():
         own = name == "1.running_var"
         assert (mscomm.all_gather(x[None]) == x).all() != own, name
-    # Before the first forward pass of a step, all ranks have rank 0's running means; after it, they differ.
+    # At the first forward pass of a step, all ranks take rank 0's running means. After it, their means differ.
     x = torch.full((4, 3), float(rank))
     model(x).sum().backward()
     means = mscomm.all_gather(inner[1].running_mean[None])
@@ -279,7 +279,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
 def test_names_with_and_without_the_prefix(rank: int) -> None:
     import torch
 
-    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # its own names begin with "module"
+    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # the names inside begin with "module" too
     model = mscomm.DistributedDataParallel(inner)
     assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]
     ones = {name: torch.ones_like(x) for name, x in inner.state_dict().items()}
@@ -315,18 +315,18 @@ def test_uneven_data(rank: int) -> None:
         return weight.weight.item(), momentum, told
 
     unit = (1 + 1e-5) ** -0.5
-    by_all, momentum, told = trained(rank)  # 0, 1, 2
+    by_all, momentum, told = trained(rank)  # rank r has r batches
     assert by_all == pytest.approx(-(4 + (2 + 2)) * unit)
     assert momentum == pytest.approx([[], [4 * unit], [4 * unit]][rank])
     assert len(told) == (rank == 2) and all("join(sync=[optimizer])" in text for text in told)
-    weight, momentum, told = trained(2 - rank, divide_by_initial_world_size=False, sync=True)  # 2, 1, 0
+    weight, momentum, told = trained(2 - rank, divide_by_initial_world_size=False, sync=True)  # rank r has 2-r
     assert weight == pytest.approx(-(6 + (3 + 6)) * unit) and momentum == pytest.approx([9 * unit]) and not told
     with pytest.raises(RuntimeError, match=r"has no batches left, others have|but rank 0 has none"):
         trained(1 + rank, throw_on_early_termination=True)
     assert trained(2, throw_on_early_termination=True, sync=True)[0] == trained(2, enable=False)[0]
     model = mscomm.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
     with model.join():
-        for _ in range(rank):  # rank 0 has no batches; after the others' last forward pass, no buffers are needed
+        for _ in range(rank):  # rank 0 has no batches, and the others end with a pass that makes no gradients
             model(torch.ones(2, 1)).sum().backward()
             with torch.no_grad():
                 model(torch.ones(2, 1))
@@ -387,7 +387,7 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
 
 @ranks(2, expect={0: 0, 1: 3})
 def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
-    """Buckets that were sent before the exception leave the others waiting: the next forward pass tells them."""
+    """The other ranks wait for the buckets that were not sent, so the next forward pass on this rank is an error."""
     import torch
 
     class Breaks(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""breakpoint() in a rank: with a real terminal, and without."""
+"""breakpoint() in a rank, with a real terminal and without a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Terminal:
         os.write(self._ours, f"{line}\n".encode())
 
     def until(self, text: str, timeout_s: float = 30) -> str:
-        """Wait for the text; returns the output up to and including it."""
+        """Wait for the text. Returns the output up to and including it."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
@@ -46,7 +46,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             data = os.read(self._ours, 4096).decode().replace("\r\n", "\n")
-        except OSError:  # no process has the other end any more
+        except OSError:  # the other end is closed in all processes
             return False
         self.all, self.seen = self.all + data, self.seen + data
         return True

@@ -1,4 +1,4 @@
-"""How a call takes arrays on a device, by their library's row of plain_types and without one. Over stand-ins."""
+"""How a call takes the stand-ins' device arrays, with a row in plain_types for their library and without a row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sub(DeviceArray):
 
 @contextmanager
 def row(**changed: Any) -> Iterator[None]:
-    """Change the row for the tests' arrays."""
+    """Change the row of plain_types for DeviceArray."""
     before = arrays.plain_types[DeviceArray]
     arrays.plain_types[DeviceArray] = before._replace(**changed)
     try:
@@ -52,13 +52,13 @@ def row(**changed: Any) -> Iterator[None]:
 
 @contextmanager
 def no_row() -> Iterator[None]:
-    """Without a row, as for a subclass or an older version of a library, arrays are described by `memory`."""
+    """Act as if there were no row, as for a subclass or an older library. A call then describes arrays by `memory`."""
     with row(plain=lambda x: None):
         yield
 
 
 def known() -> None:
-    """Make the type and the dtypes known, as first calls do."""
+    """Make the type and the dtypes known, as the first calls of a program do."""
     arrays.library(on_device(np.ones(1)), "x", "test")
     for dtype in DTYPES:
         known_code(np.dtype(dtype))
@@ -117,7 +117,7 @@ def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: 
 
 
 def wrong() -> dict[str, tuple[Any, ...]]:
-    """Cases of x, op and out in which something is not plain, or is wrong."""
+    """Arguments x, op and out of which at least one is wrong or needs special treatment."""
     x = on_device(np.ones((4, 2), np.float32))
     whole = on_device(np.ones(8, np.float32))
     elsewhere = DeviceArray.from_numpy(np.ones((4, 2), np.float32), device=3)
@@ -158,7 +158,7 @@ def test_a_row_changes_no_error(rank: int, group: None, backend: str) -> None:
         outcomes = [outcome(lambda case=case: all_reduce(*case))]
         with no_row():
             outcomes.append(outcome(lambda case=case: all_reduce(*case)))
-        if name in ("out strided", "the same memory"):  # the first call has changed x
+        if name in ("out strided", "the same memory"):  # the first of the two calls has changed x
             assert outcomes[0][:3] == outcomes[1][:3], name
         else:
             assert outcomes[0] == outcomes[1], name

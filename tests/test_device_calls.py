@@ -1,4 +1,4 @@
-"""Calls on device arrays with the nccl and the hccl backend: over stand-ins (tests/fakes), with the real loader."""
+"""Calls on device arrays with the nccl and the hccl backend. The real loader loads the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | No
 
 
 def rows_of(n: int, size: int) -> list[list[list[int]]]:
-    """Even parts, and uneven parts, some of them empty."""
+    """Two tables of the rows from each rank to each other rank: even parts, and uneven parts with empty ones."""
     uneven = [[(3 * source + target) % 4 * size for target in range(n)] for source in range(n)]
     return [[[size] * n] * n, uneven]
 
@@ -74,7 +74,7 @@ def test_every_function_gives_the_right_elements_of_every_dtype(
     row = FUNCTIONS[name]
     for turn, (dtype, how) in enumerate(cases(name, n)):
         if row.counts is None and how.rows[0] != [how.rows[0][0]] * n:
-            how = how._replace(rows=[how.rows[0]] * n)  # the same parts on all ranks
+            how = how._replace(rows=[how.rows[0]] * n)  # every rank sends the same parts
             if not name.endswith("_v"):
                 continue
         if name in ("scatter_v", "reduce_scatter_v"):
@@ -151,7 +151,7 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
     with device_array.stream(stream):
         x = on_device(np.zeros(1000, np.float32))
         for turn in range(3):
-            compute.add(x, rank + 1, delay=0.05)  # not finished when the call is made
+            compute.add(x, rank + 1, delay=0.05)  # has not finished when the call is made
             y = mscomm.all_reduce(x)
             assert (y.to_numpy() == 3 * (turn + 1)).all()
     assert violations() == []
@@ -242,13 +242,13 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """The driver counts an event query as unsafe: while torch.cuda.graph captures, no thread may make one."""
+    """While torch.cuda.graph captures, no thread may query an event, because the driver counts that as unsafe."""
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)
     with device_array.runtime().on(rank):
         assert library.cuStreamBeginCapture_v2(device_array.c_uint64(stream), 0) == 0
-        y = mscomm.all_reduce(x)  # on the other stream; it is watched while the capture goes on
+        y = mscomm.all_reduce(x)  # not on the captured stream; the call is watched during the capture
         time.sleep(0.2)
         assert library.cuStreamEndCapture(device_array.c_uint64(stream), device_array.byref(graph)) == 0
     assert (y.to_numpy() == 4).all()
@@ -283,7 +283,7 @@ def test_nothing_is_left_of_the_device_after_release(rank: int, group: None, bac
         mscomm.all_reduce(x, group="other", out=x)
         mscomm.all_reduce(x, async_op=True).wait()
     compute.add(x, 1, delay=0.1)
-    mscomm.all_reduce(x, out=x)  # release() waits for it
+    mscomm.all_reduce(x, out=x)  # release() waits for this call
     mscomm.release()
     left = handles()
     assert (left["comms"], left["streams"], left["events"]) == (0, 0, 0)
@@ -306,7 +306,7 @@ def test_what_nccl_cannot_do_is_refused_with_what_it_can(rank: int, group: None)
         mscomm.all_reduce(on_device(np.ones(3, np.complex64)), "prod")
     with pytest.raises(TypeError, match="avg is not defined on int32 arrays"):
         mscomm.all_reduce(on_device(np.ones(3, np.int32)), "avg")
-    assert resolve(None).core.where()[0] == 2  # none of them used up a call number
+    assert resolve(None).core.where()[0] == 2  # the refused calls used up no call number
 
 
 @devices(2)
@@ -331,7 +331,7 @@ def test_a_scan_is_the_cpus_and_says_so_on_every_rank(rank: int, group: None, ba
     for function in (mscomm.scan, mscomm.exscan):
         with pytest.raises(TypeError, match=f"{function.__name__}: x is on a device, and neither NCCL nor HCCL has a"):
             function(on_device(np.ones(3, np.float32)))
-    assert mscomm.scan(np.ones(1))[0] == rank + 1  # none of them used up a call number
+    assert mscomm.scan(np.ones(1))[0] == rank + 1  # the refused calls used up no call number
 
 
 @devices(2, init={"backend_name": "gloo"})
@@ -385,7 +385,7 @@ def test_messages_go_by_the_host(rank: int, group: None, backend: str) -> None:
             with device_array.stream(device_array.new_stream(rank)):
                 late = on_device(np.zeros(3, np.float32))
                 compute.add(late, 7, delay=0.1)
-                mscomm.send(late, 1)  # sent when the stream has come to this point
+                mscomm.send(late, 1)  # is sent when the stream has come to this point
             work = mscomm.send(on_device(whole), 1, tag=1, async_op=True)
             mscomm.send(whole, 1, tag=2)
             mscomm.send(on_device(whole).T, 1, tag=3)
@@ -448,7 +448,7 @@ class ByInterface:
 
     def __init__(self, array: DeviceArray) -> None:
         self.array = array
-        self.device = array  # Numba's `device` is an object with an id
+        self.device = array  # like Numba, where `device` is an object with an id
         array.id = array.device
 
     @property

@@ -1,4 +1,4 @@
-"""GradientReducer on device arrays: the buckets of test_reducer.py over the stand-ins of tests/fakes."""
+"""GradientReducer on device arrays: like test_reducer.py, but over the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 WIRES = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 Array = np.ndarray[Any, Any]
 each_n = pytest.mark.parametrize("n", [1, 2, 3, 4])
-# With kernels and without; Ascend's devices have no kernels.
+# NCCL with kernels and without them, and HCCL, for which there are no kernels.
 each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("nccl", "refused"), ("hccl", "refused")])
 
 
@@ -68,7 +68,7 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """The mean over the ranks. HCCL has no mean, and NCCL's is not exact for bfloat16: then it multiplies the sum."""
+    """The mean over the ranks. HCCL has none, and NCCL's is not exact for bfloat16; there it is the sum times 1/n."""
     if backend == "nccl" and x.dtype != BFLOAT16:
         return mscomm.all_reduce(x, "avg").to_numpy()
     total = mscomm.all_reduce(x).to_numpy()
@@ -114,7 +114,7 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
     first, second, third = reducer.buffers
     for value, buffer in enumerate(reducer.buffers, 1):
         buffer[...] = on_device(np.full(buffer.shape, value, np.float32))
-    got = reducer.reduce([first, third, second])  # each in another's bucket
+    got = reducer.reduce([first, third, second])  # the last two are in each other's bucket
     assert [float(one.to_numpy().reshape(-1)[0]) for one in got] == [1, 3, 2]
     turned = on_device(np.arange(600, dtype=np.float32).reshape(30, 20)).T
     assert (reducer.reduce([turned, second, third])[0].to_numpy() == turned.to_numpy()).all()
@@ -166,10 +166,10 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
 
 
 def narrowed(rank: int, step: int, owed: Array, wire: np.dtype[Any], limit: float) -> tuple[Array, Array, Array]:
-    """A gradient, what is sent for it, and the residual after that."""
+    """Returns a gradient, what the reducer must send for it, and the residual that then remains."""
     mine = np.random.default_rng((rank, step)).normal(size=owed.size).astype(np.float32) * np.float32(0.01)
     if step == 0:
-        mine[5::100] = 1.5 * np.float32(65504)  # more than float16 holds
+        mine[5::100] = 1.5 * np.float32(65504)  # more than the largest float16
     whole = mine + owed
     sent = np.clip(whole, -limit, limit).astype(wire)
     return mine, sent, whole - sent.astype(np.float32)
@@ -214,7 +214,7 @@ def test_a_mean_in_few_bits(rank: int, backend: str, how: str) -> None:
         reducer = GradientReducer([on_device(np.zeros(100, np.float32))], compression=compression)
         odd = np.full(100, 1 + 2.0**-12 + rank, np.float32)
         got = sum(reducer.reduce([on_device(odd)])[0].to_numpy().astype(np.float64) for _ in range(64))
-        # The residual is at most one unit in the last place; 1/3 in bfloat16 would be off by half a unit in each step.
+        # The residual is at most one unit in the last place. If 1/3 were rounded to bfloat16, each step would be off.
         assert np.abs(got - 64 * (2 + 2.0**-12)).max() < 2.0**-6
     assert violations() == []
 
@@ -287,7 +287,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank: int, group: No
             reducer.carry(rank)
             got = reducer.reduce([on_device(np.full(3, 10.0 * rank, np.float32))])[0]
             seen.append((float(got.to_numpy()[0]), reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # from ranks 1 and 2, and from rank 2 alone
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # the means of ranks 1 and 2, and of rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
     assert violations() == []
@@ -347,7 +347,7 @@ def test_a_dtype_that_the_library_does_not_add_up_is_told(rank: int, group: None
 @pytest.mark.parametrize("why", ["no kernels", "no memory"])
 @devices(2)
 def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, why: str) -> None:
-    if why == "no kernels":  # rank 1 also has a library without bfloat16
+    if why == "no kernels":  # on rank 1, the library has no bfloat16 either
         if rank == 1:
             del device_array.namespace.bfloat16
         with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):

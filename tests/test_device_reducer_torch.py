@@ -1,4 +1,4 @@
-"""GradientReducer in PyTorch's backward pass on a device: PyTorch's own autograd over the stand-ins' memory.
+"""GradientReducer in PyTorch's backward pass on a device. PyTorch's own autograd works on the stand-ins' memory.
 
 See fakes/managed_torch.py: PyTorch computes on the host at once, so the tests call settle() where a stream would wait.
 """
@@ -16,7 +16,7 @@ from test_reducer import Branches, batch, loss_of, network, trained_alone
 import mscomm
 from mscomm.train import GradientReducer, broadcast_parameters
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each_way = pytest.mark.parametrize(("backend", "how"), [("nccl", "library"), ("nccl", "refused"), ("hccl", "refused")])
 
@@ -72,7 +72,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(
     for mine, theirs in zip(model.parameters(), trained_alone(steps, rows).parameters(), strict=True):
         assert ((mine - theirs).norm() <= 1e-4 * theirs.norm()).all()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    assert (mscomm.all_gather(flat[None]) == flat).all()  # to the bit
+    assert (mscomm.all_gather(flat[None]) == flat).all()  # equal on all ranks, to the bit
     assert violations() == []
 
 
@@ -96,7 +96,7 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
             device.settle()
             before = launches()
             model(x * (rank + 1)).sum().backward()
-            assert launches() == before  # there is one bucket, which is sent at the end
+            assert launches() == before  # the only bucket is sent in wait()
             here = [p.grad.data_ptr() for p in model.parameters()]
             reducer.wait()
             device.settle()
@@ -134,7 +134,7 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
             else:
                 assert name not in mine
     model.zero_grad()
-    with reducer.no_sync():  # a gradient of an earlier pass counts, even if the last pass does not use it
+    with reducer.no_sync():  # the gradient of an earlier pass counts, even if the last pass makes none
         model(torch.ones(2, 4), True).sum().backward()
     model(torch.ones(2, 4), False).sum().backward()
     reducer.wait()
@@ -161,8 +161,8 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         device.settle()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent the residuals
-    assert (owed["b"] == 2 * 2.0**-9).all()  # from the two steps in which it took part
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
+    assert (owed["b"] == 2 * 2.0**-9).all()  # from both steps in which b took part
     assert violations() == []
 
 
@@ -192,7 +192,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str)
     weight.grad = None
     reducer.zero_grad()
     step()
-    # The gradient is removed between the backward pass and wait(): the result must not use this rank's old one.
+    # The gradient is removed between the backward pass and wait(), so the result must not use the old one.
     weight.grad = None
     (weight * factors).sum().backward()
     weight.grad = None
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_conjugated_by_name_only(rank: int) -> None:
 
 @devices(2)
 def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) -> None:
-    """The arrays that autograd made can then be freed before wait()."""
+    """So the arrays that autograd has made can be freed before wait()."""
     import torch
 
     device = join()
@@ -232,7 +232,7 @@ def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) 
         there = [
             p.grad.data_ptr() == view.data_ptr() for p, view in zip(model.parameters(), reducer.buffers, strict=True)
         ]
-        assert 0 < there.count(False) < 4  # only those of the last bucket are missing, of 8 in all
+        assert 0 < there.count(False) < 4  # of 8 gradients, only those of the last bucket are missing
         reducer.wait()
         device.settle()
     assert violations() == []

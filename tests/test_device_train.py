@@ -1,4 +1,4 @@
-"""Training and checkpoints with device arrays, with the nccl and the hccl backend: over stand-ins (tests/fakes)."""
+"""Training and checkpoints with device arrays, for the backends nccl and hccl, over the stand-ins of tests/fakes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fakes.managed_torch import is_managed  # noqa: E402
 
 
 class Holds:
-    """A network with these arrays as its parameters."""
+    """A network that only holds these arrays as its parameters."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self.parameters = parameters
@@ -51,7 +51,7 @@ class Holds:
 
 
 def in_all_libraries(numbers: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
-    """The numbers on this rank's device, as arrays of each library."""
+    """Copy the numbers to this rank's device, as arrays of each library."""
     return [
         {name: on_device(x) for name, x in numbers.items()},
         {name: managed_torch.tensor(arrays.torch.over(x)) for name, x in numbers.items()},
@@ -63,7 +63,7 @@ def in_all_libraries(numbers: dict[str, np.ndarray[Any, Any]]) -> list[dict[str,
 def test_weights_on_the_device_go_into_a_file_and_back(rank: int, group: None, backend: str) -> None:
     numbers = some_arrays()
     for mine in in_all_libraries(numbers):
-        net = Holds({name: x.T if name == "float32" else x for name, x in mine.items()})  # one of them strided
+        net = Holds({name: x.T if name == "float32" else x for name, x in mine.items()})  # one of them is strided
         expected = {name: x.T if name == "float32" else x for name, x in numbers.items()}
         with tempfile.TemporaryDirectory() as folder:
             save_checkpoint(net, Path(folder) / "all", append_dict={"step": 3})
@@ -208,7 +208,7 @@ def test_modules_on_the_device_are_trained_and_resumed(rank: int, group: None, b
         model = torch_model(again)
         assert model.resume(folder) == (2, 2)
         model.train(2, Batches())
-        assert load_param_into_net(net, load_checkpoint(folder)) == ([], [])  # in place
+        assert load_param_into_net(net, load_checkpoint(folder)) == ([], [])  # writes into the arrays of net
     assert losses.mean == expected.mean and len(losses.mean) == 2 * BATCHES
     assert [x.data_ptr() for x in net.state_dict().values()] == addresses
     for name, x in plain.state_dict().items():
@@ -262,7 +262,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
         mine = arrays.on_host(x, name, "test")
         assert isinstance(arrays.memory_anywhere(x, name, "test"), OnDevice)
         assert (bits(mine) == bits(arrays.on_host(weights_again()[name], name, "test"))).all(), name
-        assert (mscomm.all_gather(mine[None]) == mine).all()  # on all ranks
+        assert (mscomm.all_gather(mine[None]) == mine).all()  # equal on all ranks
         assert by_name[name].shape == mine.shape
     assert losses.local[0] != losses.mean[0] == mscomm.all_reduce(np.array(losses.local[0]), "avg")
     assert violations() == []
@@ -270,7 +270,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
     mscomm.reset_auto_parallel_context()
     net, alone = Line(), Losses()
     Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)).train(2, Batches(), alone)
-    close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}  # 8 bits of mantissa
+    close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}  # bfloat16: few bits
     np.testing.assert_allclose(losses.mean, alone.mean, **close)
     for name, x in weights().items():
         np.testing.assert_allclose(arrays.on_host(x, name, "test"), net.parameters[name], **close)
@@ -291,13 +291,13 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     managed_torch.settle_in_steps()
     data_parallel(parameter_broadcast=True)
     net = managed_torch.module(torch_net())
-    torch.manual_seed(rank)  # each rank drops other elements
+    torch.manual_seed(rank)  # dropout zeroes other elements on each rank
     with torch.no_grad():
         net[1].running_mean.fill_(rank)
     with tempfile.TemporaryDirectory() as folder:
         torch_model(net).train(2, Batches(rank, 2), ModelCheckpoint("net", folder, CheckpointConfig(5)))
         means = mscomm.all_gather_object([float(one) for one in net[1].running_mean])
-        assert means[0] != means[1]  # from each rank's own batches
+        assert means[0] != means[1]  # each rank's own batches make its means
         again = managed_torch.module(torch_net())
         model = torch_model(again)
         (Path(folder) / "net-2_6.safetensors").unlink()

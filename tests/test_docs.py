@@ -29,7 +29,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings' anchors, as GitHub makes them."""
+    """The anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,14 +66,14 @@ def test_every_documented_variable_occurs_in_the_code() -> None:
 
 
 def test_every_variable_of_ours_in_the_code_is_documented() -> None:
-    not_variables = {"MSCOMM_VERSION", "MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # a macro; values of MS_ROLE
+    not_variables = {"MSCOMM_VERSION", "MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # a macro, and values of MS_ROLE
     ours = set(re.findall(r"\b(?:MSCOMM|MS)_[A-Z_]*[A-Z]\b", CODE)) - not_variables
     assert ours - documented_variables() == set()
 
 
 def test_every_message_of_the_errors_page_is_in_the_code() -> None:
     """Headings quote fixed words in backticks; … stands for the part that varies."""
-    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # join literals split over lines
+    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", CODE).replace("`", "")  # join literals that are split over lines
     headings = "\n".join(re.findall(r"^### (.*)$", ERRORS.read_text(), flags=re.M))
     quoted = re.findall(r"`(.*?)`", headings)
     fragments = {part.strip(" ;:,)(") for text in quoted for part in text.split("…")}

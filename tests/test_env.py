@@ -16,16 +16,16 @@ from mscomm import environment
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python/mscomm"
 OURS = re.compile(r"(?:MSCOMM|MS)_[A-Z_]*[A-Z]")
-VALUES = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # of MS_ROLE
+VALUES = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # values of MS_ROLE, which are no variables
 
 
 def module_of(path: Path) -> str:
-    """cli.run for cli/run.py, bootstrap for bootstrap/__init__.py."""
+    """The name of a file's module: cli.run for cli/run.py, bootstrap for bootstrap/__init__.py."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def names_in_code() -> dict[str, set[str]]:
-    """By name: the modules with a string that is one of the table's names, or looks like a name of ours."""
+    """The modules that use each name: a string that is one of the table's names, or looks like a name of ours."""
     known = {row.name for row in environment.VARIABLES}
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -196,7 +196,7 @@ def test_the_lines_go_to_the_file_that_the_rank_names(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (path,) = tmp_path.iterdir()
     assert re.fullmatch(r"[\w-]+-\d+-3-%-%z\.log", path.name)
-    assert len(path.read_text().splitlines()) == 5  # including those from before the rank was known
+    assert len(path.read_text().splitlines()) == 5  # including the lines from before the rank was known
 
 
 def test_a_file_that_cannot_be_opened_is_told_and_costs_no_line(tmp_path: Path) -> None:

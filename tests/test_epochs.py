@@ -1,4 +1,4 @@
-"""Every epoch of Model.train has an order of its own, and each way into an epoch gives that epoch's order."""
+"""Each epoch of Model.train has an order of its own, which does not depend on how the training came to the epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPOCHS, ROWS, BATCH = 3, 12, 2
 
 
 class Order(mscomm.Callback):
-    """The rows of each epoch, in the order in which they came."""
+    """Keeps the rows of each epoch, in the order in which they came."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -60,7 +60,7 @@ def pipeline() -> Any:
 
 
 class Sampled:
-    """A user's dataset with its own set_epoch, whose number cannot be read."""
+    """A user's dataset that has its own set_epoch, but no way to read the number of its epoch."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -95,7 +95,7 @@ def test_each_epoch_has_its_order_wherever_training_begins(make: Any) -> None:
     model()[0].train(EPOCHS, make(), order, initial_epoch=1)
     assert order.seen == expected[1:]
     data, order = make(), Order()
-    for _ in range(EPOCHS):  # one training per epoch
+    for _ in range(EPOCHS):  # a new training for each epoch
         model()[0].train(1, data, order)
     assert order.seen == expected
 
@@ -127,8 +127,8 @@ def test_a_script_that_sets_the_epoch_itself_gets_the_same() -> None:
 
 
 @each_data
-@pytest.mark.parametrize("step", [2, 3, 4])  # in the middle of an epoch, at its end, after its end
-@pytest.mark.parametrize("before", [0, 1])  # trainings with the same data before this one
+@pytest.mark.parametrize("step", [2, 3, 4])  # a step in the middle of an epoch, at its end, and after its end
+@pytest.mark.parametrize("before", [0, 1])  # the number of trainings before, with the same data
 def test_resume_gives_the_order_of_the_resumed_epoch(make: Any, step: int, before: int, tmp_path: Any) -> None:
     class Stop(mscomm.Callback):
         def step_end(self, run_context: Any) -> None:

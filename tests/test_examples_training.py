@@ -33,7 +33,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("safetensors")
 
 FOLDER = EXAMPLES / "distributed_training"
-# 40 images for training and 16 for the test: on 2 ranks, 3 steps with all of them, 2 with the first 40.
+# 40 images for training and 16 for testing. On 2 ranks, all 56 images make 3 steps, and the first 40 make 2.
 SMALL = {"IMAGE_SIZE": "32", "BATCH_SIZE": "8", "EPOCH_SIZE": "1", "OMP_NUM_THREADS": "1"}
 KEPT = dict.fromkeys(TRAIN, 8) | {TEST: 16}
 TIMEOUT_S = 240
@@ -52,7 +52,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def few(digits: Path) -> Path:
-    """The first images of each file."""
+    """A folder with only the first images of each file."""
     out = digits.parent / "few"
     out.mkdir()
     for name, images in KEPT.items():
@@ -62,7 +62,7 @@ def few(digits: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy, for the logs and checkpoints."""
+    """A copy of the example's folder, where its scripts write logs and checkpoints."""
     ignore = shutil.ignore_patterns("device*", "__pycache__")
     return shutil.copytree(FOLDER, tmp_path / "distributed_training", ignore=ignore)
 
@@ -75,7 +75,7 @@ def variables(**more: str) -> dict[str, str]:
 def bash(
     folder: Path, *words: str | Path, timeout_s: float = TIMEOUT_S, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """bash WORDS from another working directory."""
+    """Run `bash WORDS` in a working directory that is not the example's."""
     script, *arguments = words
     return sessions.run(["bash", folder / script, *arguments], timeout_s, variables(**env), folder.parent)
 
@@ -189,8 +189,8 @@ def test_run_gpu_hostfile_trains_on_two_machines(
 
 @ranks(2, timeout_s=120)
 def test_four_micro_batches_are_one_batch_of_four_times_the_size(rank, group):
-    """Uses GroupNorm, which treats each image independently, so that only the order of the sums differs. Uses float64,
-    because the first steps change some weights by almost nothing."""
+    """The network has GroupNorm, which treats each image independently, so that only the order of the sums differs. It
+    computes in float64, because the first steps change some weights by almost nothing."""
     import functools
 
     sys.path.insert(0, str(FOLDER))
@@ -225,7 +225,7 @@ def test_run_grad_accu_takes_a_step_for_several_batches(folder: Path, few: Path,
     done = bash(folder, "run_grad_accu.sh", few, DEVICE_NUM="2", MINI_STEPS="2")
     log = (folder / "device/train.log").read_text()
     assert done.returncode == 0, done.stderr + log
-    assert places(of_each_rank(log, 2)) == steps(1, 2)  # a step with two batches, and one with the third
+    assert places(of_each_rank(log, 2)) == steps(1, 2)  # one step takes two batches, and the next takes the third
 
 
 # -- the rank table, and checkpoints
@@ -240,7 +240,7 @@ def test_the_rank_tables_are_good_ones_also_for_atlas_910(size: int, servers: li
 
 
 def own_table(size: int, folder: Path, *addresses: str) -> str:
-    """The example's table, changed so that it differs between runs of this test: two jobs cannot share a table."""
+    """A copy of the example's table that differs between runs of this test, because two jobs cannot share a table."""
     content = json.loads((FOLDER / f"rank_table_{size}pcs.json").read_text())
     for server, address in zip(content["server_list"], addresses, strict=bool(addresses)):
         server["server_id"] = address
@@ -262,7 +262,7 @@ def test_run_trains_with_eight_ranks(folder: Path, few: Path, tmp_path: Path) ->
     assert places(losses(logs[0])) == steps(1, 1) and all(losses(log) == losses(logs[0]) for log in logs)
 
 
-# Runs instead of the training, which would be too much for a small machine with 16 ranks.
+# This program replaces the training, which would be too much for a small machine with 16 ranks.
 SUM = """
 import os
 import numpy as np
@@ -283,7 +283,7 @@ def test_sum():
 def test_run_starts_sixteen_ranks_on_two_machines(
     two: Hosts, key: str, few: Path, folder: Path, tmp_path: Path, named: bool
 ) -> None:
-    """The machines share a home folder; each starts the ranks of its server in the table. With `named`, server_id is a
+    """The machines share a home folder. Each starts the ranks of its server in the table. With `named`, server_id is a
     name that no machine knows as its own.
     """
     (folder / "resnet50_distributed_training.py").write_text(SUM)
@@ -342,14 +342,14 @@ def test_run_goes_on_behind_the_newest_checkpoint_of_all_ranks_with_the_same_bit
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_learns_the_digits(folder: Path, digits: Path, table: str) -> None:
-    """The network learns slowly from small images at the tutorial's learning rate: the accuracy was 0.39 at first."""
+    """The network learns slowly from small images at the tutorial's learning rate: the accuracy was about 0.39."""
     sizes = {"EPOCH_SIZE": "5", "BATCH_SIZE": "16"}
     done = bash(folder, "run.sh", digits, "2", timeout_s=800, RANK_TABLE_FILE=table, **sizes)
     log = (folder / "device0/train.log0").read_text()
     assert done.returncode == 0, done.stderr + log
     assert places(losses(log)) == steps(5, 46)
     first, last = (sum(loss for e, _, loss in losses(log) if e == epoch) / 46 for epoch in (1, 5))
-    assert last < first and accuracy(log) > 0.25, log  # 0.1 is chance
+    assert last < first and accuracy(log) > 0.25, log  # guessing would give 0.1
 
 
 # -- what goes wrong
@@ -364,7 +364,7 @@ def test_a_script_without_data_says_what_to_do(folder: Path) -> None:
 
 
 def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: str) -> None:
-    """The folder has no images."""
+    """The folder with the data is empty."""
     empty = tmp_path / "empty"
     empty.mkdir()
     done = bash(folder, "run.sh", empty, "2", RANK_TABLE_FILE=table)
@@ -415,10 +415,11 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
         script.wait()
 
 
-# Runs instead of Python: the first process ends the script that is starting them, and takes a moment to end itself.
+# This program replaces Python. Its first process ends the script while that still starts others, and then takes a
+# moment to end itself.
 ENDS_ITS_STARTER = """#!/bin/bash
 if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
-if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # ranktable ranks
+if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # for `mscomm ranktable ranks`
 [ "$MS_ROLE" = MS_SCHED ] || [ "$RANK_ID" = 0 ] || exec sleep 600
 trap 'sleep 0.5; touch "$ENDED"; exit' TERM
 kill -s "$SIGNAL" $PPID

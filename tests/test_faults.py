@@ -1,4 +1,4 @@
-"""What the ranks see when one of them fails: the first cause, by name, on every rank, and no hang."""
+"""When a rank fails, every other rank raises an error that names the first cause, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLLECTIVES = {
     "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
     "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
 }
-# The arena, the mesh, and both. The other algorithms use the same mesh, so only the long tests run them.
+# One algorithm uses the arena, one the mesh, and one both. The others use the same mesh, so they are for long tests.
 each_algorithm = pytest.mark.parametrize(
     "algo",
     [
@@ -57,13 +57,13 @@ def forced(rank: int, algo: str, **_: object) -> dict[str, str]:
     return {"MSCOMM_ALGO": algo, **({"MSCOMM_HOST_ID": "aabb"[rank % 4]} if algo == "hierarchical" else {})}
 
 
-# Set MSCOMM_FAULT_RUNS=50 for the figure in a release note.
+# The figures in release notes are from MSCOMM_FAULT_RUNS=50.
 RUNS = range(int(os.environ.get("MSCOMM_FAULT_RUNS", "8")))
 RAISES_WITHIN_S = 5  # a generous bound; the measured figures are in docs/performance.md
 
 
 def later(seconds: float, what: signal.Signals) -> None:
-    """Send this process the signal while it is in its next calls."""
+    """Send this process the signal after this time, when it is in its next calls."""
     threading.Timer(seconds, os.kill, (os.getpid(), what)).start()
 
 
@@ -116,14 +116,14 @@ def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left(run: int, tmp_
 
 
 def leftovers(mark: str) -> list[str]:
-    """Processes with the mark in their environment, which would also hold sockets and memory."""
+    """The processes that have the mark in their environment. Such a process would also hold sockets and memory."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes():
                 left.append(f"{process.name}: {(process / 'cmdline').read_bytes()!r}")
         except OSError:
-            continue  # it ended while we looked, or is not ours
+            continue  # the process has just ended, or is not ours
     return left
 
 
@@ -155,7 +155,7 @@ def test_every_later_call_raises_the_same_error(rank, group, algo):
 @ranks(4, env=forced, expect={1: -signal.SIGKILL})
 def test_a_rank_killed_in_any_collective_is_named(rank, group, algo, what):
     shared = mscomm.zeros(1 << 18, np.float32)
-    for x in (np.ones(1 << 18, np.float32), shared):  # in private and in shared memory
+    for x in (np.ones(1 << 18, np.float32), shared):  # once in private and once in shared memory
         COLLECTIVES[what](x)
     if rank == 1:
         mscomm.barrier()
@@ -182,7 +182,7 @@ def test_calls_that_run_beside_the_caller_name_the_dead_rank(rank, group, algo):
             works.append(mscomm.all_reduce(x, async_op=True))
             works.append(mscomm.all_reduce(x, async_op=True))
             works[-2].wait()
-    for work in works[4:]:  # those that were queued behind it have also ended, with the same error
+    for work in works[4:]:  # the calls that were queued behind the failed one ended too
         with pytest.raises(mscomm.PeerLost) as again:
             work.wait(timeout=RAISES_WITHIN_S)
         assert work.done() and str(again.value) == str(work.exception()) == str(caught.value)
@@ -254,7 +254,7 @@ def test_a_rank_that_left_is_lost_only_to_those_that_wait_for_it(rank, group, al
 def test_ranks_may_end_at_different_times_after_the_last_call(rank, group, algo):
     x = np.full(1 << 20, rank, np.float32)
     if rank == 0:
-        mscomm.broadcast(x)  # the root may return before the others have read
+        mscomm.broadcast(x)  # the root may return before the others have read x
         return
     time.sleep(0.3 * rank)
     assert (mscomm.broadcast(x) == 0).all()
@@ -311,7 +311,7 @@ def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
     if rank >= 2:
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.all_reduce(np.ones(3), group=pair, timeout=0.5)
-            mscomm.all_reduce(np.ones(3), group=pair)  # rank 3 had arrived: rank 2 may complete this one
+            mscomm.all_reduce(np.ones(3), group=pair)  # rank 2 may complete the call above, where rank 3 had arrived
         tell(f"rank {rank} has given up")
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.barrier(group=pair)
@@ -349,7 +349,7 @@ def test_who_gave_up_because_of_a_lost_rank_is_not_named_alone(rank, group, algo
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.5)  # the others may be inside by then, or come later: both are fine
+        time.sleep(0.5)  # the others may be in the barrier by then, or come later
         os._exit(7)
     if rank == 1:
         with pytest.raises(mscomm.PeerLost, match=r"rank 2 .*exit code 7"):
@@ -369,7 +369,7 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
         until_told(*(f"rank {other} has given up" for other in range(3)))
     with pytest.raises(mscomm.CollectiveTimeout, match="rank 3") as caught:
         mscomm.all_reduce(np.ones(7, np.float32), timeout=2)
-        mscomm.barrier()  # the others had arrived: rank 3 may complete this call before it hears
+        mscomm.barrier()  # rank 3 may complete the call above, where the others had arrived
     tell(f"rank {rank} has given up")
     assert caught.value.waiting_for == (3,)
     assert isinstance(caught.value, TimeoutError)
@@ -379,7 +379,7 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
 @ranks(3, env=forced)
 def test_abort_reaches_every_rank_with_its_reason(rank, group, algo):
     with pytest.raises(mscomm.Aborted, match="rank 1 called abort: the loss is NaN"):
-        mscomm.barrier()  # the others may still be inside when rank 1 has left it
+        mscomm.barrier()  # the others may still be inside when rank 1 has left
         if rank == 1:
             mscomm.abort("the loss is NaN")
         mscomm.all_reduce(np.ones(7, np.float32))
@@ -397,9 +397,9 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
         tell("interrupted")
         return
     if rank == 2:
-        until_told("interrupted")  # so that it is not inside a call when it happens
+        until_told("interrupted")  # so that this rank is outside calls when rank 1 is interrupted
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
-        mscomm.barrier()  # rank 1 had arrived: the last rank may complete #2 before it hears of the signal
+        mscomm.barrier()  # rank 1 had arrived, so the last rank may complete #2
         mscomm.barrier()
 
 
@@ -422,7 +422,7 @@ def test_a_signal_handler_cannot_call_into_the_call_that_it_interrupts(rank, gro
         when_inside(1, lambda: os.kill(os.getpid(), signal.SIGUSR1), other)
     else:
         until_told("refused")
-    mscomm.barrier(group=other)  # no call number was used up
+    mscomm.barrier(group=other)  # the refused call used up no call number
     mscomm.barrier(group=other)
     assert refused == [True] * (rank == 0)
 
@@ -449,7 +449,7 @@ def test_a_long_wait_says_once_whom_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_who_takes_nothing_because_it_waits_too_is_not_named(tmp_path: Path) -> None:
-    """16 MiB do not fit into the links: ranks 0 and 1 stop reading from each other while they wait for rank 2."""
+    """16 MiB do not fit into the links, so ranks 0 and 1 stop reading from each other while they wait for rank 2."""
     lines = long_waits(tmp_path, "direct", 1 << 22)
     assert 1 <= len(lines) <= 2
     for line in lines:
@@ -473,7 +473,7 @@ def test_a_rank_that_wakes_late_writes_into_nothing_that_lives(rank, group):
     x[...] = np.arange(x.size)
     before = hashlib.sha256(x).digest()
     with open_pidfd(int(pids[1])) as late:
-        os.kill(int(pids[1]), signal.SIGCONT)  # it continues, gets its own error, and ends
+        os.kill(int(pids[1]), signal.SIGCONT)  # rank 1 continues, raises its own error, and ends
         assert select.select([late], [], [], 20)[0], "the stopped rank did not end"
     assert hashlib.sha256(x).digest() == before
 
@@ -486,12 +486,12 @@ def _cannot_withdraw(rank, group):
         until_told("rank 0 has given up")
         return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # no room for private pages of either kind
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # no room for private pages in place of x or out
     with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #2 .*rank 1"):
         mscomm.all_reduce(x, out=out, timeout=0.5)
     tell("rank 0 has given up")
     heap = mscomm.job.resolve(None).epoch.heap
-    assert heap.allocate(8) is None  # there is no shared memory left
+    assert heap.allocate(8) is None  # the rank has given up its shared memory
     log = Path("/proc/self/fd/2").resolve()
     while "are still within reach" not in log.read_text():
         time.sleep(0.01)
@@ -521,7 +521,7 @@ def test_after_init_no_memory_descriptor_and_no_listener_stay_open(rank, group):
         if os.path.exists(f"/proc/self/fd/{fd}")
     ]
     assert not [target for target in targets if "mscomm-heap" in target]
-    assert len([target for target in targets if target.startswith("socket:")]) == 1  # the control link
+    assert len([target for target in targets if target.startswith("socket:")]) == 1  # only the control link
 
 
 @ranks(3, env={"MSCOMM_RECORD": "{folder}"}, expect={1: 1})
@@ -600,12 +600,12 @@ def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """A separate file system that is soon full."""
+    """A file system of its own, which is soon full."""
     if os.getuid() != 0:
-        pytest.skip("mount needs root")
+        pytest.skip("mounting a file system needs root")
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=False).returncode:
-        pytest.skip("no mount here")
+        pytest.skip("mount failed")
     try:
         yield folder
     finally:
@@ -733,7 +733,7 @@ def _on_one_cpu(rank, group):
     for i in range(20):
         assert (mscomm.all_reduce(np.full(50_000, rank + i)) == 6 + 4 * i).all()
     with pytest.raises(mscomm.PeerLost, match="rank 1 "):
-        mscomm.barrier()  # rank 1 may have left it, and be dead, when others are still inside
+        mscomm.barrier()  # rank 1 may leave it and die while others are still inside
         if rank == 1:
             later(0.1, signal.SIGKILL)
         while True:
@@ -742,7 +742,7 @@ def _on_one_cpu(rank, group):
 
 def test_four_ranks_on_one_cpu(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [min(before)])  # already when the ranks decide how to wait
+    os.sched_setaffinity(0, [min(before)])  # before the ranks decide how to wait
     try:
         _on_one_cpu(tmp_path)
     finally:
@@ -771,7 +771,7 @@ except mscomm.Error as error:
 
 
 def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
-    """The kernel reports no end of a connection: the cable is unplugged."""
+    """The cable is unplugged, so the kernel does not report that connections have ended."""
     key, script, silence_s = tmp_path / "job.key", tmp_path / "cut.py", 4
     key.write_bytes(os.urandom(32))
     key.chmod(0o600)
@@ -785,7 +785,7 @@ def test_a_link_that_breaks_is_noticed_on_both_sides(tmp_path: Path) -> None:
         ]
         try:
             appear([tmp_path / f"up.{rank}" for rank in range(4)], 60)
-            time.sleep(0.3)  # until the ranks are in a call
+            time.sleep(0.3)  # by then the ranks are in a call
             cut = time.time()
             hosts[1].unplug()
             appear([tmp_path / f"saw.{rank}" for rank in range(4)], 10 * silence_s)

@@ -1,4 +1,4 @@
-"""Control frames: they give whole messages from any pieces, and refuse invalid data."""
+"""Control frames: messages arrive whole, in whatever pieces their bytes come, and invalid data is refused."""
 
 from __future__ import annotations
 

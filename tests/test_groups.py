@@ -1,4 +1,4 @@
-"""Groups: their members, the names of their ranks, and that creating and destroying them leaves nothing behind."""
+"""Groups: how they are made, named, used and destroyed, how they fail, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def total(group, x=1.0):
 def test_a_ranks_place_in_the_list_is_its_rank_in_the_group(rank, group):
     made = mscomm.create_group("some", [3, 0, 2])
     if rank == 1:
-        assert not made  # this rank is no member: the call does nothing, and no member waits for it
+        assert not made  # this rank is no member, so its call does nothing, and no member waits for it
         return
     place = {3: 0, 0: 1, 2: 2}[rank]
     assert (made.name, made.rank, made.size, list(made.ranks)) == ("some", place, 3, [3, 0, 2])
@@ -94,7 +94,7 @@ def test_ranks_that_do_not_agree_on_the_list_are_a_mismatch(rank, group):
         mscomm.Mismatch, match=r"rank 0 .* named \[0, 1\].*rank 1 .* named \[1, 0\]|named \[1, 0\].*\[0, 1\]"
     ):
         mscomm.create_group("pair", [0, 1] if rank == 0 else [1, 0])
-    assert total(mscomm.create_group("pair", [1, 0])) == 2  # the job goes on
+    assert total(mscomm.create_group("pair", [1, 0])) == 2  # the job goes on after the mismatch
 
 
 @ranks(3, env={"MS_TOPO_TIMEOUT": "2"})
@@ -143,7 +143,7 @@ def test_groups_that_all_ranks_make_and_use_never_give_another_groups_sum(rank, 
     assert seen == ([1.0, refused] if rank < 2 else [refused, 5.0])
 
 
-WORDS = {  # values for the other arguments, by the argument's name
+WORDS = {  # for each name of an argument, a value to call functions with
     "arrays": [np.ones(1)],
     "color": 0,
     "counts": [1],
@@ -165,7 +165,7 @@ WORDS = {  # values for the other arguments, by the argument's name
 
 
 def functions_of_groups():
-    """Every public function that takes a group, each with a function that calls it on a group."""
+    """Every public function that takes a group: its name, and a function that calls it on a group."""
     public = {name: getattr(mscomm, name) for name in mscomm.__all__}
     public |= {f"train.{name}": getattr(mscomm.train, name) for name in mscomm.train.__all__}
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
@@ -229,7 +229,7 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
 def test_a_rank_that_is_no_member_may_forget_the_name_and_use_it_for_another_group(rank, group):
     first = mscomm.create_group("pair", [0, 1])
     if rank == 2:
-        again = mscomm.create_group("pair", [1, 0])  # with other ranks: the newest group of a name counts
+        again = mscomm.create_group("pair", [1, 0])  # with other ranks; a name means its newest group
         assert again.ranks == [1, 0] and not first
         mscomm.destroy_group(first)
         with pytest.raises(RuntimeError, match=r"no member of pair: the members are \[1, 0\]"):
@@ -347,7 +347,7 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     assert total(made) == 3
     everybody_is_here()
     if rank == 1:
-        time.sleep(0.5)  # the others may be inside by then, or come later: both are fine
+        time.sleep(0.5)  # the others may be in the barrier by then, or come later
         mscomm.destroy_group(made)
     else:
         with pytest.raises(mscomm.Error, match="rank 1 "):
@@ -384,7 +384,7 @@ def test_two_threads_use_two_groups_that_overlap(rank, group, algo):
 
 
 def in_use() -> dict[str, int]:
-    """What this process holds: descriptors, maps of shared memory, threads, memory of mscomm.empty."""
+    """How much this process holds: descriptors, mappings of shared memory, threads, memory of mscomm.empty."""
     gc.collect()
     heap = job.default().epoch.heap
     return {
@@ -412,7 +412,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # A peer may not yet have freed its part of the last group.
+    # `before` may be larger, if a peer had not yet freed its part of the last group.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -465,11 +465,11 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
     own = mscomm.create_group("own", [rank])
     pair = mscomm.create_group("pair", [1, 2])
     if rank == 0:
-        mscomm.barrier()  # the others have made their groups
+        mscomm.barrier()  # now the others have made their groups
         mscomm.abort("stop")
     for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
-            while True:  # a group of one rank hears of it soon
+            while True:  # a group of one rank hears of the abort a little later
                 mscomm.barrier(group=one)
     for members in ([rank], [0, 1, 2]):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:
@@ -492,7 +492,7 @@ class Enough(Exception):
 
 
 def when_the_main_thread_meets(number: int) -> None:
-    """Send this process the signal once its main thread waits for the other ranks of a meeting."""
+    """Wait until the main thread waits for the other ranks of a meeting. Then send this process the signal."""
     main = threading.main_thread().ident
 
     def functions() -> list[str]:
@@ -564,7 +564,7 @@ def test_a_call_on_a_group_that_a_peer_destroyed_ends_and_says_so(rank, group, a
 def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
     if rank == 1:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # create_group needs a listener, a connection to rank 0, and one from rank 2.
+        # Too few descriptors are left: create_group needs a listener, a connection to rank 0, and one from rank 2.
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
         with pytest.raises(OSError, match="Too many open files"):
             mscomm.create_group("all", [0, 1, 2])
@@ -572,5 +572,5 @@ def test_a_rank_without_descriptors_is_the_one_that_is_named(rank, group):
         until_told("rank 0", "rank 2")
         return
     with pytest.raises(mscomm.Aborted, match=r"rank 1: .*Too many open files"):
-        mscomm.barrier(group=mscomm.create_group("all", [0, 1, 2]))  # rank 0 may have its links already
+        mscomm.barrier(group=mscomm.create_group("all", [0, 1, 2]))  # rank 0 may succeed in create_group
     tell(f"rank {rank}")

@@ -14,7 +14,7 @@ from mscomm.cluster.links import CONTROL, DATA, Identity
 
 
 def converse(connector: Hello, acceptor: Hello) -> None:
-    """Carry the bytes between the two ends until both are done."""
+    """Carry the bytes of each end to the other until both ends are done."""
     to_acceptor = connector.feed(b"")
     while not (connector.done and acceptor.done):
         to_connector = acceptor.feed(to_acceptor)

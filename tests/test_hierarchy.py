@@ -58,7 +58,7 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
 @pytest.mark.parametrize("hosts", [TWO])
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: Any, hosts: list[str]):
-    """A broadcast's root waits for nobody, so it comes to shared memory with its next call."""
+    """The root of a broadcast waits for nobody, so it may meet the others in shared memory with its next call."""
     x = np.ones(1000)
     mscomm.all_reduce(x)
     everybody_is_here()

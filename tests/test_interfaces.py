@@ -30,7 +30,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Control:
-    """A control link, with just its own address."""
+    """Stands in for a control link; only its own address is used."""
 
     def __init__(self, own: str) -> None:
         self.family = socket.AF_INET6 if ":" in own else socket.AF_INET if own else socket.AF_UNIX
@@ -47,13 +47,13 @@ def chosen(own: str, **env: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("eth1", "192.168.7.5"),  # and not eth10, which has the same prefix
-        ("eth", "10.0.0.5"),  # a prefix
-        ("ib0,eth1", "192.168.7.5"),  # the first that exists
-        ("eth1,eth0", "192.168.7.5"),  # in this order
+        ("eth1", "192.168.7.5"),  # eth10 has the same prefix, but eth1 is a whole name
+        ("eth", "10.0.0.5"),  # the prefix of a name
+        ("ib0,eth1", "192.168.7.5"),  # the first name that exists counts
+        ("eth1,eth0", "192.168.7.5"),  # the names count in this order
         ("192.168.0.0/16", "192.168.7.5"),
         ("172.16.0.0/12, 192.168.0.0/16", "172.17.0.1"),
-        ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # global before link-local
+        ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # a global address counts before a link-local one
         ("^docker", "10.0.0.5"),
         ("eth,^eth0", "192.168.7.5"),
         ("fd00::/8", "fd00::7"),

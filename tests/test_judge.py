@@ -53,7 +53,7 @@ def test_a_chain_of_symptoms_ends_at_the_rank_that_was_silent():
     court = judge()
     court.failed(0, "PeerLost", [1], "link to rank 1 ended", 4, range(3), now=0)
     court.failed(1, "PeerLost", [2], "link to rank 2 ended", 4, range(3), now=0.01)
-    court.gone(1, "ended without release", now=0.02)  # it reported before it ended, so it is not the cause
+    court.gone(1, "ended without release", now=0.02)  # rank 1 reported before it ended, so it is not the cause
     court.look(0.21)
     assert court.verdict.ranks == (2,)
 
@@ -150,14 +150,14 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     court = judge()
     court.compare(0, 5, "all_reduce #5", now=0)
     assert court.asking and court.asked == 5
-    court.called(1, 5, "", now=0.1)  # it has not come to that call
+    court.called(1, 5, "", now=0.1)  # rank 1 has not come to that call yet
     court.called(2, 5, "all_reduce #5", now=0.1)
     assert court.verdict is None
     court.asking = False
     court.compare(2, 5, "all_reduce #5", now=0.5)
     assert not court.asking  # all ranks were asked a moment ago
     court.compare(2, 5, "all_reduce #5", now=2)
-    assert court.asking  # rank 1 may have come in the meantime
+    assert court.asking  # asks again, because rank 1 may have come to the call meanwhile
     court.called(1, 5, "all_gather #5", now=2)
     assert court.verdict[:3] == ("Mismatch", (1,), ())
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in court.verdict.text
@@ -168,4 +168,4 @@ def test_calls_of_different_numbers_are_not_compared():
     for number in range(100):
         court.compare(0, number, f"all_reduce #{number}", now=0)
     court.compare(1, 3, "all_gather #3", now=0)
-    assert court.verdict is None  # a call that long ago is forgotten
+    assert court.verdict is None  # a call from so long ago is forgotten

@@ -1,4 +1,4 @@
-"""The same script under every real launcher: mpirun of Open MPI and MPICH, scheduler and workers, mscomm run."""
+"""The same script under each real launcher: mpirun of Open MPI and MPICH, a scheduler with workers, mscomm run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def intel_mpi(monkeypatch: pytest.MonkeyPatch) -> Environment:
         pytest.skip("MSCOMM_TEST_INTEL_MPI names no environment with the wheels impi-rt and mpi4py")
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("I_MPI_ROOT", folder)
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}/lib")  # for mpi4py
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}/lib")  # where mpi4py finds libmpi
     return Environment(Path(folder), "Intel MPI", Path(sys.executable))
 
 
@@ -181,7 +181,7 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     workers = [start("MS_WORKER", script) for _ in range(3)]
     while all(worker.poll() is None for worker in workers):
         time.sleep(0.02)
-    Path(f"{script}.go").touch()  # one was refused while the others were still running
+    Path(f"{script}.go").touch()  # one worker was refused while the others still ran
     ends = [finished(worker) for worker in workers]
     refused = [err for code, _, err in ends if code == 1]
     assert len(refused) == 1 and "already has its 2 workers" in refused[0], ends
@@ -249,8 +249,8 @@ def test_mpi4py_may_come_before_or_after_init_or_not_at_all(mpi: Environment, or
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
 
 
-# In prterun, one thread answers PMIx_Finalize and another notes that the client has finalized. This library, when it is
-# preloaded, delays the note, as on a busy machine: a client that closes its connection before the note counts as dead.
+# In prterun, one thread answers PMIx_Finalize and another notes that the client has finalized. A client that closes its
+# connection before the note counts as dead. This library is preloaded and delays the note, as a busy machine would.
 LATE_NOTE = r"""
 #include <dlfcn.h>
 #include <errno.h>
@@ -277,14 +277,14 @@ __attribute__((constructor)) static void not_in_the_ranks() {
 def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, order: str, tmp_path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        pytest.skip("no C++ compiler here")
+        pytest.skip("no C++ compiler is installed")
     script, source, library = tmp_path / "orders.py", tmp_path / "late.cc", tmp_path / "late.so"
     script.write_text(MPI_SCRIPT)
     source.write_text(LATE_NOTE)
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    assert done.stderr.count("late\n") >= 12, done.stderr  # two helpers and one MPI_Finalize per rank
+    assert done.stderr.count("late\n") >= 12, done.stderr  # for each rank, two helpers and one MPI_Finalize
 
 
 CONNECTIONS = """
@@ -409,7 +409,7 @@ TABLE = {
     "server_count": "1",
     "server_list": [
         {
-            "server_id": "10.1.2.3",  # with a single server, its address is not used
+            "server_id": "10.1.2.3",  # not used, because the table has only one server
             "device": [{"device_id": str(i), "device_ip": f"192.1.27.{i}", "rank_id": str(i)} for i in range(3)],
             "host_nic_ip": "reserve",
         }
@@ -612,7 +612,7 @@ def losses(text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    """The losses of one process on the whole batch."""
+    """The losses of a training with the whole batch in one process."""
     done = subprocess.run(
         [sys.executable, QUICKSTART / "net.py"], capture_output=True, text=True, timeout=60, env=clean_environment()
     )

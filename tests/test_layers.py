@@ -1,4 +1,4 @@
-"""Which layer may use which, by includes in C++ and by imports in Python; and what the core must not contain."""
+"""Which layers a layer may use, by its includes in C++ and imports in Python, and what the core must not contain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CSRC, SRC, PACKAGE = ROOT / "csrc", ROOT / "src", ROOT / "python/mscomm"
 CORE_LAYERS = ("base", "net", "transport", "algo", "cuda", "device", "backend", "comm", "src")
 CORE_SEES = {layer: set(CORE_LAYERS[: place + 1]) for place, layer in enumerate(CORE_LAYERS)} | {"tools": {"tools"}}
 
-# Modules and folders of the package. `mscomm` is the package itself, whose names the command line uses.
+# The modules and folders of the package, the lowest layer first. `mscomm` is the package's own __init__.
 PYTHON_LAYERS = (
     *("_core", "version", "errors", "environment", "tracebacks", "log", "dtype", "common"),
     *("arrays", "registry", "packing", "accelerators", "cluster", "bootstrap", "notices", "context", "exits"),
@@ -46,7 +46,7 @@ def core_layer(path: Path) -> str:
 
 
 def module(path: Path) -> str:
-    """mscomm.cluster.hub, or mscomm.cluster for its __init__."""
+    """The name of a file's module: mscomm.cluster.hub, or mscomm.cluster for cluster/__init__.py."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -59,7 +59,7 @@ def layer(name: str) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of each import from the package, those for type checkers among them."""
+    """(line, module) of each import from the package, including imports for type checkers only."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -100,7 +100,7 @@ def test_the_package_names_only_what_is_below_it():
 
 def test_no_module_imports_itself_through_others():
     graph = {module(path): {name for _, name in imports(path)} for path in PYTHON_FILES if path.suffix == ".py"}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
+    graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that shows the cycle
 
 
 @pytest.mark.parametrize("path", [path for path in CORE_FILES if core_layer(path) != "src"], ids=named)
@@ -117,4 +117,4 @@ def test_the_core_never_listens(path):
 def test_no_vendor_header_is_included(path):
     vendors = "cuda|nccl|hccl|acl|mpi|pmi|pmix|numa|openssl|infiniband|rdma|torch|ATen|c10"
     found = re.findall(rf'#\s*include\s*[<"]((?:{vendors})\w*(?:/[^>"]*|\.h\w*))[>"]', path.read_text(), re.I)
-    assert [header for header in found if not (CSRC / header).exists()] == []  # csrc/cuda is ours
+    assert [header for header in found if not (CSRC / header).exists()] == []  # csrc/cuda is our own

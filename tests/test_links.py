@@ -50,7 +50,7 @@ def test_accept_all_brings_every_wanted_rank_in(family):
 
 
 def test_connecting_waits_while_the_backlog_of_a_unix_socket_is_full():
-    """Any user of the host can fill it; the kernel then answers EAGAIN at once."""
+    """Any user of the host can fill the backlog. The kernel then answers connect() with EAGAIN at once."""
     with listening(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
         listener.listen(1)
         with contextlib.suppress(BlockingIOError):
@@ -95,7 +95,7 @@ def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others():
         lacking = no_descriptor_left()
         entered = []
 
-        def check():  # called when the selector has its descriptor
+        def check():  # called after the selector has got its descriptor
             if not entered:
                 entered.append(lacking.__enter__())
 
@@ -135,7 +135,7 @@ def test_a_door_without_descriptors_gives_up_the_oldest_stranger_first():
 
 
 def test_a_door_without_descriptors_rests_and_opens_again():
-    """The hub's: it must neither spin nor end."""
+    """The hub accepts connections through such a door. Without descriptors, it must neither spin nor end."""
     entered = []
     with listening() as listener, selectors.DefaultSelector() as selector:
         door = links.Door(
@@ -146,7 +146,7 @@ def test_a_door_without_descriptors_rests_and_opens_again():
             with no_descriptor_left():
                 for ready, _ in selector.select(5):
                     ready.data()
-                assert selector.select(0.01) == [] and door.expire() > 0  # it does not spin
+                assert selector.select(0.01) == [] and door.expire() > 0  # the selector does not spin
             thread = threading.Thread(target=lambda: links.greet(sock, KEY, DATA, Identity(JOB, VERSION, 1, 1), soon()))
             thread.start()
             until = time.monotonic() + 20
@@ -168,7 +168,7 @@ def test_a_flood_of_garbage_silence_and_wrong_keys_does_not_disturb_the_wanted()
             if i % 3 == 0:
                 nuisance.send(b"GET / HTTP/1.1\r\n\r\n")
             elif i % 3 == 1:
-                nuisance.send(b"MSCM")  # and nothing after that
+                nuisance.send(b"MSCM")  # the beginning of a hello, and nothing after it
         outcome: list[BaseException] = []
 
         def thief():
@@ -207,14 +207,14 @@ def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
     with listening() as listener, contextlib.ExitStack() as stack:
         early = [
             stack.enter_context(links.connect(listener.getsockname(), soon())) for _ in wanted
-        ]  # they send nothing yet
+        ]  # none of them sends anything yet
         results = {}
         mine = Identity(JOB, VERSION, 0, 1)
         acceptor = threading.Thread(
             target=lambda: results.update(links.accept_all([listener], wanted, KEY, DATA, mine, Deadline(20)))
         )
         acceptor.start()
-        time.sleep(0.3)  # until all are accepted
+        time.sleep(0.3)  # by then all connections are accepted
         for rank, sock in zip(wanted, early, strict=True):
             links.greet(sock, KEY, DATA, Identity(JOB, VERSION, rank, 1), soon())
         acceptor.join()

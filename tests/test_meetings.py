@@ -1,4 +1,4 @@
-"""Meetings, in which ranks wait for each other and exchange facts: without I/O, and over a real hub."""
+"""Meetings, in which ranks wait for each other and exchange facts. Some tests do no I/O, others use a real hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mscomm.cluster.meetings import Answer, Meetings
 
 
 class Table:
-    """Meetings without I/O; the ranks in `gone` are lost."""
+    """Meetings without I/O. The ranks in `gone` count as lost."""
 
     def __init__(self):
         self.gone: dict[int, str] = {}
@@ -83,7 +83,7 @@ def test_who_is_lost_before_it_comes_ends_the_meeting():
     table.gone[1] = "rank 1 ended without release"
     lost = [((0,), "PeerLost", "init: rank 1 ended without release", [1])]
     assert unmet(table.meetings.look()) == lost
-    assert unmet(table.come(0, [0, 1])) == lost  # the next meeting fails at once
+    assert unmet(table.come(0, [0, 1])) == lost  # the next meeting with the lost rank fails at once
 
 
 def test_who_comes_and_is_lost_ends_the_meeting_too():
@@ -121,7 +121,7 @@ def test_who_refuses_ends_the_meeting_also_for_those_that_come_later():
     refused = [(rank, "Aborted", "rank 0: enough", [0]) for rank in ((1,), (2,))]
     assert unmet(table.meetings.refuse(0, "k", "init", [0, 1, 2], "rank 0: enough")) == refused[:1]
     assert unmet(table.come(2, [0, 1, 2])) == refused[1:]
-    for rank in (0, 1):  # the next attempt
+    for rank in (0, 1):  # the next attempt to meet
         assert table.come(rank, [0, 1, 2]) == []
     assert table.come(2, [0, 1, 2])[0].frame["t"] == "met"
 
@@ -146,7 +146,7 @@ def test_all_meetings_end_with_their_epoch():
 
 
 class Meeting:
-    """One rank's part in a meeting, in its own thread."""
+    """One rank's part in a meeting, in a thread of its own."""
 
     def __init__(self, members, rank, ranks, *, key="", name="create_group('g')", timeout_s=5.0, survivors=False):
         self.result = self.error = None
@@ -256,7 +256,7 @@ def test_an_abort_ends_the_meetings_and_those_that_come():
         waiting = Meeting(members, 1, [0, 1, 2])
         eventually(lambda: job.hub._meetings._open)
         members[0][0].report("Aborted", "rank 0: KeyError: 'a'", [0])
-        members[0][0].leave(0)  # may arrive together with the report
+        members[0][0].leave(0)  # may arrive at the hub together with the report
         later = Meeting(members, 2, [0, 1, 2], key="0:shrink", survivors=True)
         for meeting in (waiting, later):
             assert isinstance(meeting.ended().error, errors.Aborted)
@@ -271,7 +271,7 @@ def test_a_rank_that_left_is_behind_in_a_group_by_the_number_of_that_group():
             assert meeting.ended().result
         for rank, place in enumerate([(3, True, ""), (3, True, ""), (2, False, "")]):
             members[rank][0].attach("0:g:1", Communicator(place), undialled)
-        members[2][0].leave(90)  # the number of calls on the world
+        members[2][0].leave(90)  # 90 is the number of calls in the world, not in the group
         error = members[0][0].settle("0:g:1", errors.CollectiveTimeout("barrier #3 took over 1 s"), 3)
         assert error.waiting_for == (2,)
         assert "ended well after call #2" in str(error)

@@ -91,10 +91,10 @@ def test_a_forked_child_lets_go_of_the_control_link():
 
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
-    """The core has its own copy of the descriptor: another file may have the old number by then."""
+    """The core writes to its own copy of the descriptor, because another file may have the old number by then."""
     group = resolve(None)
     if rank == 1:
-        eventually(lambda: group.core.failure() is not None)  # rank 0 closes its link without a message
+        eventually(lambda: group.core.failure() is not None)  # until rank 0 closes its link without a message
         os._exit(0)
     work = mscomm.all_reduce(np.ones(1), async_op=True)
     reader, writer = os.pipe()
@@ -102,7 +102,7 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
     group.member.close()
     os.dup2(writer, number)
     group.core.abort("Aborted", [0], [], "enough")
-    group.core.close()  # waits for the worker
+    group.core.close()  # waits until the worker has ended
     assert work.done()
     os.set_blocking(reader, False)
     with pytest.raises(BlockingIOError):
@@ -111,7 +111,7 @@ def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(ran
 
 
 class Noticing(Communicator):
-    """Has something to tell the user."""
+    """A communicator that always has a notice for the user."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_notice_that_cannot_be_written_neither_ends_nor_stops_the_member(stder
                 os.eventfd_write(member.news_fd, 1)
                 eventually(lambda turn=turn: noticing.told == turn)
             other.leave(1)
-            eventually(lambda: noticing.departed)  # it hears what the hub says
+            eventually(lambda: noticing.departed)  # the member still hears the hub
             assert not noticing.aborts
         finally:
             os.dup2(before, 2)

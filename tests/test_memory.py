@@ -1,4 +1,4 @@
-"""How ranks share arrays: the kinds of shared memory, and private memory that a peer reads directly."""
+"""How ranks share arrays: in shared memory of several kinds, and in private memory that a peer reads directly."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ import mscomm
 from mscomm import _core
 from mscomm.job import resolve
 
-SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # bytes: below, at and beyond every threshold
+SIZES = [16 << 10, (64 << 10) + 3, 300_001, 1 << 20, (3 << 20) + 7]  # in bytes: below, at and beyond every threshold
 
 
 def may_read_each_other() -> bool:
-    """Whether a process may read another's memory if neither is the other's parent (Yama's ptrace_scope)."""
+    """Whether a process may read the memory of another that is not its child (Yama's ptrace_scope)."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     said = scope.read_text().strip() if scope.exists() else "0"
     return said == "0" or (os.geteuid() == 0 and said != "3")
 
 
 def pieces(make, rank: int, n: int) -> None:
-    """Every collective that only moves data, with pieces of all sizes."""
+    """Make each collective call that only moves data, with pieces of all sizes."""
 
     def drawn(size: int, seed: int) -> np.ndarray:
         x = make(size, np.uint8)
@@ -69,7 +69,7 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @pytest.mark.parametrize("n", [2, 3])
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
-    """A peer must not read an array that is being overwritten; only the owner's post tells the peers that it is."""
+    """A peer must not read an array while its owner overwrites it. Only the owner's post tells the peers about that."""
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
         x = sent[rank].copy()
@@ -82,7 +82,7 @@ def test_one_rank_in_place_and_the_others_not(rank, group, n):
 @pytest.mark.parametrize("memory", ["private", "mixed"])
 @ranks(2)
 def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place):
-    """From 2 MiB on, the peers' arrays are read directly."""
+    """From 2 MiB on, a rank reads its peer's array directly."""
     for count in (1 << 19, (5 << 18) + 1, 3_000_001):
         xs = [np.random.default_rng(seed).standard_normal(count, np.float32) for seed in range(2)]
         x = (mscomm.empty if memory == "mixed" and rank == 1 else np.empty)(count, np.float32)
@@ -95,16 +95,16 @@ def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place
 
 
 def forbid_reading_me() -> None:
-    """Let only processes that may trace any process read this one's memory (prctl(2), PR_SET_DUMPABLE)."""
+    """Keep processes from reading this one's memory, unless they may trace any process (prctl(2), PR_SET_DUMPABLE)."""
     set_dumpable = 4
     assert ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, 0, 0, 0, 0) == 0
 
 
 def give_up_tracing() -> None:
-    """Drop CAP_SYS_PTRACE from this thread, so that it is like an ordinary user's (capabilities(7))."""
+    """Drop CAP_SYS_PTRACE from this thread, which an ordinary user's thread does not have (capabilities(7))."""
     version, sys_ptrace = 0x20080522, 19
     header = (ctypes.c_uint32 * 2)(version, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0 to 31, and of 32 and on
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: for capabilities 0 to 31, then from 32
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, sets) == 0
     sets[0] &= ~(1 << sys_ptrace)
@@ -151,7 +151,7 @@ def has_secret_memory() -> bool:
     return True
 
 
-@pytest.mark.skipif(not has_secret_memory(), reason="no memfd_secret here")
+@pytest.mark.skipif(not has_secret_memory(), reason="the kernel has no memfd_secret")
 @ranks(2)
 def test_arrays_that_cannot_be_read_where_they_are_are_staged(rank, group):
     secret = np.frombuffer(secret_memory(4 << 20), np.uint8)
@@ -178,10 +178,10 @@ print(_core.describe_memory(True))
 """
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare (util-linux)")
-@pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memfds are what is used here")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed (util-linux)")
+@pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memory is in memfds in any case")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
-    """The root of a user namespace may not mount outside of it, and here no further namespace can be made."""
+    """Root in this user namespace may not mount a tmpfs outside of it, and cannot make another namespace."""
     script = tmp_path / "sum.py"
     script.write_text(SUM)
     forbidden = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
@@ -200,7 +200,7 @@ def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
 
 @ranks(2)
 def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(rank, group):
-    """The hub may have told the other rank to use it before this rank gave up."""
+    """The hub may have told the other rank to use the group's control memory before this rank gave up."""
     if rank == 1:
         other = mscomm.create_group("pair", [0, 1])
         mscomm.barrier()
@@ -224,8 +224,8 @@ def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(
 
 @ranks(2)
 def test_other_threads_run_while_a_large_array_is_released(rank, group):
-    """The kernel takes long for its pages."""
-    sys.setswitchinterval(100)  # so a thread runs only while the other one lets it
+    """The kernel takes long to free the array's pages, so the release must let other threads run."""
+    sys.setswitchinterval(100)  # a thread then runs only while the other one lets it
     steps, stop = [0], threading.Event()
 
     def count():
@@ -249,7 +249,7 @@ def test_other_threads_run_while_a_large_array_is_released(rank, group):
 
 @ranks(1)
 def test_synchronous_calls_wake_no_thread(rank, group):
-    """The worker of asynchronous calls and messages, once made, sleeps on until there is work for it."""
+    """Once there is a worker for asynchronous calls and messages, it must sleep until there is work for it."""
     x = np.ones(2, np.float32)
     mscomm.all_reduce(x, async_op=True).wait()
     mscomm.send(x, 0, async_op=True)

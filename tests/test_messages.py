@@ -1,4 +1,4 @@
-"""Messages from rank to rank: what arrives, in which order, during which other calls, and how it ends."""
+"""Messages from rank to rank: what arrives and in which order, what may run meanwhile, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ranks import TOLD, everybody_is_here, ranks, tell, until_told
 import mscomm
 
 SPLIT = {"MSCOMM_HOST_ID": "{host}"}
-LARGE = 4 << 20  # elements of one byte: announced first, and sent when the recv is called
+LARGE = 4 << 20  # so many bytes are announced first, and sent when the recv is called
 
 
 def links(n):
-    """Parametrize: all ranks on one host, over unix sockets, and each rank on its own host, over TCP."""
+    """Parametrize a test: all ranks on one host, over unix sockets, and each rank on a host of its own, over TCP."""
     return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
 
 
@@ -31,7 +31,7 @@ def value(source: int, destination: int, size: int) -> np.ndarray:
 
 
 def in_threads(*bodies) -> None:
-    """Run all at once; an error from one of them is raised here."""
+    """Run the bodies at the same time, each in a thread. If one raises an error, it is raised here."""
     errors: list[BaseException] = []
 
     def run(body):
@@ -93,7 +93,7 @@ def test_all_pairs_at_once_in_both_directions(rank, group, host):
 
 @ranks(2)
 def test_first_sends_to_each_other_at_the_same_moment(rank, group):
-    # Small messages are sent before their recv is called: both ranks make their link at the same time, each in its main
+    # A small message is sent before its recv is called. So both ranks make the link at the same time, each in its main
     # thread.
     mscomm.barrier()
     mscomm.send(np.full(3, rank), 1 - rank)
@@ -149,7 +149,7 @@ def test_strided_arrays_are_sent_and_received_in_C_order(rank, group):
 def test_every_dtype_arrives_as_it_is(rank, group):
     for number, name in enumerate(mscomm._core.dtypes()):
         if name == "bfloat16":
-            continue  # not a type of NumPy itself
+            continue  # NumPy itself has no bfloat16
         x = np.arange(7).astype(name)
         if rank == 0:
             mscomm.send(x, 1, tag=number)
@@ -184,7 +184,7 @@ def test_a_send_to_itself_returns_and_keeps_a_copy(rank, group):
     for size in (0, 3, LARGE):
         x = value(0, 0, size)
         mscomm.send(x, 0, tag=2)
-        x += 1  # the caller may change it again
+        x += 1  # after send, the caller may change x
         mscomm.send(x, 0, tag=1)
         out = np.zeros(size, np.float32)
         assert np.array_equal(mscomm.recv(out, 0, tag=1), value(0, 0, size) + 1)
@@ -199,7 +199,7 @@ def test_a_ring_of_eight_shifts_a_thousand_times(rank, group):
         mscomm.recv(out, (rank - 1) % 8)
         work.wait()
         x, out = out, x
-    assert (x == rank).all()  # 1000 steps are 125 times around
+    assert (x == rank).all()  # 1000 steps are 125 times around the ring
 
 
 # --- any source, any tag --------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_the_recv_that_was_called_first_gets_the_first_that_fits(rank, group):
                 mscomm.recv(out, source, tag, status=one, async_op=True)
                 for out, (source, tag), one in zip(outs, asked, status, strict=True)
             ]
-        mscomm.barrier()  # all recvs are waiting
+        mscomm.barrier()  # by now all recvs have been called
         if rank == 1:
             for i, tag in enumerate((7, 7, 8, 7)):
                 mscomm.send(np.full(size, i + 1.0), 0, tag=tag)
@@ -252,7 +252,7 @@ def test_the_recv_that_was_called_first_gets_the_first_that_fits(rank, group):
 
 @ranks(3)
 def test_ranks_that_send_without_end_do_not_starve_the_others(rank, group):
-    # A task farm: the rank that sends most must not be the only one that is received from.
+    # As in a task farm, rank 0 receives from any rank. It must hear rank 2, although rank 1 sends all the time.
     if rank == 0:
         status, heard = mscomm.Status(), set()
         while heard != {1, 2}:
@@ -296,7 +296,7 @@ def test_sendrecv_around_a_ring_and_in_pairs(rank, group, host):
         out = np.zeros(size, np.float32)
         assert mscomm.sendrecv(value(rank, right, size), right, out, left, 4, 4) is out
         assert np.array_equal(out, value(left, rank, size))
-        # To itself; to one rank and from another; from any source; during a plain send and recv.
+        # Next: each rank with itself, and then rank 0 to rank 1 and from any source, while others call send and recv.
         status = mscomm.Status()
         mscomm.sendrecv(value(rank, 9, size), rank, out, rank, send_tag=1, recv_tag=1)
         assert np.array_equal(out, value(rank, 9, size))
@@ -357,7 +357,7 @@ def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
     pair = mscomm.create_group(f"pair {rank % 2}", [3, 1] if rank % 2 else [2, 0])
     other = 1 - pair.rank
     world = pair.ranks[other]
-    # The same tag in both groups: the world's message is sent first, but received last.
+    # Both groups use the same tag. The world's message is sent first, but received last.
     first = mscomm.send(np.full(3, 100 + rank), world, async_op=True)
     second = mscomm.send(np.full(3, 200 + rank), other, group=pair, async_op=True)
     assert (mscomm.recv(np.zeros(3, int), other, group=pair.name) == 200 + world).all()
@@ -372,7 +372,7 @@ def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
 @links(2)
 @ranks(2, env=SPLIT)
 def test_what_was_sent_before_release_arrives(rank, group, host):
-    # The peer has left, perhaps before its link was made, and its message must still be received.
+    # Rank 0 has left, perhaps before the link was made. Its message must still be received.
     if rank == 0:
         mscomm.send(value(0, 1, 1000), 1)
         return
@@ -412,7 +412,7 @@ def test_a_waiting_recv_uses_no_cpu(rank, group):
 @ranks(2)
 def test_a_forked_child_can_neither_send_nor_receive_and_harms_nobody(rank, group):
     other = 1 - rank
-    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # starts the mailbox's thread
+    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # this starts the mailbox's thread
     mscomm.send(np.ones(1), other)
     mscomm.recv(np.zeros(1), other)
     child = os.fork()
@@ -445,7 +445,7 @@ def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
         (lambda: mscomm.send(x, other, tag=-1), ValueError, r"send: tag -1 is not in 0 to 2\^31 - 1"),
         (lambda: mscomm.recv(x, other, tag=2**31), ValueError, "recv: tag 2147483648"),
         (lambda: mscomm.recv(x, other, tag=1.5), TypeError, "recv: tag 1.5 is not an integer"),
-        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),  # rank - 1 on rank 0 is no wildcard
+        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),  # rank - 1 on rank 0 must be no wildcard
         (lambda: mscomm.recv(x, other, tag=-1), ValueError, "recv: tag -1"),
         (lambda: mscomm.recv(x, mscomm.ANY_TAG), TypeError, "recv: src mscomm.ANY_TAG is not an integer"),
         (lambda: mscomm.send(x, mscomm.ANY_SOURCE), TypeError, "send: dst mscomm.ANY_SOURCE is not an integer"),
@@ -548,7 +548,7 @@ def test_a_deadline_of_a_recv_from_any_names_all_that_could_have_sent(rank, grou
 @ranks(3, env=SPLIT)
 def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, group, host):
     if rank == 1:
-        mscomm.send(np.full(1, 1), 0)  # the others leave: one with a message on its way, the other without
+        mscomm.send(np.full(1, 1), 0)  # rank 1 leaves while its message is on its way
     if rank:
         if rank == 2:
             mscomm.recv(np.zeros(1), 0, tag=1)
@@ -571,7 +571,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # the other rank probably waits by then
+        time.sleep(0.3)  # rank 0 probably waits by then
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
         if rank == 0:
@@ -584,7 +584,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
 @ranks(3)
 def test_a_sendrecv_whose_send_fails_does_not_wait_for_its_recv(rank, group):
     if rank == 1:
-        mscomm.recv(np.zeros(1), 0)  # makes a link; then the rank leaves
+        mscomm.recv(np.zeros(1), 0)  # this makes a link; then rank 1 leaves
     elif rank == 2:
         until_group_breaks()
     else:
@@ -615,7 +615,7 @@ def test_a_killed_peer_ends_the_wait_by_its_name(rank, group, how, linked, host)
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # the others wait by then, or nearly
+        time.sleep(0.3)  # the others probably wait by then
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(mscomm.PeerLost, match="rank 2 ") as caught:
         if rank == 1:
@@ -666,7 +666,7 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
     mscomm.barrier()
     everybody_is_here()
     if rank == 2:
-        time.sleep(0.3)  # the others wait by then, or nearly
+        time.sleep(0.3)  # the others probably wait by then
         mscomm.abort("no more data")
         return
     with pytest.raises(mscomm.Aborted, match="rank 2 called abort: no more data"):
@@ -679,7 +679,7 @@ def test_abort_elsewhere_wakes_who_waits(rank, group, how):
 
 
 def until_in_a_message(thread: threading.Thread) -> None:
-    """Wait until the thread has been in the same place in group.py for a while."""
+    """Wait until the thread has been in send or recv of group.py for 0.2 s."""
     seen = 0
 
     def in_group() -> bool:
@@ -847,7 +847,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
             mscomm.send(np.ones(3), 1)
         tell("failed")
         return
-    mscomm.send(np.ones(1), 1)  # to itself, so that all modules are imported
+    mscomm.send(np.ones(1), 1)  # a message to itself imports all modules
     mscomm.recv(np.empty(1), 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
@@ -855,7 +855,7 @@ def test_a_receiver_without_descriptors_is_the_one_that_is_named(rank, group):
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.dup(0))
-    os.mkdir(f"{os.environ[TOLD]}/starved")  # as tell(), which needs a descriptor
+    os.mkdir(f"{os.environ[TOLD]}/starved")  # like tell(), which would need a descriptor
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*Too many open files"):
         mscomm.recv(np.empty(3), 0)
     for fd in taken:

@@ -1,4 +1,4 @@
-"""Ranks that make different calls: Mismatch on every rank, naming the calls; never a hang, never wrong data."""
+"""If ranks make different calls, all ranks raise a Mismatch that names the calls. None hangs or gets wrong data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Made = tuple[str, str, tuple[int, ...], str, int]  # collective, dtype, shape, o
 
 
 def random_call(dice: random.Random, size: int) -> Made:
-    shape = dice.choice([(12,), (12, 7), (84, 1), (6000,), (72_000,), (300_000,)])  # divisible by 2, 3 and 4
+    shape = dice.choice([(12,), (12, 7), (84, 1), (6000,), (72_000,), (300_000,)])  # all lengths divide by 2, 3 and 4
     return (
-        dice.choice([what for what in _core.collectives if what != "scatter"]),  # its header comes first: see below
+        dice.choice([what for what in _core.collectives if what != "scatter"]),  # scatter has its own test
         dice.choice(["float32", "int32", "float64", "uint8"]),
         shape,
         dice.choice(["sum", "max", "prod"]),
@@ -36,7 +36,7 @@ def random_call(dice: random.Random, size: int) -> Made:
 
 
 def meaning(made: Made) -> Any:
-    """The part of a call on which the ranks must agree."""
+    """The parts of a call on which the ranks must agree."""
     what, dtype, shape, op, root = made
     if what == "barrier":
         return (what,)
@@ -53,7 +53,7 @@ def perform(made: Made) -> None:
 
 
 def words(made: Made) -> str:
-    """The call as the error message must name it."""
+    """The text by which the error message must name the call."""
     what, dtype, shape, op, root = made
     if what == "barrier":
         return "barrier #2"
@@ -74,7 +74,7 @@ def one_life(life: int) -> None:
     calls = [second if r in odd else first for r in range(size)]
 
     with pytest.raises(mscomm.Mismatch) as caught:
-        # Over links, a rank may still be inside this call when the others already make the differing one.
+        # Over links, a rank may still be inside this call when others are already in the call that differs.
         assert (mscomm.all_reduce(np.ones(3)) == size).all()
         perform(calls[rank])
         mscomm.barrier()

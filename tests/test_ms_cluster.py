@@ -96,7 +96,7 @@ def test_the_second_scheduler_at_a_port_leaves_the_key_of_the_first(tmpdir_env, 
         pass
 
     def second(*args):
-        """A second scheduler starts when the first has bound the port and written its key, but does not listen yet."""
+        """Start a second scheduler after the first has bound the port and written its key, but before it listens."""
         monkeypatch.undo()
         monkeypatch.setattr("tempfile.tempdir", str(tmpdir_env))
         answer = write_key(*args)

@@ -1,4 +1,4 @@
-"""`mscomm run --nnodes`: node 0 says which node it waits for, and at once what went wrong on which other node."""
+"""`mscomm run --nnodes`: node 0 says which node it waits for, and reports at once what went wrong on another node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = f"node 1 on host {socket.gethostname()}"
 
 
 class Nodes:
-    """start(rank, *args, **env) starts `mscomm run` as one of two nodes on loopback."""
+    """start(rank, *args, **env) starts `mscomm run` as node `rank` of two nodes on loopback."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self._port = port
@@ -54,7 +54,7 @@ def nodes(port: int, tmp_path: Path) -> Iterator[Nodes]:
 
 
 def line_with(process: subprocess.Popen[str], text: str) -> str:
-    """The first line of its stderr that has the text. If there is none, the test fails and shows what it wrote."""
+    """The first line of the process's stderr with this text. If there is none, the test fails and shows the stderr."""
     assert process.stderr
     lines = []
     for line in process.stderr:
@@ -68,7 +68,7 @@ def line_with(process: subprocess.Popen[str], text: str) -> str:
 def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: Path, wrong: str) -> None:
     keys = [key_file(tmp_path / f"key{i}", os.urandom(32)) for i in range(2)]
     node_0 = nodes.start(0, "-n", 1, nodes.script, MSCOMM_JOB_KEY_FILE=keys[0])
-    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # it listens now
+    line_with(node_0, "mscomm run --nnodes 2 --node-rank 1")  # node 0 listens now
     other = {"-n": 1, "key": keys[0], "script": nodes.script}
     if wrong == "-n":
         other["-n"] = 2
@@ -91,7 +91,7 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
     assert wrong != "key" or "could not prove that it has the key of this job" in line
     _, err = node_1.communicate(timeout=30)
     assert node_1.returncode == 1 and theirs in err, err
-    if wrong == "program":  # the node had connected before it failed: the job is over, and rank 0 hears why
+    if wrong == "program":  # the node had connected before it failed, so the job is over, and rank 0 hears why
         line_with(node_0, "PeerLost: rank 1")
         assert node_0.wait(30) == 1
     else:

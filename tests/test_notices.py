@@ -1,4 +1,4 @@
-"""Options that are accepted and have no effect: each is listed, and one rank tells the user who sets it, once."""
+"""Options that are accepted and have no effect: each has a row, and if it is set, one rank warns the user once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mscomm.dataset import transforms, vision
 PACKAGE = Path(mscomm.__file__).parent
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-# Options whose every value is satisfied anyway.
+# Options that no code has to read, and why.
 FULFILLED = {
     "output_numpy": "arrays are NumPy's in any case",
     "do_copy": "arrays are new in any case",
@@ -36,7 +36,7 @@ FULFILLED = {
 # --- each accepted option has an effect, a row, or an error ----------------------------------------------------------
 
 
-STRINGS = {  # all strings of the package, except in the table of options: uses of an option by its name
+STRINGS = {  # all strings of the package outside the tables of options; the name of an option among them is a use of it
     node.value
     for path, tree in TREES.items()
     if path.name not in ("context.py", "notices.py")
@@ -46,7 +46,7 @@ STRINGS = {  # all strings of the package, except in the table of options: uses 
 
 
 def is_refused(check: Callable[[Any], None], default: Any) -> bool:
-    """Whether a value other than the default is an error."""
+    """Whether the check raises an error for a value other than the default."""
     other = {bool: not default, int: default + 1 if isinstance(default, int) else 0}.get(type(default), object())
     try:
         check(other)
@@ -66,7 +66,7 @@ def test_an_option_of_set_auto_parallel_context_works_is_told_or_refused(name: s
 
 def test_the_options_of_the_other_context_functions_work_or_are_told() -> None:
     told = {option for function, option in notices.WITHOUT_EFFECT if function in ("set_context", "set_ps_context")}
-    assert set(context._KNOWN) - told == {"device_target", "device_id"}  # device_target(), device_id()
+    assert set(context._KNOWN) - told == {"device_target", "device_id"}  # device_target() and device_id() read them
     assert told >= context._OF_TLS
     assert {("comm_fusion", name) for name in context._FUSIONS} - notices.WITHOUT_EFFECT.keys() == {
         ("comm_fusion", "allreduce")
@@ -93,9 +93,9 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
     options = {name for name, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except OSError:  # a dataclass's __init__, whose fields are read by name
+    except OSError:  # the __init__ of a dataclass has no source; its fields are read by name
         return set()
-    kept: dict[int, str] = {}  # uses that only store the value in an attribute
+    kept: dict[int, str] = {}  # assignments that only store an option in an attribute
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             kept[id(node.value)] = node.targets[0].attr

@@ -48,7 +48,7 @@ class Config:
     layers: Any = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", [self.lr])  # running it a second time would change the value again
+        object.__setattr__(self, "lr", [self.lr])  # if this ran a second time, it would change lr again
 
     @functools.cached_property
     def depth(self) -> int:
@@ -76,7 +76,7 @@ class Access(enum.Flag):
 
 
 class Touchy:
-    """Every instance has the same hash, and none can be compared."""
+    """All instances have the same hash, and comparing two of them is an error."""
 
     def __hash__(self):
         return 1
@@ -89,7 +89,7 @@ mscomm.register_object(Touchy, lambda x: 0, lambda x: Touchy(), name=f"{__name__
 
 
 class Ratio(Fraction):
-    """Registered with its own functions."""
+    """A class that is registered with an encoder and a decoder of its own."""
 
 
 mscomm.register_object(Ratio, lambda x: (x.numerator, x.denominator), lambda parts: Ratio(*parts), name="ratio")
@@ -108,9 +108,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
-        return same([*a], [*b]) and same([*a.values()], [*b.values()])  # in the same order
+        return same([*a], [*b]) and same([*a.values()], [*b.values()])  # the keys must be in the same order
     if isinstance(a, (set, frozenset)):
-        left = list(b)  # NaN is not found by `in`
+        left = list(b)  # a list, because `in` does not find NaN
         for item in a:
             match = next((i for i, other in enumerate(left) if same(item, other)), None)
             if match is None:
@@ -319,7 +319,7 @@ def test_an_encoder_cannot_go_on_for_ever():
         pack(Endless())
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 def test_tensors_that_are_no_plain_ones_are_refused():
     import torch
 
@@ -463,7 +463,7 @@ def test_nothing_is_pickled():
 
 
 def refused_or_read(data: bytes) -> None:
-    """unpack() either returns an object or raises Error, and nothing else."""
+    """Check that unpack() either returns an object or raises Error."""
     try:
         unpack(data)
     except mscomm.Error as error:
@@ -646,7 +646,7 @@ def test_scatter_object_gives_each_rank_its_item(rank, group):
 def test_objects_go_from_rank_to_rank_by_tag_and_in_order(rank, group):
     things = [None, Config(0.5), np.arange(1 << 20), {"text": "x" * 40_000}]
     if rank == 0:
-        mscomm.send_object("small", 1, tag=3)  # does not wait for the recv
+        mscomm.send_object("small", 1, tag=3)  # returns without waiting for the recv
         mscomm.send_object("other", 1, tag=4)
         for thing in things:
             mscomm.send_object(thing, 1, tag=3)
@@ -752,11 +752,11 @@ def test_an_object_that_one_rank_cannot_read_breaks_nothing(rank, group):
     assert mscomm.all_gather_object(rank) == [0, 1]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 @ranks(2)
 def test_a_tensor_of_a_library_that_is_not_here_is_named(rank, group):
     if rank == 1:
-        sys.modules["torch"] = None  # as if it were not installed
+        sys.modules["torch"] = None  # as if PyTorch were not installed
         with pytest.raises(TypeError, match="a tensor of torch came, which this rank cannot import"):
             mscomm.broadcast_object(None)
     else:

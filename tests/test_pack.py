@@ -1,7 +1,7 @@
-"""Packs many device arrays into a bucket and back, with the kernels of csrc/cuda and with copies.
+"""Many device arrays are packed into a bucket and unpacked from it, by the kernels of csrc/cuda or by copies.
 
-Uses a stand-in for the CUDA driver that runs these kernels on the CPU (tests/fakes/kernels.h). tests/core/pack_test.cc
-checks that each kernel is right at every alignment.
+A stand-in for the CUDA driver runs the kernels on the CPU (tests/fakes/kernels.h). tests/core/pack_test.cc checks that
+each kernel is right at every alignment.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def unpack(core: _core.Group, bucket: DeviceArray, parts: Sequence[DeviceArray],
 
 
 def drawn(dtype: np.dtype[Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """Arrays of these sizes with any bits."""
+    """Arrays of these sizes with random bits."""
     rng = np.random.default_rng(sum(sizes))
     return [rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(dtype) for size in sizes]
 
@@ -240,7 +240,7 @@ def test_error_feedback_keeps_what_rounding_takes(rank: int, how: str) -> None:
         pack(core, bucket, [on_device(x) for x in parts], residual, scale=0.5, largest=largest)
         total = whole * np.float32(0.5) + owed
         expected = np.clip(total, -largest, largest).astype(into)
-        # At the limit itself the kernel rounds towards zero.
+        # A total at or beyond the limit is rounded towards zero by the kernel.
         near = np.abs(total) >= largest
         assert same(DeviceArray.from_numpy(bucket.to_numpy()[~near]), expected[~near])
         sent = bucket.to_numpy().astype(np.float32)
@@ -256,7 +256,7 @@ def test_a_thousand_parts_take_few_launches(rank: int, how: str) -> None:
     sizes = [1 + i % 40 for i in range(1000)]
     parts = floats(sizes)
     whole = np.concatenate(parts)
-    source = on_device(whole)  # one allocation with all parts in it
+    source = on_device(whole)  # all parts are in one allocation
     places = np.cumsum([0, *sizes])
     bucket, before = on_device(np.zeros(whole.size, BFLOAT16)), launches()
     with np.errstate(over="ignore"):
@@ -314,12 +314,12 @@ def test_arguments_that_do_not_fit_are_refused(rank: int, how: str) -> None:
 
 
 NVCC = shutil.which("nvcc")
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc is here")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 
 def contents(fatbin: bytes) -> set[str]:
-    """The devices in an uncompressed fatbin: a header, then entries with their own headers (kind 1 is PTX, kind 2 is
-    machine code)."""
+    """The devices in an uncompressed fatbin, which has a header and then entries with headers of their own (kind 1 is
+    PTX, kind 2 is machine code)."""
     magic, _, header, size = struct.unpack_from("<IHHQ", fatbin)
     assert (magic, header + size) == (0xBA55ED50, len(fatbin))
     found, at = set(), header
@@ -332,7 +332,7 @@ def contents(fatbin: bytes) -> set[str]:
     return found
 
 
-@pytest.mark.skipif(not EMBEDDED, reason="built without nvcc")
+@pytest.mark.skipif(not EMBEDDED, reason="mscomm was built without nvcc")
 def test_the_embedded_image_has_what_it_is_said_to_have() -> None:
     assert contents(EMBEDDED) == set(ARCHITECTURES.split())
     assert {"sm_80", "sm_90"} <= contents(EMBEDDED)
@@ -363,7 +363,7 @@ HEADER = next(
 )
 
 
-@pytest.mark.skipif(HEADER is None, reason="no cuda.h is here")
+@pytest.mark.skipif(HEADER is None, reason="cuda.h is not installed")
 def test_our_declarations_of_the_driver_are_those_of_its_header() -> None:
     """Checks the functions and constants of csrc/device/cuda.cc with static_asserts."""
     compiler = os.environ.get("CXX", "c++").split()

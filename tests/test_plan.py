@@ -1,4 +1,4 @@
-"""Which worker gets which rank, which ranks share a host, and whether all agree."""
+"""The plan of a job: which worker gets which rank, which ranks share a host, and whether all ranks agree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""docs/porting.md is true: the code in its second column runs on two ranks, unless the row says that it does not yet.
+"""docs/porting.md is true: the code in its second column runs on two ranks.
 
-A row that needs something that this release will have, but this build does not have yet, is expected to fail.
+A row whose note says "in a later release" is expected to fail. A row that needs a device may fail without one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import mscomm
 
 PAGE = Path(__file__).parent.parent / "docs/porting.md"
 LATER = "in a later release"
-DEVICE = ("needs a GPU", "needs an NPU")  # BackendUnavailable if there is none
+DEVICE = ("needs a GPU", "needs an NPU")  # such a row may raise BackendUnavailable
 
 
 class Row(NamedTuple):
@@ -46,10 +46,10 @@ def rows() -> list[Row]:
 
 ROWS = rows()
 
-# Rows that end a job run in a job of their own.
+# Each row that ends its job runs in a job of its own.
 LAST = ("mscomm.release()", "mscomm.abort(")
 
-# One rank runs the first of these rows while the other runs the second.
+# Rows that belong together: one rank runs the first while the other rank runs the second.
 PAIRS = {
     "mscomm.send(x, dst=1)": "mscomm.recv(out=x, src=0)",
     "mscomm.send(x, dst=1, tag=7)": "mscomm.recv(out=x, src=0, tag=7)",
@@ -65,7 +65,7 @@ PAIRS = {
 
 
 def run_rows(codes: list[str], result: Path) -> None:
-    """Run each row by itself and note how it ended: "" or the error."""
+    """Run each row by itself, and write down how it ended: "" or the error."""
     mscomm.init()
     rank, size = mscomm.get_rank(), mscomm.get_group_size()
     ended = {}
@@ -82,7 +82,7 @@ def run_rows(codes: list[str], result: Path) -> None:
             "f": len,
         }
         mine = partners[code] if code in partners and (code in PAIRS) != (rank == 0) else code
-        try:  # the test is to run the rows, which are programs
+        try:  # the rows are programs, and the test has to run them
             exec(compile(mine, f"row {mine!r}", "exec"), names)  # noqa: S102
             ended[code] = ""
         except Exception as error:
@@ -98,7 +98,7 @@ if __name__ == "__main__":
 
 
 def ended(codes: list[str], folder: Path) -> dict[str, list[str]]:
-    """How each row ended on each of two ranks."""
+    """Run the rows on two ranks. Returns how each row ended on each of them."""
     job = Job(2, [sys.executable, __file__, json.dumps(codes), str(folder)], folder, {"MSCOMM_TIMEOUT": "20"})
     job.wait(60)
     files = [folder / f"ended_{rank}.json" for rank in range(2)]

@@ -1,4 +1,4 @@
-"""MSCOMM_PORTS: if no port is named, mscomm's TCP listeners use only ports of this range."""
+"""MSCOMM_PORTS: mscomm's TCP listeners use only ports of this range, except where a port is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sessions import mscomm_run
 from mscomm.bootstrap import kvs, rendezvous, torchrun
 from mscomm.cluster import links
 
-# Each rank counts as a host here, so that they are linked by TCP; each prints where it listened.
+# Each rank counts as a host of its own, so that the ranks are linked by TCP. Each prints where it listened.
 BODY = """
 import os, socket
 rank = os.environ["MSCOMM_RANK"]

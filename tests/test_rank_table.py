@@ -89,7 +89,7 @@ def refused(content: bytes, path: str = "table.json") -> InvalidTable:
 
 
 def put(*path: Any, to: Any) -> Change:
-    """A change at one place; a path that ends with a new key adds that key."""
+    """A change of the value at this path. If the path ends with a new key, the change adds the key."""
 
     def change(found: Any) -> None:
         for step in path[:-1]:
@@ -115,13 +115,13 @@ AN_ID = "expected the device's number on its server from 0 to 1023, as text"
 
 
 def twice(content: bytes, key: str) -> bytes:
-    """The content with the first pair of that key duplicated, with another value."""
+    """The content with one more pair of that key, which has another value, in front of the first."""
     return content.replace(f'"{key}":'.encode(), f'"{key}": "7", "{key}":'.encode(), 1)
 
 
 WHOLE = json.dumps(table()).encode()
 
-# By what is wrong: the file's content, and the full text of its first error after the file's name.
+# For each mistake: the content of the file, and the full text of its first error, which follows the file's name.
 FILES = {
     "empty": (b" \n", "it is empty; `mscomm ranktable make` writes a rank table"),
     "too long": (b" " * (LARGEST_BYTES + 1), "it has more than 16 MiB; no rank table is that long"),
@@ -389,7 +389,7 @@ def test_super_pods_are_read() -> None:
 
 
 def test_the_table_of_the_tutorial_is_taken_as_it_stands() -> None:
-    """With one server, its address is not used; the tutorial leaves it to the reader."""
+    """The address of a single server is not used, and the tutorial leaves it to the reader."""
     content = changed(put(*SERVER, "server_id", to="10.*.*.*"), lambda: table(1, 8))
     found = parse(content, "table.json")
     assert [seat.device for seat in found.seats] == list(range(8))
@@ -636,7 +636,7 @@ def test_a_rank_that_is_alone_says_whom_it_has_looked_for(path: str, tmp_path: P
 
 
 def test_the_ranks_of_one_server_meet_by_the_older_name_with_device_ids(tmp_path: Path) -> None:
-    """Each rank has its own copy, with other white space and another order of keys."""
+    """Each rank has its own copy of the table, with other white space and another order of keys."""
     (tmp_path / "twice.py").write_text(TWICE)
     content = {**table(1, 2), "description": str(tmp_path)}
     for rank in range(2):

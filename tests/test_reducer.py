@@ -21,7 +21,7 @@ import mscomm
 from mscomm.train import GradientReducer, broadcast_parameters
 from mscomm.train.buckets import LARGEST, largest, layouts
 
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not here")
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16]
 
@@ -100,7 +100,7 @@ def test_gradients_may_lie_in_the_buffers(rank, group):
     assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
     assert all((one == 0.5).all() for one in got)
     first[...], second[...], third[...] = 1, 2, 3
-    got = reducer.reduce([first, third, second])  # each in another's bucket
+    got = reducer.reduce([first, third, second])  # the last two are in each other's bucket
     assert (got[0] == 1).all() and (got[1] == 3).all() and (got[2] == 2).all()
 
 
@@ -169,7 +169,7 @@ def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
     odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)  # between two 16-bit numbers
     got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
-    # Without feedback, each step would lose at least a quarter of a unit; with it, the residual is at most one unit.
+    # Without feedback, each step would lose at least a quarter of a unit. With it, all steps lose at most one unit.
     unit = 2.0**-7 if compression == "bf16" else 2.0**-10
     assert np.abs(got - 64 * odd.astype(np.float64)).max() <= unit
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
@@ -189,8 +189,8 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         reducer.wait()
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
-    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # the third step has sent the residuals
-    assert (owed["b"] == 2 * 2.0**-9).all()  # from the two steps in which it took part
+    assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
+    assert (owed["b"] == 2 * 2.0**-9).all()  # from both steps in which b took part
 
 
 @ranks(2)
@@ -222,7 +222,7 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
 @pytest.mark.parametrize("ranks", range(1, 40))
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks: int) -> None:
-    """The limit is not just LARGEST / ranks: 65504 / 3 rounds up, and three times that is infinite."""
+    """The limit is not just LARGEST / ranks, because 65504 / 3 rounds up, and three times that is infinite."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     limit = largest(kind, ranks)
     assert float(np.array(limit, kind)) == limit > 0.99 * LARGEST[dtype] / ranks
@@ -233,7 +233,7 @@ def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks:
 @ranks(2)
 def test_what_is_beyond_the_range_of_float16_comes_later(rank, group, mean):
     reducer = GradientReducer([np.zeros(3, np.float32)], compression="fp16", mean=mean)
-    large = 100_000 if mean else 40_000  # two of these overflow a sum
+    large = 100_000 if mean else 40_000  # the sum of two ranks would overflow float16
     got = [
         reducer.reduce([np.full(3, large if step == 0 else 0, np.float32)])[0].astype(np.float64) for step in range(6)
     ]
@@ -258,7 +258,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
         for _ in range(2 * rank):
             reducer.carry(rank)
             seen.append((reducer.reduce([np.full(3, 10.0 * rank)])[0][0], reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # from ranks 1 and 2, and from rank 2 alone
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # the means of ranks 1 and 2, and of rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
 
@@ -304,7 +304,7 @@ def test_ranks_that_begin_with_different_weights_are_told(rank, group):
     weights = {"same": np.zeros(3), "w": np.full(3, np.float32(rank // 2))}
     GradientReducer(weights, exclude=["w"])
     assert not told
-    GradientReducer(weights)  # only a warning: the arrays need not be the weights
+    GradientReducer(weights)  # only warns, because the arrays need not be the weights
     assert len(told) == (rank == 0)
     assert all("ranks 0 and 2 of the group begin with different weights, of w; use one seed" in one for one in told)
     frozen = {**weights, "same": np.zeros(3)}
@@ -389,7 +389,7 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(rank, group, 
     assert_same_weights(model, trained_alone(steps, rows), 1e-9)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     everybodys = mscomm.all_gather(flat[None])
-    assert (everybodys == flat).all()  # to the bit
+    assert (everybodys == flat).all()  # equal on all ranks, to the bit
 
 
 def convolutions() -> Any:
@@ -404,7 +404,7 @@ def convolutions() -> Any:
 
 
 def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
-    """The model after 20 steps. wrap: model -> (the forward function, what to call before and after backward())."""
+    """Train for 20 steps. wrap(model) returns the forward function and what to call before and after backward()."""
     import torch
 
     model = convolutions()
@@ -443,10 +443,10 @@ def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
     ours = trained_on_shards(by_mscomm, rank, n)
     theirs = trained_on_shards(by_ddp, rank, n)
     torch.distributed.destroy_process_group()
-    if n == 2:  # a + b has one order, and halves are exact
+    if n == 2:  # two numbers are added in one order only, and half of a sum is exact
         assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert_same_weights(ours, theirs, 1e-3)
-    if rank == 0:  # each rank has its own running means; DistributedDataParallel gives all ranks rank 0's
+    if rank == 0:  # on other ranks, DistributedDataParallel takes rank 0's running means
         for mine, its in zip(ours.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
         shutil.rmtree(folder)
@@ -480,11 +480,11 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
         reducer.wait()
         assert all(is_shared(p.grad.data_ptr()) for p in model.parameters())
         addresses.append([p.grad.data_ptr() for p in model.parameters()])
-    assert addresses[1] == addresses[2] == addresses[3]  # fixed after the first step, whose order the buckets take
+    assert addresses[1] == addresses[2] == addresses[3]  # the buckets take the order of the first step and keep it
     order = reducer.state_dict()["order"]
     assert sorted(order) == list(range(len(addresses[0])))
     reducer.close()
-    for _ in range(2):  # an open reducer would report: came twice in one step
+    for _ in range(2):  # an open reducer would raise an error in the second pass
         loss_of(model, *batch(rank, 8)).backward()
     again = GradientReducer(model.parameters())
     again.load_state_dict({"order": order, "residual": {}})
@@ -492,7 +492,7 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
     loss_of(model, *batch(0, 8)).backward()
     before = [p.grad.data_ptr() for p in model.parameters()]
     again.wait()
-    assert before == [p.grad.data_ptr() for p in model.parameters()]  # the first step moves nothing
+    assert before == [p.grad.data_ptr() for p in model.parameters()]  # the loaded order fits, so nothing moved
 
 
 class Branches:
@@ -530,7 +530,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # a gradient of an earlier pass counts, even if the last pass does not use it
+    with reducer.no_sync():  # the gradient of an earlier pass counts, even if the last pass makes none
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()
@@ -567,7 +567,7 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert reducer.carried == 1
     last, first = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.half, torch.float))
-    reducer = GradientReducer([last, first])  # one bucket each; the float32 one carries the number, and is sent first
+    reducer = GradientReducer([last, first])  # one bucket each; the one of float32 carries the number and is sent first
     first.sum().backward()
     with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
         reducer.carry(2)
@@ -611,7 +611,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank, group):
     reducer.zero_grad()
     step()
     reducer.zero_grad()
-    second = GradientReducer([("weight", weight)])  # takes the parameter over
+    second = GradientReducer([("weight", weight)])  # takes the parameter over from the first reducer
     (weight * (rank + 1)).sum().backward()
     assert not reducer._step.begun
     second.wait()
@@ -625,7 +625,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank, group):
     third.zero_grad()
     (weight * 3).sum().backward()
     third.wait()
-    assert (weight.grad == 1.5).all()  # rank 1's gradient was removed before
+    assert (weight.grad == 1.5).all()  # the mean of 3 and 0, because the hook removes rank 1's gradient
 
 
 def clipped(model: Any) -> None:

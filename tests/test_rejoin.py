@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from sessions import mscomm_run
 
-# A loop of collective calls that outlives its ranks. After each rejoin, the ranks continue at the first step that a
-# survivor has not done; new ranks do not count. VICTIMS: "step:rank", the rank dies in its first life, soon after that
-# step. IN_INIT: "rank:seconds", the rank dies in its second life, so long after it called init. IN_REJOIN:
-# "rank:seconds", that survivor dies so long after it called rejoin.
+# A loop of collective calls that goes on when ranks are lost. After each rejoin, the ranks continue at the first step
+# that one of the survivors has not done. Variables say which ranks die:
+# VICTIMS "step:rank": the rank dies in its first life, soon after that step.
+# IN_INIT "rank:seconds": the rank dies in its second life, this long after it has called init.
+# IN_REJOIN "rank:seconds": the survivor dies this long after it has called rejoin.
 LOOP = """
 import json, os, random, signal, sys, threading, time
 import numpy as np
@@ -90,7 +91,7 @@ def job(folder: Path, body: str, *options: object, ranks: int = 4, timeout_s: fl
 
 
 def said(done) -> dict[int, list[dict]]:
-    """What each rank said, in order."""
+    """The objects that each rank has printed, in order."""
     words = defaultdict(list)
     for line in done.stdout.splitlines():
         prefix, _, text = line.partition(" ")
@@ -111,7 +112,7 @@ def assert_went_on(done, lost: set[int]):
     for rank in lost:
         back_s = [word["back_after"] for word in words[rank] if "back_after" in word][-1]
         print(f"rank {rank} was back in the group {back_s:.3f} s after it called init")
-        assert back_s < 5  # less than 1 on an idle machine
+        assert back_s < 5  # a generous bound: it takes less than 1 s on an idle machine
     return words
 
 
@@ -126,7 +127,7 @@ def test_a_killed_rank_comes_back_and_the_others_stay(tmp_path, victim):
 
 
 def test_a_group_that_a_rank_leaves_to_rejoin_names_the_lost_rank(tmp_path):
-    """Rank 3 waits for rank 1 in a group without rank 0, and rank 1 learns of the loss of rank 0 elsewhere."""
+    """Rank 0 is lost. Rank 3 waits for rank 1 in a group without rank 0; rank 1 hears of the loss in another group."""
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -209,7 +210,7 @@ mscomm.barrier()
 
 
 def test_a_rank_that_raises_is_started_again_too(tmp_path):
-    """The rank reports why, releases at exit, and ends with status 1. The others get Aborted, and may rejoin."""
+    """The rank reports its exception, releases at exit, and ends with status 1. The others raise Aborted and rejoin."""
     body = """
 import os
 import numpy as np, mscomm
@@ -317,7 +318,7 @@ assert mscomm.all_reduce(np.ones(1))[0] == 3
 
 
 def test_a_program_that_knows_no_rejoin_is_started_anew_as_a_whole(tmp_path):
-    """As under torchrun, all ranks end and meet again, if the budget has one restart for each."""
+    """As under torchrun, all ranks end and meet again. This needs one restart for each rank."""
     body = """
 import os, signal
 import numpy as np, mscomm
@@ -342,7 +343,7 @@ life = int(os.environ["MSCOMM_RESTART_COUNT"])
 print("life", life)
 sys.exit(life < 2)
 """
-    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable
+    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable for the same
     done = job(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives
@@ -429,7 +430,7 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
 
 @pytest.fixture
 def two_nodes(tmp_path, port):
-    """two_nodes(body, options): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
+    """two_nodes(body, *options) runs it on two nodes of two ranks. Returns (status, stdout, stderr) of both nodes."""
 
     def run_both(body, *options, **env):
         (tmp_path / "script.py").write_text(body)
@@ -456,7 +457,7 @@ def test_each_node_starts_its_own_ranks_again(two_nodes, victim):
         assert code == 0, err
         assert out.count('"done": 150') == 2
         assert (f"rank {victim} is started again" in err) == (node == victim // 2)
-    assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]  # the line for the other node
+    assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]  # for the other node
 
 
 def test_a_rank_that_no_node_starts_again_ends_the_job_on_both(two_nodes):

@@ -1,4 +1,4 @@
-"""Ranks that come back to a hub: which are admitted again, when an epoch begins, and when none ever will."""
+"""Ranks that come back to a hub: which ones it admits again, when the next epoch begins, and when none can begin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """The members in the order of their ranks instead of the order of joining."""
+    """Return the members in the order of their ranks. Before, they were in the order of joining."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -62,7 +62,7 @@ def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
         lose(job, 1, again=True)
         new = Waits(job.again(1).join, facts(3), soon())
         eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
-        members[0].report("Aborted", "of the old epoch", [0])  # the world has its verdict, other groups do not
+        members[0].report("Aborted", "of the old epoch", [0])  # for all groups; only the world has a verdict already
         waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
         assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]
 
@@ -131,7 +131,7 @@ def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
         for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
             assert wait.ended().result.epoch == 1
         setting_up = Waits(members[0].ready, soon())
-        once_more = Waits(members[1].rejoin, facts(2), soon())  # a signal had ended its set-up
+        once_more = Waits(members[1].rejoin, facts(2), soon())  # as if a signal had ended rank 1's set-up
         assert isinstance(setting_up.ended().error, errors.PeerLost)
         assert "gave up its set-up" in str(setting_up.error)
         both = Waits(members[0].rejoin, facts(2), soon())
@@ -286,7 +286,7 @@ def test_a_launcher_speaks_for_its_own_ranks_alone():
         there.hears()
         there.ended(0, "exit code 7")
         assert there.hears() is None
-        eventually(lambda: job.hub.over)  # the link was closed, and the launcher's ranks had not joined
+        eventually(lambda: job.hub.over)  # the hub closed the link, and the launcher's ranks had not joined
         assert job.hub.over.ranks == (2,)
 
 

@@ -38,7 +38,7 @@ def alive(pid: int) -> bool:
 
 
 def ends(pid: int) -> None:
-    """Check that the process ends; a killed one may need a moment."""
+    """Check that the process ends. A killed process may need a moment."""
     until = time.monotonic() + 5
     while alive(pid):
         assert time.monotonic() < until, f"{pid} lives on"
@@ -285,7 +285,7 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
     )
     with subprocess.Popen([*MSCOMM, "run", "-n", "2", script(body)], stdout=writer, stderr=subprocess.PIPE) as process:
         os.close(writer)
-        time.sleep(2)  # the pipes are full
+        time.sleep(2)  # until the pipes are full
         assert not (tmp_path / "done").exists()
         with open(reader, "rb") as pipe:
             assert pipe.read() == (b"[0] " + b"y" * 1000 + b"\n") * 3000
@@ -293,13 +293,13 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
 
 
 def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
-    """The job ended well, but its output is lost: more than a pipe holds, and too little to make the rank wait."""
+    """The output is more than a pipe holds, but the rank need not wait. The job ends well, and some output is lost."""
     command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        said = process.stderr.read()  # reads to the end, but reads nothing from stdout
+        said = process.stderr.read()  # reads stderr to its end, and nothing from stdout
         assert process.wait(30) == 1
         lost = int(re.search(r"mscomm run: (\d+) bytes of the ranks' output were dropped: nobody read stdout", said)[1])
-        # A part of the last piece may have been written.
+        # A part of the last piece may have been written before it was dropped.
         assert 600_000 <= len(process.stdout.read()) + lost < 600_000 + (16 << 10)
     assert f"{lost} bytes of output were dropped" in (tmp_path / "scheduler.log").read_text()
 
@@ -316,7 +316,7 @@ def test_msruns_line_is_understood(script):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 60.0", "[1] 60.0"])
 
 
-# -- several nodes, here by loopback addresses of one host; tests/test_hosts.py has hosts
+# -- several nodes, here on one host by loopback addresses; tests/test_hosts.py uses several hosts
 
 
 def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):
@@ -332,7 +332,7 @@ def start_node(rank, *args, port, stderr=subprocess.PIPE, **env):
 
 @pytest.fixture
 def nodes(script, port):
-    """nodes(body): two nodes with two ranks each run it; (status, stdout, stderr) of both."""
+    """nodes(body) runs the body on two nodes with two ranks each. Returns each node's (status, stdout, stderr)."""
 
     def run_both(body, *args, first=1, **env):
         path = script(body)
@@ -356,7 +356,7 @@ def test_two_nodes_make_one_job(nodes, first):
     for node, (code, out, err) in enumerate(nodes(body, first=first)):
         assert code == 0, err
         assert sorted(out.splitlines()) == [f"[{2 * node + i}] [0 1 2 3] mscomm run" for i in range(2)]
-        assert ("--node-rank 1 --master-addr 127.0.0.1" in err) == (node == 0)  # the line for the other node
+        assert ("--node-rank 1 --master-addr 127.0.0.1" in err) == (node == 0)  # node 0 prints a line for node 1
 
 
 def test_the_key_is_in_no_environment_and_no_command_line(nodes, tmp_path):

@@ -14,7 +14,7 @@ assert spec and spec.loader
 screens = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(screens)
 
-QUICK = ("mismatch", "script", "port", "ctrl-c")  # the others are in `make test-all`
+QUICK = ("mismatch", "script", "port", "ctrl-c")  # the other screens are only in `make test-all`
 
 
 def documented(page: Path, name: str) -> str | None:
@@ -23,7 +23,7 @@ def documented(page: Path, name: str) -> str | None:
 
 
 def without_marks(screen: str) -> list[str]:
-    """The lines without those that only underline the line above, which differ between Python versions."""
+    """The lines of the screen, without those that only underline another line, which differ between Python versions."""
     return [line for line in screen.splitlines() if line.removeprefix("[0-3]").strip(" ^~")]
 
 

@@ -34,7 +34,7 @@ class Sshd:
     def __init__(self, folder: Path, port: int) -> None:
         program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
         if not program or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
-            pytest.skip("no sshd and ssh here: install openssh-server and openssh-client")
+            pytest.skip("no sshd or no ssh is installed: install openssh-server and openssh-client")
         folder.mkdir()
         self.folder = folder
         for name in ("host", "user", "stranger"):
@@ -47,7 +47,7 @@ class Sshd:
             f"AuthorizedKeysFile {folder}/authorized_keys\nPermitRootLogin yes\nPasswordAuthentication no\n"
         )
         if os.getuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it, and the service that makes it may never have run
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it; the service that makes it may never have run
         self._log = open(folder / "log", "wb")  # noqa: SIM115
         self.process = subprocess.Popen([program, "-D", "-e", "-f", folder / "config"], stderr=self._log)
         until = time.monotonic() + 10
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_list_of_hosts_are_one_job(start, tmp_path):
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:2", "script.py", MSCOMM_ALGO="direct")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    ranks = "[(0, 0), (1, 0), (2, 1)]"  # in the list's order; ssh's host has two
+    ranks = "[(0, 0), (1, 0), (2, 1)]"  # in the order of the list; the host reached by ssh has two ranks
     assert sorted(out.splitlines()) == [f"[{rank}] {ranks} {tmp_path} direct" for rank in range(3)]
 
 
@@ -152,7 +152,7 @@ def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_p
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and re.search(r"127\.0\.0\.2: .*/nowhere/python: ", err), err
     assert "ssh ended with status 127. Every host needs mscomm for the same Python, " in err
-    # Each host reads the script itself: here it is gone when the other host looks for it.
+    # Each host reads the program itself. Here the program is gone when the other host looks for it.
     body = "import os, time\nif os.environ['MSCOMM_RANK'] == '0': os.unlink('program')\nwhile True: time.sleep(1)\n"
     (tmp_path / "program").write_text(f"#!{sys.executable}\n{body}")
     (tmp_path / "program").chmod(0o755)
@@ -214,7 +214,7 @@ def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_for_the_launcher_ends_the_ranks_of_other_hosts(start, tmp_path, number):
-    """With SIGKILL, the other host learns of it only by the end of ssh's connection."""
+    """After SIGKILL, the other host learns of the launcher's end only when the connection of ssh ends."""
     (tmp_path / "script.py").write_text(PIDS.format(""))
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:1", "script.py")
     pids = [int(appears(tmp_path / f"pid{rank}", 20)) for rank in range(2)]

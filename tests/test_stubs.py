@@ -1,5 +1,5 @@
-"""The types that editors see are true: checks _core.pyi against the compiled module, the package with mypy --strict,
-and the public names as a program sees them when it imports the installed package."""
+"""Checks the types that editors see: _core.pyi against the compiled module, the package with mypy --strict, and the
+public names in a program that imports the installed package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# Things that pybind11 adds to every class, and constructors that are missing: make_heap makes a Heap, and so on.
+# What pybind11 adds to every class, and the constructors that classes lack: make_heap makes a Heap, and so on.
 PYBIND11 = """
 mscomm\\._core\\.(Array|Call|Group|Heap|Peers|Runtime|Vendor|Work)
 mscomm\\._core\\.(Array|Call|Heap|Runtime|Vendor)\\.__init__
@@ -30,7 +30,7 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 
 
 def functions() -> dict[str, ast.FunctionDef]:
-    """The functions and methods of the stub by their name in the module."""
+    """The functions and methods of the stub, by their names in the module."""
     tree = ast.parse(STUB.read_text())
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -53,7 +53,7 @@ def parameters(signature: str) -> tuple[int, list[str]]:
 def test_the_stub_has_what_the_core_has_and_nothing_else(tmp_path):
     package = tmp_path / "mscomm"
     package.mkdir()
-    (package / "__init__.pyi").touch()  # only this file, so that this test does not fail for errors elsewhere
+    (package / "__init__.pyi").touch()  # without the package's other files, in which there may be errors
     shutil.copy(STUB, package)
     (tmp_path / "allowed").write_text(PYBIND11)
     checked = subprocess.run(
@@ -84,7 +84,7 @@ def test_the_package_passes_mypy_strict():
 
 
 def typed_names() -> set[str]:
-    """The names in mscomm/__init__.pyi, but for the modules."""
+    """The names in mscomm/__init__.pyi, without those of modules."""
     tree = ast.parse((ROOT / "python/mscomm/__init__.pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "mscomm"]
     return {alias.asname or alias.name for node in imports for alias in node.names}

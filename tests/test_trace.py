@@ -1,4 +1,4 @@
-"""mscomm trace: what it reads from the ranks' records, which are made up or real, complete or damaged."""
+"""mscomm trace: what it reads from the ranks' records. Some records are made up, others are real or damaged."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_merge_writes_one_trace_with_an_event_for_each_call(job: Path) -> None:
     merged = json.loads((job / "trace.json").read_text())
     calls = [event for event in merged["traceEvents"] if event["ph"] in ("X", "B")]
     assert [(event["pid"], event["ph"]) for event in calls] == [(0, "X")] * 3 + [(2, "X"), (2, "B")]
-    assert [event["ts"] for event in calls] == pytest.approx([0, 200e3, 300e3, 100e3, 201e3], abs=1)  # us
+    assert [event["ts"] for event in calls] == pytest.approx([0, 200e3, 300e3, 100e3, 201e3], abs=1)  # in microseconds
     assert calls[0]["dur"] == 1000.0
     assert calls[2]["args"] == {"call": "all_reduce #3 (float32[4], sum)", "state": "failed", "line": "train.py:9"}
 

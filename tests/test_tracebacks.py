@@ -1,4 +1,4 @@
-"""The output of a failed job: each traceback once, without mscomm's own frames, and the cause in the last line."""
+"""The output of a failed job shows each traceback once, without mscomm's own frames, and the cause in the last line."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_a_rank_shows_and_goes_on_is_not_lost_or_taken_for_its_end(script):
     done = mscomm_run("-n", 2, script(body))
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("mscomm run: rank 1 failed first: exit code 7")
-    for rank in range(2):  # their texts differ, so both are shown, complete and before later output
+    for rank in range(2):  # the ranks' texts differ, so both are shown, complete and before later output
         mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
         assert mine[0] == "Traceback (most recent call last):"
         assert mine[-3:] == ["ZeroDivisionError: division by zero", f"after {rank}", f"later {rank}"]
@@ -153,7 +153,7 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
         "    print('hook', [f.name for f in traceback.extract_tb(trace)], error.__cause__)\n"
         "sys.excepthook = hook\nmscomm.all_reduce(np.array(['a']))"
     )
-    # A hook that is set after init() replaces ours. One that was set before is called by ours.
+    # A hook that is set after init() replaces ours. Ours calls one that was set before.
     after = mscomm_run("-n", 1, script(body))
     assert "[0] hook ['<module>', 'all_reduce'" in after.stdout
     path = script("")
@@ -169,7 +169,7 @@ def test_ctrl_c_is_one_line_that_tells_where_the_ranks_were(script, tmp_path, ti
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     for rank in range(4):
         appears(tmp_path / f"up{rank}")
-    time.sleep(0.3)  # until the ranks are in their calls
+    time.sleep(0.3)  # by then the ranks are in their calls
     for _ in range(times):
         process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=20)[1]
@@ -243,7 +243,7 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
 
 
 def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
-    """The second one comes in an atexit callback, when the output that the first one caused was already released."""
+    """The second Ctrl-C comes in an atexit callback, after the output of the first one was released."""
     ignored = [
         "Exception ignored in atexit callback: <function f>",
         "Traceback (most recent call last):",

@@ -38,7 +38,7 @@ from mscomm.train import (
     TimeMonitor,
 )
 
-ROWS, COLUMNS, BATCHES = 8, 3, 6  # rows: of all ranks' batches together
+ROWS, COLUMNS, BATCHES = 8, 3, 6  # a batch of all ranks together has ROWS rows
 
 
 def data_parallel(**options: Any) -> None:
@@ -72,7 +72,7 @@ def start(bias: float = 0) -> dict[str, Any]:
 
 
 class Line:
-    """y = x weight + bias, with the gradients of the mean squared error."""
+    """The network y = x weight + bias, with the gradients of the mean squared error."""
 
     def __init__(self, parameters: dict[str, Any] | None = None) -> None:
         self.parameters = parameters or start()
@@ -138,7 +138,7 @@ def printed() -> Any:
 
 
 class Losses(mscomm.Callback):
-    """Keeps the losses that it was given."""
+    """Keeps the losses of each step."""
 
     def __init__(self) -> None:
         self.mean: list[Any] = []
@@ -153,7 +153,7 @@ class Losses(mscomm.Callback):
 
 @contextlib.contextmanager
 def shared_folder(rank: int) -> Any:
-    """One folder for all ranks."""
+    """A new folder that all ranks use."""
     folder = mscomm.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
     yield folder
     mscomm.barrier()
@@ -163,7 +163,7 @@ def shared_folder(rank: int) -> Any:
 
 @contextlib.contextmanager
 def stderr() -> Any:
-    """Captures what goes to file descriptor 2 in the meantime."""
+    """Capture what is written to file descriptor 2 inside the with block."""
     sys.stderr.flush()
     kept, told = os.dup(2), []
     with tempfile.TemporaryFile() as file:
@@ -182,12 +182,12 @@ def stderr() -> Any:
 
 def test_every_library_is_tried():
     tried = {name.partition(",")[0] for name in LINES}
-    assert set(arrays.LIBRARIES.values()) == tried | {"cupy"}  # needs a GPU: see test_device_train.py
+    assert set(arrays.LIBRARIES.values()) == tried | {"cupy"}  # CuPy needs a GPU: see gpu/test_train_gpu.py
 
 
 def if_here(library: str) -> Any:
     missing = not importlib.util.find_spec(library.partition(",")[0])
-    return pytest.param(library, marks=pytest.mark.skipif(missing, reason=f"{library} is not here"))
+    return pytest.param(library, marks=pytest.mark.skipif(missing, reason=f"{library} is not installed"))
 
 
 @pytest.mark.parametrize("library", [if_here(library) for library in LINES])
@@ -205,7 +205,7 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(rank, gr
         again.train(2, Batches(rank, 2))
     for name, x in weights().items():
         assert (bits(np.array(x)) == bits(np.array(weights_again()[name]))).all(), name
-        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # on all ranks
+        assert (mscomm.all_gather(np.array(x)[None]) == x).all()  # equal on all ranks
 
     lines = [f"epoch: {e} step: {s}, loss is {losses.mean[i]!s}" for e, s, i in ((1, 4, 3), (2, 2, 7), (2, 6, 11))]
     lines.insert(2, f"epoch: 2 step: 5, loss is {losses.local[10]!s}")
@@ -342,7 +342,7 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
             assert model.resume(file) == (1, 5)
         assert len(told) == rank and all("rank 1 goes on from what rank 0 wrote" in line for line in told)
         by_the_clock = mscomm.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=[1e-9, 1e9][rank])
-        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # rank 0 decides
+        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # by rank 0's clock
         assert len(list(own.glob("clock-*"))) == 5
         mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
         with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
@@ -389,7 +389,7 @@ def flip_in_momentum(path: Path) -> None:
 
 
 def as_earlier_versions_wrote(path: Path) -> None:
-    """Rewrite the file without a checksum and without the names of the training, even if it is damaged."""
+    """Rewrite the file, even a damaged one, without a checksum and without the names that identify a training."""
     import safetensors.numpy
 
     with safetensors.safe_open(path, "np") as file:
@@ -402,7 +402,7 @@ class RankOneDies(mscomm.Callback):
     def step_end(self, run_context: Any) -> None:
         if run_context.original_args().cur_step_num != 4:
             return
-        everybody_is_here()  # no rank is still in the calls of this step
+        everybody_is_here()  # wait until no rank is in the calls of this step
         if mscomm.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -612,7 +612,7 @@ def test_a_trace_of_the_steps(rank, group):
         }
         steps, calls = of_rank["step"], of_rank["all_reduce"]
         assert [one["args"]["call"].split()[1] for one in steps] == [f"#{step}" for step in range(3, 9)]
-        assert len(of_rank["data"]) == len(calls) == 6  # one bucket
+        assert len(of_rank["data"]) == len(calls) == 6  # one call per step, because there is one bucket
         for step, call in zip(steps, calls, strict=True):
             assert step["ts"] - 1000 <= call["ts"] <= call["ts"] + call["dur"] <= step["ts"] + step["dur"] + 1000
     with pytest.raises(ValueError, match="steps 3 to 2"):
@@ -692,7 +692,7 @@ def pipeline(rank: int) -> Any:
 
 
 class Noisy(Line):
-    """Draws from the global generators of NumPy and Python."""
+    """A Line with noise from the global random generators of NumPy and Python."""
 
     def loss_and_gradients(self, x: Any, y: Any) -> Any:
         return super().loss_and_gradients(
@@ -701,7 +701,7 @@ class Noisy(Line):
 
 
 class Schedule(mscomm.Callback):
-    """A scheduler of torch.optim.lr_scheduler, which steps at the end of each epoch."""
+    """A callback for a scheduler of torch.optim.lr_scheduler, which steps at the end of each epoch."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -742,14 +742,14 @@ TRAININGS = {"numpy": numpy_training, "torch": torch_training}
 
 
 class Slow(mscomm.Callback):
-    """Slows the training, so that it is killed soon after that step, and not after the last."""
+    """Slows the training, so that the test can kill the ranks before the last step."""
 
     def step_end(self, run_context: Any) -> None:
         time.sleep(0.05 if run_context.original_args().cur_step_num < 20 else 120)
 
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:
-    """A script that resumes if there is a checkpoint."""
+    """Train as a script does that resumes if there is a checkpoint."""
     model, data, weights, schedules = TRAININGS[library](mscomm.get_rank())
     began = model.resume(folder)
     print(f"begins after {began}", flush=True)
@@ -820,7 +820,7 @@ model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.Checkpoi
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Any:
-    """A disk of one page, which can be made larger; None if this process has no right to mount one."""
+    """Mount a disk of one page. Gives a function that enlarges it, or None if this process may not mount."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], capture_output=True).returncode:
         yield None
@@ -856,7 +856,7 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         assert files(0) == ["line-1_4.safetensors", "line_1-1_4.safetensors", "line_1-1_6.safetensors"]
         assert files(1) == ["line-1_4.safetensors", "line-1_6.safetensors"]
         assert (tmp_path / "0/line-1_4.safetensors").read_bytes() == before
-        # The series have different names, but are one training: rank 0 has lost the newest, and both resume from 1_4.
+        # Both series belong to one training. Rank 0 has lost its newest file, so both ranks resume from 1_4.
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()

@@ -28,12 +28,12 @@ print(mscomm.all_gather_object(sys.argv[1]))
 
 
 class Jobs:
-    """start(job, role, **env) starts one process of an MS_* job of two workers; all use one port of loopback."""
+    """start(job, role, **env) starts one process of an MS_* job with two workers. All jobs use one port of loopback."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self._env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
         self._env |= {"TMPDIR": str(folder), "MS_TOPO_TIMEOUT": "20", "OMP_NUM_THREADS": "1"}
-        self._env["GO"] = "/"  # a file that the workers wait for before they talk
+        self._env["GO"] = "/"  # a file for which the workers wait before they talk
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, job: str, role: str, **env: str) -> subprocess.Popen[str]:
@@ -58,7 +58,7 @@ def jobs(port: int, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def test_workers_of_two_jobs_never_make_one(jobs: Jobs, tmp_path: Path) -> None:
-    """The workers that come first fill the first scheduler's job; then the second scheduler finds its port taken."""
+    """The workers that come first fill the job of the first scheduler. The second scheduler finds the port taken."""
     first = jobs.start("A", "SCHED")
     assert first.stdout and "waiting" in first.stdout.readline()
     workers = [jobs.start(job, "WORKER", GO=str(tmp_path / "go")) for job in "ABAB"]

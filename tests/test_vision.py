@@ -1,4 +1,4 @@
-"""Operations on images and other columns, against NumPy, Pillow and torch."""
+"""Operations on images and other columns, compared with NumPy, Pillow and PyTorch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_random_flip_flips_as_often_as_it_says():
     came = [flip.apply(x, int(draw)) for draw in draws.bits(5, np.arange(4000))]
     flipped = sum(np.array_equal(one, x[:, ::-1]) for one in came)
     assert all(np.array_equal(one, x) or np.array_equal(one, x[:, ::-1]) for one in came)
-    assert abs(flipped / 4000 - 0.25) < 0.035  # 5 standard deviations
+    assert abs(flipped / 4000 - 0.25) < 0.035  # the bound is 5 standard deviations
     assert np.array_equal(vision.RandomHorizontalFlip(0)(x), x)
     assert np.array_equal(vision.RandomHorizontalFlip(1)(x), x[:, ::-1])
 
@@ -66,7 +66,7 @@ def test_a_random_operation_called_by_itself_draws_anew_each_time(operation):
 
 
 def bilinear(x: np.ndarray, n: int, axis: int) -> np.ndarray:
-    """x resized to n pixels along axis. The weights are a triangle, as wide as the larger of old and new pixels."""
+    """Resize x to n pixels along axis. The weights form a triangle, as wide as the larger of old and new pixels."""
     old = x.shape[axis]
     scale = old / n
     centres = (np.arange(n)[:, None] + 0.5) * scale
@@ -122,7 +122,7 @@ def test_resize_without_pillow_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Resize needs Pillow: pip install pillow, or mscomm\[train\]"):
         vision.Resize(3)(image(4, 4))
-    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # NumPy does this one
+    assert vision.Resize(8)(image(4, 4)).shape == (8, 8, 3)  # this size needs only NumPy
 
 
 @given(
@@ -282,7 +282,7 @@ def test_every_operation_leaves_its_input_alone_and_says_where_it_failed(name):
 @pytest.mark.parametrize("size", [(6, 7), (12, 20)])
 def test_rows_together_have_the_bits_of_each_by_itself(name, channels, size):
     if channels is None and name in ("Normalize", "HWC2CHW"):
-        pytest.skip("needs channels")
+        pytest.skip("this operation needs an image with channels")
     operation = OPERATIONS[name](*EXAMPLES[name])
     rows = np.stack([image(*size, channels), 255 - image(*size, channels), image(*size, channels)[::-1]])
     drawn = draws.bits(9, [1, 2, 3]).tolist()

@@ -15,9 +15,9 @@ from mscomm.cluster.assemble import cpu_quota
 from mscomm.job import resolve
 
 WAIT_S = 5
-SHARE = 0.01  # of a core
+SHARE = 0.01  # of one core's time
 
-WAYS = {  # MSCOMM_ALGO, and MSCOMM_HOST_ID by rank
+WAYS = {  # for each: MSCOMM_ALGO, and the ranks' MSCOMM_HOST_ID
     "arena": ("all_reduce=arena", ["a"] * 8),
     "direct": ("direct", ["a"] * 8),
     "ring": ("ring", ["a"] * 8),
@@ -33,7 +33,7 @@ def cpu_s() -> float:
 
 
 def waits_idle(rank, call):
-    """Seven ranks make the call; the eighth comes WAIT_S later. Checks that the others use no CPU meanwhile."""
+    """Seven ranks make the call, and rank 7 makes it WAIT_S later. Checks that the seven use no CPU meanwhile."""
     mscomm.barrier()
     everybody_is_here()
     if rank == 7:
@@ -76,16 +76,16 @@ def test_seven_ranks_wait_for_the_eighth_to_create_a_group(rank, group):
 @pytest.mark.parametrize("host", [["a", "b"]], ids=["two hosts"])
 @ranks(2, env={"MSCOMM_HOST_ID": "{host}", "MS_NODE_TIMEOUT": "1"})
 def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, host):
-    x = np.full(8 << 20, rank, np.float32)  # more than the sockets hold, so that the TCP window closes
+    x = np.full(8 << 20, rank, np.float32)  # more than the sockets take, so the TCP window closes
     if rank == 1:
         time.sleep(4)
     assert (mscomm.broadcast(x) == 0).all()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is only one CPU")
 @ranks(2)
 def test_ranks_on_one_cpu_part_and_keep_their_affinity(rank, group):
-    """Both ranks run on one CPU and are allowed others: the higher rank moves to another."""
+    """Both ranks run on one CPU, but may run on others. The higher rank moves to another CPU."""
     core = resolve(None).core
     mask = os.sched_getaffinity(0)
     x = np.ones(2, np.float32)

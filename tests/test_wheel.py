@@ -27,8 +27,8 @@ GLIBC_FLOOR = (2, 28)
 # The C library (before glibc 2.34, some of its parts are separate files), its loader, and the compiler's runtime.
 SYSTEM_LIBRARIES = r"(ld-linux-.*|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s))\.so\.\d+"
 
-# Symbols that get a newer version in a build against a newer glibc, although a build against 2.28 needs only what 2.28
-# has: functions that moved into libc in 2.34, functions that were inline before 2.33, the C23 names of strtol, math
+# Symbols of which a build against a newer glibc needs newer versions, while a build against 2.28 does without them:
+# functions that moved into libc in 2.34, functions that were inline before 2.33, the C23 names of strtol, math
 # functions with new versions, and symbols that libstdc++ and libgcc need themselves.
 OLD_UNDER_A_NEW_NAME = (
     r"__libc_start_main|__libc_single_threaded|_dl_find_object|pthread_\w+|sem_\w+|dl(open|sym|close|error|addr|info)"
@@ -119,7 +119,7 @@ def test_the_stack_is_not_executable(path):
     with path.open("rb") as file:
         stacks = [segment for segment in ELFFile(file).iter_segments() if segment.header.p_type == "PT_GNU_STACK"]
         flags = [segment.header.p_flags for segment in stacks]
-    assert flags == [6]  # read and write
+    assert flags == [6]  # readable and writable
 
 
 def test_two_ranks_add_their_arrays(tmp_path):
