@@ -387,7 +387,7 @@ struct Bare {
         Layout here = layout;
         here.rank = mine->rank();
         try {
-          body(*mine, {here, mine, nullptr, scratch}, {watch, Deadline(20)});
+          body(*mine, {here, mine, nullptr, scratch}, {watch, Deadline(240)});
         } catch (const Error& error) {
           CHECK(error.what() == std::string());
         }
@@ -401,13 +401,12 @@ struct Bare {
   std::vector<std::unique_ptr<Arena>> arenas;
 };
 
-// The last rank to arrive wakes the others. In this test a rank that nobody wakes sleeps for longer than all rounds together may
-// take.
+// The last rank to arrive wakes the others. In this test a rank that nobody wakes sleeps until the deadline has passed.
 void every_sleeper_is_woken() {
   for (const bool spin : {false, true}) {
     Bare ranks(2, spin);
     ranks.run([](Arena& arena, const Ranks&, const Wait& wait) {
-      const Wait sleepy{wait.watch, wait.deadline, 30'000};
+      const Wait sleepy{wait.watch, wait.deadline, 300'000};
       std::mt19937 random(static_cast<unsigned>(arena.rank()));
       for (int round = 0; round < 3000; round++) {
         // Arrive at about the time when the other rank goes to sleep.
