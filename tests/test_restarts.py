@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
@@ -77,6 +78,28 @@ def test_who_waits_for_the_next_epoch_takes_part_in_nothing_of_this_one():
         assert "waits for the next epoch of the job: call rejoin() too" in str(meeting.error)
         others = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 1)]
         assert [wait.ended().result.epoch for wait in (rejoining, *others)] == [1, 1, 1]
+
+
+def test_a_rank_that_closes_a_group_before_it_rejoins_is_no_culprit():
+    with Job(4, watched=True, restarts=True) as job:
+        job.joined()
+        members = by_rank(job)
+        pair = {rank: Communicator((0, True, "is in barrier #1")) for rank in (1, 3)}
+        founding = [
+            Waits(lambda member=members[rank]: member.meet("k", "pair", [1, 3], {}, soon(), founds=True))
+            for rank in pair
+        ]
+        for wait in founding:
+            assert wait.ended().error is None
+        for rank, communicator in pair.items():
+            members[rank].attach("k", communicator, undialled)
+        lose(job, 0, again=True)
+        eventually(lambda: any("verdict on" in line for line in job.log))
+        members[1].detach("k")  # the first step of its rejoin()
+        eventually(lambda: pair[3].departed == [1])
+        error = members[3].settle("k", errors.PeerLost("rank 1 has left the job", [1]), 1)
+        assert error.ranks == (0,)
+        assert re.search(r"rank 1 \(.*\) therefore left this group for the next epoch$", str(error))
 
 
 def test_a_rank_that_is_lost_for_good_ends_the_waiting():

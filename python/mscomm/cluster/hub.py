@@ -50,6 +50,7 @@ class _Group:
         self.announced = False
         self.announcement = ""  # the text of the verdict that was sent to its ranks
         self.closed: set[int] = set()
+        self.rejoining: set[int] = set()  # those of `closed` that left because the world had failed
 
 
 class _Launcher(Line):
@@ -316,7 +317,8 @@ class Hub:
         if verdict.kind != "PeerLost":
             return verdict
         first = self._world.judge.verdict
-        waiting = [link for link in self._roster if link.waits and link.number in verdict.ranks]
+        leaving = (link for link in self._roster if link.waits or link.number in group.rejoining)
+        waiting = [link for link in leaving if link.number in verdict.ranks]
         if first and waiting and group is not self._world:
             return first._replace(text=f"{first.text}; {waiting[0]} therefore left this group for the next epoch")
         left = {link.number for link in self._roster if link.left and link.number in verdict.ranks}
@@ -417,6 +419,8 @@ class Hub:
         if group is None or group is self._world or link.number not in group.ranks:
             return
         group.closed.add(link.number)
+        if self._restarts and self._world.judge.verdict:
+            group.rejoining.add(link.number)  # before its rejoin comes, another rank may say that it waits for this one
         staying = self._members(group)
         if not staying:
             del self._groups[name]
