@@ -170,9 +170,11 @@ def functions_of_groups():
     public |= {f"train.{name}": getattr(mscomm.train, name) for name in mscomm.train.__all__}
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
-        parameters = inspect.signature(function).parameters if callable(function) else {}
-        if "group" not in parameters or name in ("Work", "create_group", "destroy_group"):
-            continue  # a Work is the result of a call; the others make and destroy groups
+        if not callable(function) or name in ("Work", "create_group", "destroy_group"):
+            continue  # a Work is the result of a call; the other two make and destroy groups
+        parameters = inspect.signature(function).parameters
+        if "group" not in parameters:
+            continue
         needed = [one for one, p in parameters.items() if p.default is p.empty and one != "group"]
         given = {one: WORDS[one] for one in needed}
         yield name, functools.partial(lambda function, given, group: function(**given, group=group), function, given)
