@@ -572,76 +572,17 @@ py::object PreparedCall::result() {
   return out;
 }
 
-// -- the function
-
-namespace {
-
-PyObject* given_or_null(PyObject* object) { return object == Py_None ? nullptr : object; }
-
-py::object call_given(Calls& calls, PyObject* const* arguments) {
-  const auto argument = [&](int i) { return py::handle(given_or_null(arguments[i])); };
-  const long number = PyLong_AsLong(arguments[0]);
-  if (number < 0 || number >= static_cast<long>(collectives.size())) {
-    PyErr_Clear();
-    throw py::value_error("mscomm: no collective has that number");
-  }
-  const auto function = static_cast<Function>(number);  // those of the collectives come first, in the same order
-  const Wanted wanted{.function = function,
-                      .what = static_cast<Collective>(number),
-                      .op = argument(3),
-                      .root = argument(4),
-                      .stream = argument(7)};
-  std::optional<Array> x;
-  if (wanted.what != Collective::barrier)
-    x.emplace(described(calls, function, "x", py::reinterpret_borrow<py::object>(arguments[1]), wanted.stream));
-  auto ready = prepared(calls, wanted, std::move(x), py::reinterpret_borrow<py::object>(arguments[2]));
-  const double timeout_s = argument(5) ? seconds_of(argument(5)) : calls.timeout_s;
-  const int async_op = PyObject_IsTrue(arguments[6]);
-  if (async_op < 0) throw py::error_already_set();
+py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op) {
+  std::optional<Array> given;
+  if (wanted.what != Collective::barrier) given.emplace(described(calls, wanted.function, "x", std::move(x), wanted.stream));
+  auto ready = prepared(calls, wanted, std::move(given), std::move(out));
+  const double timeout_s = timeout ? seconds_of(timeout) : calls.timeout_s;
   if (async_op) return py::cast(start(calls, std::make_shared<PreparedCall>(std::move(ready)), timeout_s, 0));
   if (!calls.running.empty()) forget_ended(calls);
   if (calls.noted) ready.call.signature.number = python_of(calls).attr("next_number")().cast<uint64_t>();
   failing(calls, [&] { calls.group->called([&] { calls.group->communicator->run(std::move(ready.call), timeout_s); }); });
   if (calls.noted) python_of(calls).attr("ended")();
   return ready.result();
-}
-
-struct Bound {
-  py::object owner;  // the group's object in Python
-  Calls* calls;
-};
-
-PyObject* called_by_python(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 8) {
-    PyErr_SetString(PyExc_TypeError, "call takes what, x, out, op, root, timeout, async_op and stream");
-    return nullptr;
-  }
-  try {
-    return call_given(*static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr))->calls, arguments).release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const Error& error) {
-    raise(error);
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-}  // namespace
-
-py::object call_function(py::object group, Calls& calls) {
-  static PyMethodDef definition{"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_by_python)),
-                                METH_FASTCALL, nullptr};
-  auto bound = std::make_unique<Bound>(Bound{std::move(group), &calls});
-  const py::capsule self(bound.get(), nullptr,
-                         [](PyObject* capsule) { delete static_cast<Bound*>(PyCapsule_GetPointer(capsule, nullptr)); });
-  (void)bound.release();
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
 }
 
 }  // namespace mscomm

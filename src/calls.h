@@ -120,8 +120,7 @@ py::object memory_of(const Array& array);
 Shape shape_of(py::handle tuple);
 py::tuple as_tuple(const Shape& shape);
 
-// Returns call(what, x, out, op, root, timeout, async_op, stream). It makes the collective of that number on what the user gave,
-// and returns the result, or with async_op a Work. op and root are None where the collective has none.
-py::object call_function(py::object group, Calls& calls);
+// Makes the collective on what the user gave, and returns the result, or with async_op a Work. timeout: null takes the group's.
+py::object call(Calls& calls, const Wanted& wanted, py::object x, py::object out, py::handle timeout, bool async_op);
 
 }  // namespace mscomm

@@ -169,7 +169,7 @@ struct Group {
   }
 
   Calls& ready() const {
-    if (!calls) throw Error("RuntimeError", "mscomm: this group has no make_call yet");
+    if (!calls) throw Error("RuntimeError", "mscomm: join_python has not been called on this group");
     return *calls;
   }
 

@@ -18,6 +18,7 @@
 #include "device/cuda.h"
 #include "src/calls.h"
 #include "src/dlpack.h"
+#include "src/functions.h"
 #include "src/group.h"
 #include "src/works.h"
 #include "transport/arena.h"
@@ -374,6 +375,11 @@ timeout: seconds or a timedelta; None waits as long as the call takes.)")
                              [](const PreparedCall& call) { return call.x->packed ? call.x->packed : memory_of(*call.x); })
       .def_property_readonly("target", [](const PreparedCall& call) { return memory_of(*call.target); });
 
+  module.def("collective", [](int what, const py::function& model, const std::string& signature) {
+    return collective_function(static_cast<Collective>(what), model, signature);
+  });
+  module.def("set_world", &set_world);
+
   py::class_<Group>(module, "Group")
       .def(py::init<const std::string&, std::shared_ptr<Peers>, std::vector<int>, int, unsigned, const std::vector<std::string>&,
                     int64_t, bool, const std::vector<int>&, int>(),
@@ -401,12 +407,11 @@ timeout: seconds or a timedelta; None waits as long as the call takes.)")
            [](const Group& group, int dtype, int bucket) {
              return group.communicator->converts(static_cast<Dtype>(dtype), static_cast<Dtype>(bucket));
            })
-      .def("make_call",
+      .def("join_python",
            [](py::object self, py::object python, double timeout_s, py::dict libraries, py::str backend, int device, bool noted) {
              auto& group = self.cast<Group&>();
              group.calls = std::make_unique<Calls>(
                  Calls{&group, self, timeout_s, std::move(python), std::move(libraries), std::move(backend), device, noted});
-             return call_function(std::move(self), *group.calls);
            })
       .def("array", &array_of, py::arg("function"), py::arg("x"), py::kw_only(), py::arg("argument") = "x",
            py::arg("stream") = py::none())

@@ -15,7 +15,8 @@ import pytest
 from ranks import everybody_is_here, ranks, tell, until_told, when_inside
 
 import mscomm
-from mscomm import _core, arrays
+from mscomm import arrays
+from mscomm.collectives import FUNCTION
 from mscomm.job import resolve
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -304,12 +305,12 @@ def test_what_errors_make_raises_passes_through(monkeypatch):
 
 
 def test_a_released_group_is_told(alone):
-    call, number = alone.call, _core.collectives.index("all_reduce")
+    call = alone.core.prepare(FUNCTION["all_reduce"], whole, op="sum")
     mscomm.release()
     with pytest.raises(RuntimeError, match="no job joined"):
         mscomm.all_reduce(whole)
     with pytest.raises(RuntimeError, match="group world was released"):
-        call(number, whole, None, "sum", None, None, False, None)
+        alone.run(call, 1.0)
     mscomm.init()
 
 

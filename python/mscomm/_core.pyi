@@ -6,9 +6,11 @@ The place of a name in collectives, functions, ops and dtypes() is its number in
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 version: str
 max_dims: int
@@ -212,6 +214,15 @@ class Call:
     def result(self) -> Any:
         """What the user gets. To be called once, when the call has ended without an error."""
 
+def collective(what: int, model: _F, signature: str, /) -> _F:
+    """The function of that collective, which calls Python only for unusual arguments.
+
+    model: a function with the same name, parameters and docstring. signature: of the model, as text.
+    """
+
+def set_world(core: Group | None, /) -> None:
+    """Set the group of calls without `group`; None before init and after release."""
+
 @final
 class Group:
     """One rank's part of a group: its communicator, transports and recorder."""
@@ -246,7 +257,7 @@ class Group:
         The group keeps the call until it has ended. number: as for run; only a call on the device has a reserved one.
         """
 
-    def make_call(
+    def join_python(
         self,
         python: weakref.ref[Any],
         timeout_s: float,
@@ -255,11 +266,12 @@ class Group:
         device: int,
         noted: bool,
         /,
-    ) -> Callable[[int, Any, Any, str | None, int | None, Any, bool, int | None], Any]:
-        """call(what, x, out, op, root, timeout, async_op, stream) on arguments as the user gave them: see src/calls.h.
+    ) -> None:
+        """To be called before the first call.
 
-        python: the mscomm.Group. libraries: type of array -> arrays.Plain. backend, device:
-        what this rank has joined with; "" and -1: nothing. noted: Python numbers each call, and is told of its end.
+        python: the mscomm.Group, of which the core calls methods. libraries: type of array -> arrays.Plain. backend,
+        device: what this rank has joined with; "" and -1: nothing. noted: Python numbers each call, and is told of its
+        end.
         """
 
     def array(self, function: int, x: Any, *, argument: str = "x", stream: int | None = None) -> Array:

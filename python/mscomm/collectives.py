@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,21 +45,9 @@ from mscomm.job import resolve, shared_empty
 
 Timeout = float | timedelta | None
 Array = np.ndarray[Any, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 FUNCTION = {name: number for number, name in enumerate(_core.functions)}
-(
-    _ALL_REDUCE,
-    _ALL_GATHER,
-    _REDUCE_SCATTER,
-    _BROADCAST,
-    _REDUCE,
-    _GATHER,
-    _SCATTER,
-    _ALL_TO_ALL,
-    _BARRIER,
-    _SCAN,
-    _EXSCAN,
-) = (FUNCTION[name] for name in _core.collectives)
 
 # all_reduce_many reduces an array of at least ALONE_BYTES in a call of its own; smaller arrays share buckets of
 # BUCKET_BYTES.
@@ -69,7 +58,15 @@ BUCKET_BYTES = 4 << 20
 PAGE_BYTES = 64 << 10
 
 
-# `call` is looked up on a line of its own, because CPython 3.11 is slower to call an attribute as if it were a method.
+def _collective(function: F) -> F:
+    """The core's function of that name, parameters and docstring (src/functions.cc)."""
+    signature = inspect.signature(function)
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
+    return _core.collective(FUNCTION[function.__name__], function, text)
+
+
+@_collective
 def all_reduce(
     x: Any,
     op: str = "sum",
@@ -91,8 +88,6 @@ def all_reduce(
     >>> mscomm.all_reduce(np.full(3, mscomm.get_rank(), np.float32))       # on 4 ranks
     array([6., 6., 6.], dtype=float32)
     """
-    call = resolve(group).call
-    return call(_ALL_REDUCE, x, out, op, None, timeout, async_op, stream)
 
 
 def all_reduce_(
@@ -108,6 +103,7 @@ def all_reduce_(
     return all_reduce(x, op, out=x, group=group, timeout=timeout, async_op=async_op, stream=stream)
 
 
+@_collective
 def all_gather(
     x: Any,
     *,
@@ -126,10 +122,9 @@ def all_gather(
     array([[0.],
            [1.]], dtype=float32)
     """
-    call = resolve(group).call
-    return call(_ALL_GATHER, x, out, None, None, timeout, async_op, stream)
 
 
+@_collective
 def reduce_scatter(
     x: Any,
     op: str = "sum",
@@ -150,10 +145,9 @@ def reduce_scatter(
     array([0., 2.])
     array([4., 6.])
     """
-    call = resolve(group).call
-    return call(_REDUCE_SCATTER, x, out, op, None, timeout, async_op, stream)
 
 
+@_collective
 def broadcast(
     x: Any,
     root: int = 0,
@@ -172,8 +166,6 @@ def broadcast(
     >>> mscomm.broadcast(np.full(2, mscomm.get_rank()), root=1)            # on 2 ranks
     array([1, 1])
     """
-    call = resolve(group).call
-    return call(_BROADCAST, x, out, None, root, timeout, async_op, stream)
 
 
 def broadcast_(
@@ -189,6 +181,7 @@ def broadcast_(
     return broadcast(x, root, out=x, group=group, timeout=timeout, async_op=async_op, stream=stream)
 
 
+@_collective
 def reduce(
     x: Any,
     root: int = 0,
@@ -208,10 +201,9 @@ def reduce(
     >>> mscomm.reduce(np.ones(2))                                          # on 4 ranks, at rank 0
     array([4., 4.])
     """
-    call = resolve(group).call
-    return call(_REDUCE, x, out, op, root, timeout, async_op, stream)
 
 
+@_collective
 def scan(
     x: Any,
     op: str = "sum",
@@ -236,10 +228,9 @@ def scan(
     array([3, 3])
     array([6, 6])
     """
-    call = resolve(group).call
-    return call(_SCAN, x, out, op, None, timeout, async_op, None)
 
 
+@_collective
 def exscan(
     x: Any,
     op: str = "sum",
@@ -259,10 +250,9 @@ def exscan(
     >>> rows = np.array([len(mine)])                                       # where this rank's rows begin in the whole
     >>> begin = mscomm.exscan(rows)
     """
-    call = resolve(group).call
-    return call(_EXSCAN, x, out, op, None, timeout, async_op, None)
 
 
+@_collective
 def gather(
     x: Any,
     root: int = 0,
@@ -281,8 +271,6 @@ def gather(
     >>> mscomm.gather(np.array([mscomm.get_rank()]))                       # on 2 ranks, at rank 0
     array([0, 1])
     """
-    call = resolve(group).call
-    return call(_GATHER, x, out, None, root, timeout, async_op, stream)
 
 
 def scatter(
@@ -310,6 +298,7 @@ def scatter(
     return _scatter("scatter", x, None, root, out, resolve(group), timeout, async_op, stream)
 
 
+@_collective
 def all_to_all(
     x: Any,
     *,
@@ -328,14 +317,11 @@ def all_to_all(
     array([ 0, 10])
     array([ 1, 11])
     """
-    call = resolve(group).call
-    return call(_ALL_TO_ALL, x, out, None, None, timeout, async_op, stream)
 
 
+@_collective
 def barrier(*, group: Group | str | None = None, timeout: Timeout = None, async_op: bool = False) -> Any:
     """Wait until every rank of the group has called barrier. With async_op, return a Work, whose wait() does that."""
-    call = resolve(group).call
-    return call(_BARRIER, None, None, None, None, timeout, async_op, None)
 
 
 # -- parts that differ by rank
@@ -425,7 +411,13 @@ def reduce_scatter_v(
     given = group.core.array(FUNCTION["reduce_scatter_v"], x, stream=stream)
     rows = arguments.checked_counts("reduce_scatter_v", "counts", counts, group, given.shape)
     call = group.core.prepare(
-        FUNCTION["reduce_scatter_v"], given, out, what=_REDUCE_SCATTER, op=op, rows=rows, digest=_digest(rows)
+        FUNCTION["reduce_scatter_v"],
+        given,
+        out,
+        what=FUNCTION["reduce_scatter"],
+        op=op,
+        rows=rows,
+        digest=_digest(rows),
     )
     seconds = group.seconds(timeout)
     if async_op:
@@ -461,11 +453,16 @@ def all_to_all_v(
     sent = arguments.checked_counts("all_to_all_v", "send_counts", send_counts, group, given.shape)
     n = group.size
     table = np.empty((n, n), np.int64)  # a row for each sender
-    head = group.core.prepare(function, np.array(sent, np.int64), table.reshape(-1), what=_ALL_GATHER, head=True)
+    head = group.core.prepare(
+        function, np.array(sent, np.int64), table.reshape(-1), what=FUNCTION["all_gather"], head=True
+    )
 
     def data() -> tuple[_core.Call, Callable[[], Any]]:
         call = _late(
-            group, lambda: group.core.prepare(function, given, out, what=_ALL_TO_ALL, rows=table.reshape(-1).tolist())
+            group,
+            lambda: group.core.prepare(
+                function, given, out, what=FUNCTION["all_to_all"], rows=table.reshape(-1).tolist()
+            ),
         )
         return call, lambda: (call.result(), table[:, group.rank].tolist())
 
@@ -489,8 +486,8 @@ def gather_rows(
         raise ValueError(f"{function}: x is a scalar; it needs an axis 0, which may differ by rank")
     lengths = np.empty(group.size, np.int64)
     length = np.array([given.shape[0]], np.int64)
-    head = group.core.prepare(number, length, lengths, what=_ALL_GATHER, root=root, head=True)
-    what = _ALL_GATHER if root is None else _GATHER
+    head = group.core.prepare(number, length, lengths, what=FUNCTION["all_gather"], root=root, head=True)
+    what = FUNCTION["all_gather"] if root is None else FUNCTION["gather"]
 
     def data() -> tuple[_core.Call, Callable[[], Any]]:
         call = _late(group, lambda: group.core.prepare(number, given, out, what=what, root=root, rows=lengths.tolist()))
@@ -529,7 +526,7 @@ def _scatter(
 
     def parts(x: _core.Array | None, told: tuple[tuple[int, ...], int] | None = None) -> _core.Call:
         return core.prepare(
-            number, x, out, what=_SCATTER, root=root, rows=rows, digest=digest, told=told, stream=stream
+            number, x, out, what=FUNCTION["scatter"], root=root, rows=rows, digest=digest, told=told, stream=stream
         )
 
     # If the root has an out, check it before anything is sent. Otherwise prepare the call after the head: the other
@@ -544,7 +541,7 @@ def _scatter(
     told = np.zeros(3 + _core.max_dims, np.int64)  # about x: whether on a device, dtype, number of dimensions, shape
     if given is not None and at_root:
         told[: 3 + len(given.shape)] = (given.on_device, given.dtype, len(given.shape), *given.shape)
-    head = core.prepare(number, told, told, what=_BROADCAST, root=root, digest=digest, head=True)
+    head = core.prepare(number, told, told, what=FUNCTION["broadcast"], root=root, digest=digest, head=True)
 
     def data() -> tuple[_core.Call, Callable[[], Any]]:
         at_the_device, dtype, dims, *extents = told.tolist()
@@ -607,7 +604,7 @@ def all_reduce_many(
     digest, parts = _fused(tuple((one.dtype, one.shape, one.on_device) for one in given))
 
     def prepared(x: Any, out: Any, i: int = 0) -> _core.Call:
-        return core.prepare(number, x, out, what=_ALL_REDUCE, op=op, digest=digest, out_argument=f"out[{i}]")
+        return core.prepare(number, x, out, what=FUNCTION["all_reduce"], op=op, digest=digest, out_argument=f"out[{i}]")
 
     alone = [prepared(x, y, i) for i, (x, y) in enumerate(zip(given, out, strict=True))]
     arguments.check_apart(
@@ -624,7 +621,7 @@ def all_reduce_many(
 
     if not given:  # make a call for an empty list, too, so that a rank that has another list is noticed
         nothing = np.empty(0, np.uint8)
-        empty = core.prepare(number, nothing, nothing, what=_ALL_REDUCE, op="sum", digest=digest)
+        empty = core.prepare(number, nothing, nothing, what=FUNCTION["all_reduce"], op="sum", digest=digest)
         fused = [_FusedCall([empty])]
     with group.committed("all_reduce_many"):
         if async_op:

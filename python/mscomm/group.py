@@ -136,10 +136,8 @@ class Group:
         # The last call of which a line was written; None: nobody asked for such lines.
         self._traced: int | None = 0 if log.enabled(log.TRACE) else None
         mine = epoch.accelerator
-        # call(what, x, out, op, root, timeout, async_op, stream): the collective with that number, on what the user
-        # gave (src/calls.h). The core checks it, and calls methods of this group where Python is needed.
-        self.call = founded.core.make_call(
-            weakref.ref(self),  # the garbage collector does not see what the core's function refers to
+        self.core.join_python(
+            weakref.ref(self),  # the garbage collector does not see what the core refers to
             self.timeout_s,
             plain_types,
             mine.name if mine else "",
@@ -368,9 +366,12 @@ class Group:
         """Raise the first cause in place of what this rank saw of it; the same one each time."""
         cause = self.settle(symptom)
         self.raised = True
-        if str(cause) != str(symptom):
-            raise cause from symptom
-        raise cause from None
+        try:
+            raise cause from symptom if str(cause) != str(symptom) else None
+        finally:
+            # The traceback of cause refers to this frame. Without this line both, and what the frames above refer to,
+            # would live until the garbage collector runs.
+            del cause
 
     def settle(self, symptom: Error) -> Error:
         """The group's first cause, as a new exception; the others learn of the symptom."""

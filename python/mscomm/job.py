@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mscomm import bootstrap, environment, exits, log, notices
+from mscomm import _core, bootstrap, environment, exits, log, notices
 from mscomm.accelerators import CPU, NAMES
 from mscomm.bootstrap import ms_cluster
 from mscomm.bootstrap.invitation import Invitation, Launcher
@@ -193,6 +193,7 @@ class Job:
             returning = [self.world, *(making.group for making in self.makings)]
             self.groups = {name: group for name, group in self.groups.items() if group in returning}
             self.found(self.world, deadline)
+            _core.set_world(self.world.core)
             member.ready(deadline)
         log.info(f"epoch {welcome.epoch} begins")
         for making in self.makings:
@@ -267,6 +268,7 @@ def init(
         asked = asked._replace(device=device, local_rank=_local_rank_of(invitation))
         job = _join(invitation, asked, algo, forced, timeout_s, deadline)
     _default = job
+    _core.set_world(job.world.core)
     notices.know_rank(job.rank)
     _tell_variables_without_effect(launcher)
     log.info(f"joined as rank {job.rank} of {job.size} in {time.monotonic() - began:.3f} s")
@@ -375,6 +377,7 @@ def release() -> None:
     """
     global _default
     job, _default = _default, None
+    _core.set_world(None)
     if job is not None and job.is_ours:
         job.leave()
 
@@ -450,6 +453,7 @@ def resolve(group: Group | str | None) -> Group:
 def _in_child() -> None:
     if _default is not None:
         _default.forked = True
+        _core.set_world(None)
 
 
 os.register_at_fork(after_in_child=_in_child)

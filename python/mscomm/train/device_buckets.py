@@ -15,7 +15,7 @@ from mscomm import _core
 from mscomm.arrays import library
 from mscomm.arrays.device import OnDevice
 from mscomm.arrays.numpy import dtype_code
-from mscomm.collectives import FUNCTION
+from mscomm.collectives import all_reduce
 from mscomm.group import Group
 from mscomm.train.buckets import Bucket, Layout, largest, wired
 
@@ -142,8 +142,7 @@ class DeviceBucket(Bucket):
                     self._narrow()
         self._sources = [None] * len(self._sources)
         self._wire.stream = stream
-        what, wire = FUNCTION["all_reduce"], self._wire
-        started = self._group.call(what, wire, wire, self._op, None, None, async_op, None)
+        started = all_reduce(self._wire, self._op, out=self._wire, group=self._group, async_op=async_op)
         self._work = started if async_op else None
 
     def _pack(self, bucket: OnDevice, stream: int) -> None:

@@ -1,0 +1,142 @@
+#include "src/functions.h"
+
+#include <algorithm>
+#include <array>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "src/calls.h"
+
+namespace mscomm {
+
+namespace {
+
+enum Slot : size_t { x, out, op, root, group, timeout, async_op, stream, slots };
+constexpr std::array<const char*, slots> slot_names{"x", "out", "op", "root", "group", "timeout", "async_op", "stream"};
+
+using Arguments = std::array<PyObject*, slots>;
+
+// The objects here live as long as the process.
+struct Entry {
+  std::string name, doc;
+  PyMethodDef definition{};
+  std::vector<std::pair<PyObject*, Slot>> parameters;  // the names are interned
+  Py_ssize_t positional = 0;                           // so many parameters need no name
+  Arguments defaults{};                                // nullptr: the caller must give it
+  PyObject* model = nullptr;
+};
+
+std::array<Entry, collectives.size()> entries;
+
+struct Callee {
+  py::object core;
+  Calls* calls;
+};
+Callee& world = *new Callee{};
+
+// Returns false for arguments that do not fit.
+bool fit(const Entry& entry, PyObject* const* given, Py_ssize_t count, PyObject* names, Arguments& arguments) {
+  if (count > entry.positional) return false;
+  Arguments bound{};
+  const auto begin = entry.parameters.begin(), end = entry.parameters.end();
+  for (Py_ssize_t i = 0; i < count; i++) bound[begin[i].second] = given[i];
+  for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++) {
+    const py::handle name = PyTuple_GET_ITEM(names, i);
+    auto found = std::find_if(begin, end, [name](const auto& one) { return one.first == name.ptr(); });
+    if (found == end)  // the name is not interned: a program made it
+      found = std::find_if(begin, end, [name](const auto& one) { return PyUnicode_Compare(one.first, name.ptr()) == 0; });
+    if (found == end || bound[found->second]) return false;
+    bound[found->second] = given[count + i];
+  }
+  for (size_t i = 0; i < slots; i++) arguments[i] = bound[i] ? bound[i] : entry.defaults[i];
+  for (const auto& [name, slot] : entry.parameters)
+    if (!arguments[slot]) return false;
+  return true;
+}
+
+// The group that the argument names. A Callee keeps it alive during the call.
+Callee callee(PyObject* given) {
+  if (given == Py_None && world.core) return world;
+  const py::object core = py::module_::import("mscomm.job").attr("resolve")(py::handle(given)).attr("core");
+  return {core, &core.cast<Group&>().ready()};
+}
+
+PyObject* enter(size_t number, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  const Entry& entry = entries[number];
+  Arguments arguments;
+  if (!fit(entry, given, count, names, arguments))
+    return PyObject_Vectorcall(entry.model, given, static_cast<size_t>(count), names);
+  try {
+    const auto object = [&](Slot slot) { return py::reinterpret_borrow<py::object>(arguments[slot]); };
+    const auto handle = [&](Slot slot) { return arguments[slot] == Py_None ? py::handle() : py::handle(arguments[slot]); };
+    const Callee one = callee(arguments[group]);
+    const Wanted wanted{.function = static_cast<Function>(number),  // those of the collectives come first, in the same order
+                        .what = static_cast<Collective>(number),
+                        .op = handle(op),
+                        .root = handle(root),
+                        .stream = handle(stream)};
+    const int beside = PyObject_IsTrue(arguments[async_op]);
+    if (beside < 0) throw py::error_already_set();
+    return call(*one.calls, wanted, object(x), object(out), handle(timeout), beside != 0).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const Error& error) {
+    raise(error);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <size_t number>
+PyObject* entered(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  return enter(number, given, count, names);
+}
+
+using Entered = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+
+template <size_t... numbers>
+constexpr std::array<Entered, sizeof...(numbers)> all_entered(std::index_sequence<numbers...>) {
+  return {entered<numbers>...};
+}
+
+}  // namespace
+
+py::object collective_function(Collective what, const py::function& model, const std::string& signature) {
+  static constexpr auto functions = all_entered(std::make_index_sequence<collectives.size()>());
+  const auto number = static_cast<size_t>(what);
+  Entry& entry = entries.at(number);
+  entry = {};
+  entry.name = model.attr("__name__").cast<std::string>();
+  // CPython reads the signature from the head of a docstring of this form.
+  entry.doc = entry.name;
+  entry.doc.append(signature).append("\n--\n\n").append(model.attr("__doc__").cast<std::string>());
+  entry.definition = {entry.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions[number])),
+                      METH_FASTCALL | METH_KEYWORDS, entry.doc.c_str()};
+  entry.model = py::object(model).release().ptr();
+  entry.defaults.fill(Py_None);
+  const py::object parameters = py::module_::import("inspect").attr("signature")(model).attr("parameters").attr("values")();
+  for (const py::handle parameter : parameters) {
+    const auto name = parameter.attr("name").cast<std::string>();
+    const auto slot = std::find(slot_names.begin(), slot_names.end(), name) - slot_names.begin();
+    if (static_cast<size_t>(slot) == slots) throw py::value_error(entry.name + ": unknown parameter " + name);
+    entry.parameters.emplace_back(PyUnicode_InternFromString(name.c_str()), static_cast<Slot>(slot));
+    const py::object absent = parameter.attr("empty"), value = parameter.attr("default");
+    entry.defaults[static_cast<size_t>(slot)] = value.is(absent) ? nullptr : py::object(value).release().ptr();
+    if (!parameter.attr("kind").equal(parameter.attr("KEYWORD_ONLY"))) entry.positional++;
+  }
+  const py::object module = py::module_::import("sys").attr("modules")[model.attr("__module__")];
+  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&entry.definition, module.ptr(), model.attr("__module__").ptr()));
+}
+
+void set_world(py::object core) {
+  Calls* const calls = core.is_none() ? nullptr : &core.cast<Group&>().ready();
+  const Callee before = std::exchange(world, {calls ? std::move(core) : py::object(), calls});
+}
+
+}  // namespace mscomm
