@@ -17,27 +17,29 @@ namespace mscomm {
 class Arena;
 class Mesh;
 
-// Which rank runs on which host. All members except `rank` are equal on all ranks.
+// Which host each rank of a group runs on. `rank` is this rank; all other members are equal on all ranks.
 struct Layout {
   int rank = 0;
   int size = 1;
-  std::vector<int> host;  // the host of each rank; hosts are numbered in the order of their lowest ranks
+  // The number of each rank's host. Hosts are numbered in the order of their lowest ranks. If the vector is empty, all ranks are
+  // on one host.
+  std::vector<int> host;
 
   int hosts() const;
-  // This rank's host.
+  // The number of this rank's host.
   int here() const { return host.empty() ? 0 : host[rank]; }
   // Whether there are several hosts, and at least one of them has several ranks.
   bool mixed() const { return hosts() > 1 && hosts() < size; }
 };
 
-// What an algorithm may use. Its carrier says whether it uses the arena, the mesh or both. The arena has the ranks of the group
-// on this host. Without a mesh, these are all ranks of the group. With a mesh, arena is nullptr if this rank is alone on its
-// host.
+// What an algorithm works with. The algorithm's carrier says whether it uses the arena, the mesh or both. The arena has the ranks
+// of the group on this host. If there is no mesh, these are all ranks of the group. If there is a mesh, `arena` is nullptr when
+// this rank is alone on its host.
 struct Ranks {
   const Layout& layout;
   Arena* arena;
   Mesh* mesh;
-  std::vector<char>& scratch;  // reused from call to call
+  std::vector<char>& scratch;  // a buffer that the calls of a group use again and again
 
   char* scratch_of(size_t bytes) const {
     if (scratch.size() < bytes) scratch.resize(bytes);
@@ -54,18 +56,20 @@ struct Algorithm {
   Collective what;
   Carrier carrier;
   void (*run)(const Call& call, const Ranks& ranks, const Wait& wait);
-  // Whether this is the best algorithm of its carrier for a message of that many bytes. nullptr: it accepts any size.
+  // Whether this algorithm is the best one with its carrier for a message of `bytes` bytes. nullptr: the algorithm accepts any
+  // size.
   bool (*fits)(const Layout& layout, size_t bytes) = nullptr;
 };
 
 std::span<const Algorithm> algorithms();
 
-// The algorithm that MSCOMM_ALGO names for each collective; empty: select() chooses.
+// For each collective, the algorithm that MSCOMM_ALGO names for it; an empty string if MSCOMM_ALGO names none.
 using Forced = std::array<std::string, collectives.size()>;
 
-// The rows that a collective may use, in the order in which pick() asks their `fits`. If no other row fits, pick() chooses the
-// last row without asking it. select() is pure: all ranks with the same layout and forced names get the same rows. It throws
-// Error("ValueError") for a name that is unknown or that the layout does not allow.
+// The rows of the table from which pick() chooses for one collective. pick() returns the first row whose `fits` accepts the size.
+// If none of the other rows does, pick() returns the last row, without a call of its `fits`. The result of select() depends only
+// on its arguments, so all ranks with the same layout and the same forced names get the same rows. select() throws
+// Error("ValueError") if a forced name is unknown, or if the layout does not allow the algorithm.
 using Choice = std::vector<const Algorithm*>;
 Choice select(Collective what, const Layout& layout, const Forced& forced);
 inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {

@@ -1,4 +1,4 @@
-// All-gather over the mesh in one latency: every rank sends its x to every other rank.
+// All-gather over the mesh. Every rank sends its x directly to every other rank, so the call takes only one network latency.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

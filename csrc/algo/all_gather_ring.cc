@@ -1,5 +1,5 @@
-// All-gather around a ring in n-1 steps. In each step, every rank passes on to its right neighbour what it received from its left
-// neighbour in the step before.
+// All-gather around a ring in n-1 steps. In the first step, every rank sends its own x to its right neighbour. In each later
+// step, it sends the x that it received from its left neighbour in the step before.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

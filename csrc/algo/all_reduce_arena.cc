@@ -1,13 +1,15 @@
-// All-reduce and reduce in shared memory. Each rank reduces one part of the message, for all ranks or for the root.
+// All-reduce and reduce in shared memory. Each rank reduces one part of the message and gives the result to all ranks, or to the
+// root. Data moves in one of four ways.
 //
 // If all arrays are in heaps, rank r reads part r of every x and writes the result into part r of every out. This takes two
 // rounds and no staging.
-// Arrays in foreign memory go through staging in chunks, with one round for each chunk. While the slowest peer still copies chunk
-// k-1 out, chunk k is reduced and chunk k+1 is copied in. A rank's own part needs no staging: the rank reads it from its x and
-// writes the result to its out.
-// Two ranks with long arrays in foreign memory read these in each other's process, if the kernel allows it.
-// For tiny messages that are not all in heaps, every rank reads every rank's slot. This takes one round, or two if some arrays
-// are in heaps.
+// Arrays in foreign memory (memory outside the heaps) go through staging in chunks, with one round for each chunk. The steps
+// overlap: while the slowest rank still copies the result of chunk k-1 from staging, others reduce chunk k and copy chunk k+1
+// into staging. A rank does not stage its own part of x: it reads that part directly, and writes the result to its out.
+// If there are only two ranks, with long arrays in foreign memory, each reads the arrays of the other directly in the other's
+// process, provided that the kernel allows it.
+// If the messages are tiny and not all of them are in heaps, every rank reads the messages of all ranks from their buffers for
+// tiny messages. This takes one round, or two if some arrays are in heaps.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -19,13 +21,15 @@ namespace mscomm {
 
 namespace {
 
-// How many bytes of each input are reduced and written to all outputs at a time, so that they stay in the cache. If a rank's part
-// is too long for any cache, longer pieces take less time.
+// A rank reduces its part piece by piece. From each input, a piece has hot_bytes, so that it is still in the cache when the
+// result is written to all outputs. A part of at least long_part bytes does not fit into any cache, and longer pieces then take
+// less time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
 
-// Call this after the first round. All ranks get the same answer.
+// Whether every x, and every out that gets a result, is in a heap. Call this after the first round; it returns the same on all
+// ranks.
 bool all_in_heaps(const Call& call, const Arena& arena) {
   for (int rank = 0; rank < arena.size(); rank++)
     if (!arena.x_in_heap(rank) || (receives(call, rank) && arena.posted(rank).out_offset == not_in_heap)) return false;
@@ -54,8 +58,8 @@ void in_heaps(const Call& call, const Ranks& ranks, const Wait& wait) {
   arena.round(wait);
 }
 
-// If all messages together have at most this many bytes, every rank reduces all of them itself, which takes less time than
-// another round. Each message must also fit into its slot, which has room for tiny_bytes.
+// If the messages of all ranks together have at most this many bytes, every rank reduces all of them itself, because that takes
+// less time than another round. Each message must also fit into its rank's buffer for tiny messages.
 constexpr size_t combined_by_all_bytes = 256 << 10;
 
 bool by_slots(size_t bytes, const Arena& arena) {
@@ -70,8 +74,8 @@ void from_slots(const Call& call, const Ranks& ranks) {
   reduce_in_order(call.signature, ranks.layout, in.data(), call.out, call.bytes());
 }
 
-// Copies this rank's x to its slot if x is in a heap, and runs a round. Such an x was not copied before the first round, because
-// no rank needs the copy if all arrays are in heaps.
+// If some x is in a heap, each rank with such an x copies it into its buffer for tiny messages, and then all ranks run a round.
+// An x in a heap is not copied before the first round, because no rank needs the copy if all arrays are in heaps.
 void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   bool any_in_heap = false;
   for (int rank = 0; rank < arena.size(); rank++) any_in_heap |= arena.x_in_heap(rank);
@@ -80,7 +84,7 @@ void fill_slots(const Call& call, Arena& arena, const Wait& wait) {
   arena.round(wait);
 }
 
-// The all-reduce through staging, chunk by chunk. A rank stages only the parts of its x that other ranks reduce, and only the
+// The reduction through staging, chunk by chunk. A rank stages only those parts of its x that other ranks reduce, and only those
 // results that other ranks need.
 class Chunks {
  public:
@@ -95,7 +99,7 @@ class Chunks {
     copy(staged(me_, k), x, mine.begin);
     copy(staged(me_, k) + mine.end, x + mine.end, whole.bytes() - mine.end);
   }
-  // Finds out which ranks' x can be read without staging.
+  // Finds out which ranks have an x that can be read without staging.
   void look() {
     for (int rank = 0; rank < n_; rank++)
       x_.push_back(rank == me_ ? call_.in() : arena_.at(rank, arena_.posted(rank).x_offset, call_.bytes()));
@@ -137,9 +141,9 @@ class Chunks {
   std::vector<const void*> in_;
 };
 
-// From this many bytes on, two ranks that can read each other's memory need no staging. Each reads the peer's x for its own part,
-// and then the peer's result for the other part. More than two ranks would all read the same results, which takes longer than
-// staging.
+// If a message has at least this many bytes, and the only two ranks can read each other's memory, they use no staging. Each rank
+// reads the peer's x for its own part, and later the peer's result for the other part. With more than two ranks, several ranks
+// would read the same result from one process, which takes longer than staging.
 constexpr size_t pulled_bytes = 2 << 20;
 
 bool all_readable(const Arena& arena) {
@@ -175,8 +179,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   if (by_slots(call.bytes(), arena)) {
     if (!arena.x_in_heap(arena.rank())) copy(arena.tiny(arena.rank(), call.bytes()), call.x, call.bytes());
     meet(arena, wait);
-    // No rank offers an array of at most unoffered_bytes(), so for such messages the posts, a cache line or two for each rank,
-    // need not be read.
+    // No rank offers an array of at most unoffered_bytes(). If the message is that small, all_in_heaps() would return false, so
+    // this rank need not read the posts, which are a cache line or two for each rank.
     if (call.bytes() > arena.unoffered_bytes()) {
       if (all_in_heaps(call, arena)) return in_heaps(call, ranks, wait);
       fill_slots(call, arena, wait);
@@ -195,7 +199,8 @@ void all_reduce_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
     pulled(call, ranks, wait);
     return;
   }
-  if (!staged) {  // some array of this call cannot be read in its owner's process
+  // This rank expected to need no staging, but some array of this call cannot be read in the process of its owner.
+  if (!staged) {
     chunks.put(0);
     arena.round(wait);
   }

@@ -1,9 +1,10 @@
-// All-reduce over the mesh in two latencies: every rank gets its part of the message from all other ranks, reduces it in the
-// canonical order, and sends the result to all. Each rank sends 2 (n-1)/n of the message, as in a ring (Thakur, Rabenseifner,
-// Gropp 2005, "pairwise"). A rank queues all its inputs at once, and the result of each window right behind them, so that the
-// wire is busy in both directions from the first byte to the last.
+// All-reduce over the mesh in two steps, each of which takes one network latency. In the first step, every rank receives its part
+// of the message from all other ranks, and reduces the part in the canonical order. In the second step, it sends the result to
+// all other ranks. Each rank sends 2 (n-1)/n times the size of the message, as in a ring (Thakur, Rabenseifner, Gropp 2005,
+// "pairwise"). A rank queues all its inputs at once. It queues the result of each window as soon as the window is reduced. So the
+// link is busy in both directions from the first byte to the last.
 //
-// Small messages take one latency: every rank sends its whole message to every other rank.
+// A small message takes only one latency, because every rank sends its whole message to every other rank.
 #include "algo/mesh_steps.h"
 #include "algo/order.h"
 
@@ -44,7 +45,8 @@ void all_reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
     reduce_window(call, ranks, parts, k, mine + now.begin, wait);
     send_to_all(mesh, mine + now.begin, now.bytes());
   }
-  // This is safe in place, too: the result from a peer overwrites only data that this peer has already received from this rank.
+  // This is safe in place, too. The result from a peer overwrites only the part of x that this rank has sent to that peer, and
+  // the peer has already received this part.
   receive_blocks(call, mesh, parts, wait);
 }
 

@@ -1,12 +1,13 @@
 // All-reduce over several hosts, some of which have several ranks. On each host, every rank reduces one slice of the message in
-// the arena. Then the ranks that own the same slice on the different hosts do what all_reduce_direct does, and each gives the
-// result to the ranks of its host. Each of H hosts sends 2 (H-1)/H of the message, however many ranks it has. With 16-bit floats
-// it sends 1.5 times as much, because partial sums are wider.
+// the arena. Then the ranks that own the same slice on the different hosts reduce it over the mesh, as all_reduce_direct does.
+// Finally, each of these ranks gives the result to the other ranks of its host. If there are H hosts, each host sends 2 (H-1)/H
+// times the size of the message, however many ranks it has. With 16-bit floats a host sends 1.5 times as much, because partial
+// sums are wider.
 //
-// The message moves in chunks, and several chunks are on their way at a time. In step k, the ranks of a host reduce chunk k and
-// send its partial sums to the other hosts. They merge the other hosts' partial sums of chunk k-1, and send the result. They
-// receive the results of chunk k-2. They share the results of chunk k-3 with all ranks of their host. The first and the last of
-// these four tasks need the arena, and use one round of it together.
+// The message moves in chunks, and the ranks work on several chunks at a time. In step k, the ranks of a host do four tasks. They
+// reduce chunk k and send its partial sums to the other hosts. They merge the partial sums of chunk k-1 that the other hosts have
+// sent, and send the result. They receive the results of chunk k-2. They share the results of chunk k-3 with all ranks of their
+// host. The first and the fourth task need the arena, and one round of the arena serves both.
 #include <algorithm>
 #include <array>
 
@@ -18,11 +19,12 @@ namespace mscomm {
 
 namespace {
 
-// One half of a staging chunk is for x, the other half for results.
+// One half of a staging chunk is for x, and the other half is for results.
 constexpr size_t step_bytes = chunk_bytes / 2;
-// The number of buffers for a slice. Several are needed, because data of one chunk may still be unsent when later chunks arrive.
-// The buffer for partial sums of chunk k is free when the result of chunk k has arrived from the receiver, two steps later. The
-// buffer for the result of chunk k is free when the partial sums of chunk k+3 have arrived from the receiver.
+// The number of buffers for partial sums, and also the number of buffers for results. Several are needed, because data of one
+// chunk may still be unsent when later chunks arrive. A buffer with partial sums of chunk k is free two steps later, when the
+// results of chunk k have arrived from the hosts to which these sums were sent. A buffer with the result of chunk k is free when
+// the partial sums of chunk k+3 have arrived from the hosts to which this result was sent.
 constexpr size_t buffers = 4;
 // A message of at most this many bytes is not cut into slices: one rank of each host sends all of it.
 constexpr size_t least_slice_bytes = 4 << 10;
@@ -43,19 +45,20 @@ struct House {
 
   std::vector<std::vector<int>> hosts;  // the ranks of each host, lowest first
   size_t here = 0;                      // this rank's host
-  int place = 0;                        // this rank's place among its host's ranks
+  int place = 0;                        // the index of this rank in hosts[here]
   int slices;                           // the number of slices of a chunk; on every host, slice i belongs to the rank at place i
 };
 
-// The Watch for waits in the arena. While this rank waits for ranks of its own host, it goes on sending to other hosts, and reads
-// the headers that have come from them.
+// The Watch that is used while this rank waits in the arena for ranks of its own host. Meanwhile, this rank continues to send to
+// other hosts, and reads the headers that have come from them.
 class AtHome final : public Watch {
  public:
   AtHome(const Wait& wait, const House& house, Mesh& mesh) : wait_(wait), house_(house), mesh_(mesh) {}
   void look(const Deadline& deadline, const Missing& missing) override {
     mesh_.last_look();
     mesh_.progress();
-    // The two calls above are quick. The outer watch is slower and may need the GIL, so it is called less often.
+    // The two calls above are quick. The look() of the call's own watch is slower and may need the GIL, so it is called less
+    // often.
     if (!broken() && seconds_since(looked_) < longest_sleep_ms * 1e-3) return;
     looked_ = Clock::now();
     const auto in_group = [this, &missing] {
@@ -85,10 +88,10 @@ class Hierarchy {
         house_(ranks.layout, call.bytes()),
         at_home_(wait, house_, mesh_),
         row_(reduction(call.signature.dtype, call.signature.op)),
-        // Partial results of an average are sums. They are divided once, at the end.
+        // The partial results of an average are sums, which are divided once, at the end.
         sum_(call.signature.op == Op::avg ? reduction(call.signature.dtype, Op::sum) : row_),
         first_(arena_ ? arena_->steps() : 0) {
-    // The first chunk, slice and share are the largest.
+    // Chunk 0, slice 0 and share 0 are the largest ones, so buffers of their sizes are large enough for all others.
     const size_t slice = elements(this->slice(0, 0)), share = in_one_latency() ? slice : share_of(slice, 0).count;
     const auto room = [](size_t count, size_t bytes) { return (count * bytes + 63) / 64 * 64; };
     const size_t partial = room(slice, row_.accumulator_bytes), result = room(slice, row_.element_bytes),
@@ -107,8 +110,8 @@ class Hierarchy {
       if (arena_ && (k < steps || k >= 3)) meet_here(k);
       if (k < steps) add_up(k);
       if (k >= 3) take(k - 3, k);
-      // A link keeps the order of what is sent, so all ranks send in the same order: the partial sums of chunk k, then the result
-      // of chunk k - 1.
+      // Data arrives over a link in the order in which it was sent. So all ranks send in the same order: first the partial sums
+      // of chunk k, then the result of chunk k - 1.
       if (k < steps) send_partial(k);
       if (k >= 1 && k - 1 < steps) merge(k - 1);
       if (k >= 2 && k - 2 < steps) collect(k - 2);
@@ -130,18 +133,18 @@ class Hierarchy {
     const Range one = part(whole.bytes(), house_.slices, place);
     return {whole.begin + one.begin, whole.begin + one.end};
   }
-  // Whether every host has a non-empty share of each slice of a full chunk. Shares can be empty, because parts are cut at
-  // multiples of 64 bytes.
+  // Whether every host has a non-empty share of each slice of a full chunk. A share can be empty, because slices are cut into
+  // shares at multiples of 64 bytes.
   bool shares_are_full() const { return step_bytes / 64 / house_.slices >= hosts(); }
   size_t elements(Range range) const { return range.bytes() / row_.element_bytes; }
-  // Whether the message is small. If so, every host gets all partial sums of every other host and merges them itself, so no
-  // result is sent.
+  // Whether the message is small. If it is, every host receives the partial sums of all other hosts and merges them itself, so no
+  // host sends a result.
   bool in_one_latency() const { return hosts() * call_.bytes() <= one_latency_bytes; }
   // A range of elements.
   struct Span {
     size_t begin, count;
   };
-  // The share of this rank's slice of chunk k that `host` merges.
+  // The elements that `host` merges in this rank's slice of chunk k.
   Span share(size_t k, size_t host) const {
     const size_t all = elements(slice(k, house_.place));
     return in_one_latency() ? Span{0, all} : share_of(all, host);
@@ -155,7 +158,8 @@ class Hierarchy {
   bool out_in_heap(int place) const { return arena_->posted(place).out_offset != not_in_heap; }
   int at_hand() const { return static_cast<int>(house_.mine().size()); }
 
-  // Copies chunk k of x into staging if x is not in the heap, except for this rank's own slice, which no other rank reads.
+  // Copies chunk k of x into staging, unless x is in the heap. Leaves out this rank's own slice, which no other rank reads. Also
+  // posts the call if k is 0.
   void stage(size_t k) {
     if (!arena_) return;
     if (k == 0) arena_->post(call_);
@@ -188,7 +192,7 @@ class Hierarchy {
       sum_.reduce(in.data(), at_hand(), 1, to, elements(own));
       return;
     }
-    constexpr size_t block = 1024;  // elements, few enough to stay in the cache from one input to the next
+    constexpr size_t block = 1024;  // in elements; small enough to stay in the cache while all inputs are added to it
     for (size_t at = 0; at < elements(own); at += block) {
       const size_t now = std::min(block, elements(own) - at);
       for (size_t i = 0; i < in.size(); i++) {
@@ -204,14 +208,15 @@ class Hierarchy {
     for (size_t i = 1; i < hosts(); i++) {
       const size_t host = (house_.here + i) % hosts();
       const Span now = share(k, host);
-      // The first piece is sent even if it is empty, because its header says which call this is.
+      // The first piece is sent even if it is empty, because its header says which call this rank is in.
       if (k == 0 || now.count > 0)
         out.push_back(
             {owner(host), partial_[k % buffers] + now.begin * row_.accumulator_bytes, now.count * row_.accumulator_bytes});
     }
     mesh_.send(out);
   }
-  // Merges the partial sums of all hosts for this host's share of chunk k's slice, and sends the result to the other hosts.
+  // Merges the partial sums of all hosts in this host's share of this rank's slice of chunk k. Sends the result to the other
+  // hosts, unless in_one_latency().
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);
@@ -222,8 +227,8 @@ class Hierarchy {
       if (k == 0 || mine.count > 0) in.push_back({owner(host), coming_[host], mine.count * row_.accumulator_bytes});
     }
     mesh_.receive(in, wait_);
-    // Merge in the order of the hosts, in place. If in_one_latency(), first copy our own partial sums, because they may still be
-    // on their way to other hosts.
+    // Merge in the order of the hosts, into the memory with the sums of host 0. If in_one_latency(), use a copy of our own
+    // partial sums, because the sums themselves may still be on their way to other hosts.
     char* const own = partial_[k % buffers] + mine.begin * row_.accumulator_bytes;
     if (in_one_latency()) copy(coming_[house_.here], own, mine.count * row_.accumulator_bytes);
     const auto of = [&](size_t host) { return host == house_.here && !in_one_latency() ? own : coming_[host]; };
@@ -237,7 +242,7 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Receives what the other hosts have merged: the results for their shares of this rank's slice of chunk k.
+  // Receives the results that the other hosts have merged in this rank's slice of chunk k.
   void collect(size_t k) {
     if (!owns() || in_one_latency()) return;
     std::vector<Piece> in;
@@ -247,12 +252,13 @@ class Hierarchy {
       if (theirs.count > 0)
         in.push_back({owner(host), result_[k % buffers] + theirs.begin * row_.element_bytes, theirs.count * row_.element_bytes});
     }
-    // Data from a host shows that it has received what we sent before, so the buffer with that data is free. A host with an empty
-    // share sends nothing, so in that case wait until all our data is sent.
+    // When data from a host arrives, the host has received what we sent it before, so the buffer with that data is free. A host
+    // with an empty share sends nothing. If there may be such hosts, wait until all our data is sent.
     if (shares_are_full()) mesh_.receive(in, wait_);
     else mesh_.exchange({}, in, wait_);
   }
-  // Gives this rank's slice of the result of chunk k to all ranks of the host. They take it after the round of step `step`.
+  // Gives the result of this rank's slice of chunk k to all ranks of the host. A rank whose out is not in a heap copies the
+  // result from staging, after the round of step `step`.
   void publish(size_t k, size_t step) {
     if (!owns()) return;
     const Range own = slice(k, house_.place);
@@ -285,7 +291,7 @@ class Hierarchy {
   const Reduction &row_, &sum_;
   const uint64_t first_;
   std::array<char*, buffers> partial_, result_;
-  std::vector<char*> coming_;  // buffers for the partial sums from each host
+  std::vector<char*> coming_;  // for each host, a buffer for the partial sums that come from it
 };
 
 }  // namespace

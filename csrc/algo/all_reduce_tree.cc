@@ -1,5 +1,6 @@
-// All-reduce over a binomial tree in 2 log2(n) latencies, for small messages. Inputs travel up without being combined, and rank 0
-// reduces them in the canonical order. So results have the same bits as with all other algorithms except the ring.
+// All-reduce over a binomial tree in 2 log2(n) latencies, for small messages. The inputs of all ranks go up the tree without
+// being combined, and rank 0 reduces them in the canonical order. So the results have the same bits as those of all other
+// algorithms except the ring.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -6,8 +6,8 @@ namespace mscomm {
 void all_to_all_arena(const Call& call, const Ranks& ranks, const Wait& wait) {
   const int n = ranks.arena->size(), me = ranks.arena->rank();
 
-  // The parts that each rank sends and gets, indexed by rank. Without counts these are the same for all ranks, so index 0 stands
-  // for all of them.
+  // The parts of the message that each rank sends and gets, indexed by rank. If the call has no counts, these parts are the same
+  // for all ranks, so the vectors have only one entry.
   std::vector<Blocks> sent, got;
   const int kinds = call.counts.empty() ? 1 : n;
   size_t largest_x = 0;

@@ -1,4 +1,4 @@
-// All-to-all over the mesh in one latency: every rank sends to all other ranks at once.
+// All-to-all over the mesh. Every rank sends to all other ranks at once, so the call takes only one network latency.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {
@@ -12,7 +12,8 @@ void all_to_all_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   const bool in_place = x == call.out;
 
   copy(call.result() + got.begin(me), x + sent.begin(me), sent.bytes(me));
-  // An in-place call moves window by window, so that each window is sent before received data overwrites it.
+  // An in-place call moves window by window. A received window is kept in scratch memory until the window that it overwrites has
+  // been sent.
   const size_t each = in_place ? window_bytes : std::max<size_t>(1, std::max(sent.largest(), got.largest()));
   char* scratch = in_place ? ranks.scratch_of(n * window_bytes) : nullptr;
   std::vector<Piece> out, in;

@@ -1,5 +1,6 @@
 // All-to-all over the mesh with one peer at a time, so that a rank never receives from many peers at once. In round r, two ranks
-// whose sum is r modulo n exchange their blocks. In one of the n rounds a rank would be its own peer, and it skips that round.
+// exchange their blocks if the sum of their numbers is r modulo n. In one of the n rounds a rank would be its own peer, and it
+// skips that round.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {
@@ -17,7 +18,8 @@ void all_to_all_pairwise(const Call& call, const Ranks& ranks, const Wait& wait)
     const int peer = (round - me + n) % n;
     if (peer == me) continue;
     const size_t most = std::max(sent.bytes(peer), got.bytes(peer));
-    // An in-place call moves window by window, so that each window is sent before received data overwrites it.
+    // An in-place call moves window by window. A received window is kept in scratch memory until the window that it overwrites
+    // has been sent.
     const size_t each = in_place ? window_bytes : std::max<size_t>(1, most);
     for (size_t k = 0; k < windows(most, each); k++) {
       const Range going = piece(sent.bytes(peer), each, k), coming = piece(got.bytes(peer), each, k);

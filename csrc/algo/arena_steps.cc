@@ -52,20 +52,24 @@ const char* Staging::at(int rank, size_t k) const {
 
 namespace {
 
-// How data gets from its source to its destination.
+// How a rank gets data from its source. own: the rank itself is the source. read: directly from the source's heap. staged:
+// through the source's staging. pulled: directly from the private memory of the source's process.
 enum class Way { own, read, staged, pulled };
 
 struct Plan {
   Move move;
   Way way;
-  size_t share;  // how many bytes at the end of the move the source writes to the destination itself
+  // How many bytes at the end of the move the source itself writes into the destination's out. The destination copies all other
+  // bytes.
+  size_t share;
 };
 
-// Decides for each pair of ranks how data moves between them. All ranks read the same posts, so all of them decide alike.
+// Decides for each pair of ranks how data moves between them. All ranks read the same posts, so all of them make the same
+// decisions.
 class Ways {
  public:
-  // root: -1 if the collective has none. pull: whether private memory is read in its owner's process if the owner has posted its
-  // address.
+  // root: -1 if the collective has no root. pull: whether ranks may read private memory in the process of its owner, if the owner
+  // has posted the address.
   Ways(const Moves& moves, const Arena& arena, int root, bool pull)
       : moves_(moves), arena_(arena), root_(root), pull_(pull), for_all_(moves.blocks.size() == 1) {
     if (root >= 0) look_at_the_root();
@@ -80,20 +84,21 @@ class Ways {
     const bool pullable = pull_ && arena_.posted(source).x_address != 0;
     const Way way = readable ? Way::read : pullable ? Way::pulled : Way::staged;
     if (!writable) return {move, way, 0};
-    // If the root sends one message to all ranks, it writes only a share of it to each rank, and each rank copies the rest. The
-    // root would take too long if it wrote all of the message to every rank.
+    // If the root sends the same message to all ranks, the root writes only a share of it into the out of each rank, and each
+    // rank copies the rest. Otherwise all ranks would wait for the root, which would copy the whole message for every rank.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // Otherwise, if both ranks could copy, the rank that is not the root copies, so that the root need not copy for all ranks.
+    // In all other cases only one of the two ranks copies. If both could, the root does not, because it would have to copy for
+    // all ranks.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
-  // The bytes of the largest move that goes through staging; 0 if none does.
+  // The size in bytes of the largest move that goes through staging; 0 if no move does.
   size_t largest_staged() const { return largest_staged_; }
   // Whether any rank may read or write another rank's array directly.
   bool touched() const { return touched_; }
 
  private:
-  // With a root, data moves only between the root and another rank.
+  // Sets largest_staged_ and touched_ for a collective with a root. Data then moves only between the root and another rank.
   void look_at_the_root() {
     for (int peer = 0; peer < arena_.size(); peer++)
       for (const auto& [move, way, share] : {between(root_, peer), between(peer, root_)}) {
@@ -102,11 +107,13 @@ class Ways {
         else touched_ = true;
       }
   }
-  // Without a root, the way depends only on what the source offers and on whether the destination can be written. So this looks
-  // once at each rank instead of at all n squared pairs.
+  // Sets largest_staged_ and touched_ for a collective without a root. How data moves then depends only on what the source
+  // offers, and on whether the out of the destination can be written. So it is enough to look once at each rank, instead of at
+  // all n squared pairs.
   void look_at_all() {
-    int sources = 0, staging = 0, fetching = 0;  // ranks with data; ranks that must stage it; ranks whose out no other can write
-    bool both = false;                           // whether one rank is counted in staging and in fetching
+    // The number of ranks that have data, of ranks that must stage their data, and of ranks whose out no other rank can write.
+    int sources = 0, staging = 0, fetching = 0;
+    bool both = false;  // whether one rank is counted both in staging and in fetching
     size_t largest = 0;
     for (int rank = 0; rank < arena_.size(); rank++) {
       const size_t bytes = moves_.largest_from(rank);
@@ -129,9 +136,9 @@ class Ways {
   bool touched_ = false;
 };
 
-// If only one rank needs a piece of foreign memory, it reads the piece in the owner's process, if the kernel allows it: one copy
-// takes less time than two through staging. Staging takes less time if several ranks need the same data, or if the owner would
-// only wait while one other rank copies a long message. See the measurements in docs/performance.md.
+// If only one rank needs data in foreign memory, it reads the data in the process of the owner, if the kernel allows it, because
+// one copy takes less time than the two copies through staging. Staging takes less time in two cases: if several ranks need the
+// same data, or if one rank copies a long message while the only other rank waits. See the measurements in docs/performance.md.
 constexpr size_t pulled_from_root_bytes = 1 << 20;
 
 bool worth_pulling(const Call& call, const Moves& moves, int n) {
@@ -144,11 +151,11 @@ bool worth_pulling(const Call& call, const Moves& moves, int n) {
 void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, const Wait& wait) {
   Arena& arena = *ranks.arena;
   const int n = arena.size(), me = arena.rank();
-  // The head of a call tells the counts or the shape. Its signature may carry the root of the data's call, but the head itself
-  // has no root.
+  // The head of a call carries the counts or the shape. The signature of the head may name the root of the call that follows,
+  // although the collective that moves the head has no root.
   const int root = rooted(call.signature.what) ? call.signature.root : -1;
-  // An in-place all_to_all overwrites data that other ranks still need. So its array is not offered, and no other rank touches
-  // it.
+  // An in-place all_to_all overwrites data that other ranks still need. So this rank does not offer its array, and no other rank
+  // reads or writes the array.
   const bool hidden = call.signature.what == Collective::all_to_all && call.x == call.out;
   const Call unoffered{.signature = call.signature};
   const Call& posted = hidden ? unoffered : call;
@@ -166,7 +173,7 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
   std::optional<Ways> ways(std::in_place, moves, arena, root, false);
   if (pull && ways->largest_staged() > 0 && arena.can_pull(wait)) ways.emplace(moves, arena, root, true);
 
-  // Each rank starts with a different peer, so that they do not all write to the same rank at once.
+  // Each rank starts with a different peer, so that the ranks do not all write to the same peer at once.
   for (int i = 1; i < n; i++) {
     const int destination = (me + i) % n;
     const auto [move, way, share] = ways->between(me, destination);
@@ -183,8 +190,8 @@ void move_in_arena(const Call& call, const Ranks& ranks, const Moves& moves, con
     for (int i = 0; i < n; i++) {
       const int source = (me + i) % n;
       const auto [move, way, share] = ways->between(source, me);
-      // Data that is read directly moves piece by piece, too: in an in-place call, out may be written only where x has already
-      // been staged.
+      // Even data that is read directly moves piece by piece, because in an in-place call this rank may write a piece of out only
+      // after it has staged that piece of x.
       Range now = piece(move.bytes - share, staging.piece_bytes(), k);
       if (last && way != Way::staged) now.end = move.bytes - share;
       if (now.bytes() == 0) continue;

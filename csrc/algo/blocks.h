@@ -1,4 +1,4 @@
-// A message and its parts: where each rank's block lies, and how a message is cut.
+// How a message is cut, and where the part for each rank lies in the message.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ struct Range {
   size_t bytes() const { return end - begin; }
 };
 
-// Part `index` of a message that is cut into `parts` parts. It is cut at multiples of 64 bytes, so that no element and no cache
-// line belongs to two parts.
+// Part `index` of a message that is cut into `parts` parts. The cuts are at multiples of 64 bytes, so that no element and no
+// cache line belongs to two parts.
 Range part(size_t bytes, int parts, int index);
 // Piece `index` of a message that is cut into pieces of piece_bytes.
 Range piece(size_t bytes, size_t piece_bytes, size_t index);
@@ -34,21 +34,22 @@ class Blocks {
  public:
   // n parts of the same size.
   Blocks(size_t each_bytes, int n);
-  // counts: the number of elements of each part. stride: the distance in `counts` between the numbers of two consecutive parts.
+  // counts[i * stride] is the number of elements of part i.
   Blocks(const uint64_t* counts, int n, size_t stride, size_t element_bytes);
-  // A message cut by part() for n ranks; the first part is the largest.
+  // The parts that part() makes of a message for n ranks. The first part is the largest.
   static Blocks parts(size_t bytes, int n);
 
-  // The parts of the result of all_gather and gather, by source.
+  // The parts of the result of an all_gather or gather, indexed by the rank that they come from.
   static Blocks gathered(const Call& call, int n);
-  // The parts of the x that reduce_scatter and scatter divide, by destination.
+  // The parts into which a reduce_scatter or scatter divides x, indexed by the rank that gets them.
   static Blocks divided(const Call& call, int n);
-  // For all_to_all: the parts that `rank` sends, by destination, and the parts that it gets, by source.
+  // For all_to_all. sent_by(): the parts of the x of `rank`, indexed by the rank that gets them. got_by(): the parts of the out
+  // of `rank`, indexed by the rank that they come from.
   static Blocks sent_by(const Call& call, int n, int rank);
   static Blocks got_by(const Call& call, int n, int rank);
 
-  // The layout of piece k of each part, side by side. They lie in the order of the ranks, starting at rank `first` and going on
-  // at rank 0 after the last rank.
+  // Returns the layout of a buffer that holds piece k of each part, one piece after the other. The pieces of the ranks from
+  // `first` on come first, and then the pieces of the ranks from 0 to first - 1.
   Blocks window(size_t piece_bytes, size_t k, int first) const;
 
   int size() const { return static_cast<int>(ends_.size()); }
@@ -64,8 +65,9 @@ class Blocks {
   std::vector<size_t> ends_;
 };
 
-// The buffer that all_to_all sends from. It is x, except in some in-place calls: if the block for a peer does not lie at the same
-// place as the block from that peer, the buffer is a copy of x.
+// Returns the buffer that all_to_all sends from. This is x itself, unless the call is in place and a block for a peer does not
+// lie where the block from that peer goes. In that case it is a copy of x in scratch memory, so that received blocks do not
+// overwrite blocks that are still to be sent.
 const char* kept_apart(const Call& call, const Ranks& ranks, const Blocks& sent, const Blocks& got);
 
 }  // namespace mscomm

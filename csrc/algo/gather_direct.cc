@@ -1,4 +1,4 @@
-// Gather over the mesh in one latency: every rank sends its x to the root.
+// Gather over the mesh. Every rank sends its x directly to the root, so the call takes only one network latency.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

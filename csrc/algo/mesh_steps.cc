@@ -67,7 +67,7 @@ void send_blocks(const Call& call, Mesh& mesh, const Blocks& blocks, size_t piec
   for (int i = 1; i < mesh.size(); i++) {
     const int to = (mesh.rank() + i) % mesh.size();
     const Range now = piece(blocks.bytes(to), piece_bytes, k);
-    // The first pieces are sent even if they are empty, because their headers say which call this is.
+    // A first piece is sent even if it is empty, because its header says which call this rank is in.
     if (k == 0 || now.bytes()) out.push_back({to, const_cast<char*>(call.in()) + blocks.begin(to) + now.begin, now.bytes()});
   }
   mesh.send(out);
@@ -105,7 +105,8 @@ void reduce_window(const Call& call, const Ranks& ranks, const Blocks& blocks, s
 }
 
 void reduce_ring(const Call& call, const Ranks& ranks, const Blocks& blocks, char* to, const Wait& wait) {
-  constexpr size_t ring_window_bytes = 1 << 20;  // large, so that a step's latency is short compared with its time on the link
+  // Windows are large, so that the latency of a step is short compared with the time that its data takes on the link.
+  constexpr size_t ring_window_bytes = 1 << 20;
   Mesh& mesh = *ranks.mesh;
   const int n = mesh.size(), me = mesh.rank();
   const int right = (me + 1) % n, left = (me - 1 + n) % n;

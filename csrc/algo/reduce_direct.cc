@@ -1,5 +1,5 @@
-// Reduce over the mesh in two latencies: every rank reduces its part of the message, as in all_reduce_direct, and sends the
-// result to the root. So the root receives (n-1)/n of the message twice, instead of n-1 messages.
+// Reduce over the mesh in two latencies. Every rank reduces its part of the message, as in all_reduce_direct, and sends the
+// result to the root. So the root receives only 2 (n-1)/n times the size of the message, instead of n-1 messages.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {
@@ -14,7 +14,7 @@ void reduce_direct(const Call& call, const Ranks& ranks, const Wait& wait) {
   for (size_t k = 0; k < windows(parts.largest(), window_bytes); k++) {
     const auto of = [&](int rank) { return piece(parts.bytes(rank), window_bytes, k); };
     const auto at_root = [&](int rank) { return call.result() + parts.begin(rank) + of(rank).begin; };
-    // Ranks other than the root reduce into their own window of scratch, which reduce_window does not use.
+    // A rank that is not the root writes its result to its own place in the scratch memory, which reduce_window() leaves unused.
     char* reduced = ranks.scratch_of(n * window_bytes) + me * window_bytes;
     if (me == root) reduced = at_root(me);
     send_blocks(call, mesh, parts, window_bytes, k);

@@ -1,5 +1,5 @@
-// Reduce-scatter over the mesh in one latency: every rank gets its block from all other ranks and reduces it in the canonical
-// order.
+// Reduce-scatter over the mesh. Every rank receives its block directly from all other ranks, so the call takes only one network
+// latency. It reduces the block in the canonical order.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -1,5 +1,5 @@
-// Reduce up a binomial tree in log2(n) latencies, for small messages. Inputs travel up without being combined, and the root
-// reduces them in the canonical order. So results have the same bits as with the other algorithms.
+// Reduce up a binomial tree in log2(n) latencies, for small messages. The inputs of all ranks go up the tree without being
+// combined, and the root reduces them in the canonical order. So the results have the same bits as those of the other algorithms.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -22,15 +22,16 @@ Run scan_arena, scan_chain;
 
 namespace {
 
-// Whether a chain takes less time than a tree. In a tree of n ranks the root sends the message log2(n) times. In a chain it sends
-// the message once, and the last rank has it n-2 windows later.
+// Whether a broadcast along a chain takes less time than one down a tree. In a tree of n ranks the root sends the message log2(n)
+// times. In a chain the root sends it only once, but the message reaches the last rank n-2 windows later than the second rank.
 bool in_a_long_chain(const Layout& layout, size_t bytes) {
   const size_t n = layout.size, times = std::bit_width(n - 1);
   return n > 2 && bytes * (times - 1) >= (n - 2) * window_bytes;
 }
 
-// The rows of a collective are in order of preference: of the rows whose carrier the layout has, the first that fits is chosen.
-// Carrier `both` needs several hosts, at least one of them with several ranks.
+// The rows of each collective are in order of preference. The first row whose carrier the group has, and whose `fits` accepts the
+// size, is chosen. Only a group on several hosts has the carrier `both`, and only if at least one of the hosts has several of its
+// ranks.
 constexpr Algorithm table[] = {
     {"arena", Collective::all_reduce, Carrier::arena, all_reduce_arena},
     {"hierarchical", Collective::all_reduce, Carrier::both, all_reduce_hierarchical},
@@ -46,7 +47,7 @@ constexpr Algorithm table[] = {
     {"arena", Collective::broadcast, Carrier::arena, broadcast_arena},
     {"ring", Collective::broadcast, Carrier::mesh, broadcast_ring, in_a_long_chain},
     {"tree", Collective::broadcast, Carrier::mesh, broadcast_tree},
-    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // it also implements reduce
+    {"arena", Collective::reduce, Carrier::arena, all_reduce_arena},  // all_reduce_arena also implements reduce
     {"direct", Collective::reduce, Carrier::mesh, reduce_direct},
     {"tree", Collective::reduce, Carrier::mesh, reduce_tree},
     {"arena", Collective::gather, Carrier::arena, gather_arena},
@@ -85,8 +86,9 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// All collectives of a group use one carrier, so that ranks that make different calls by mistake meet and find out. In a call
-// with carrier `both`, a rank that waits in the arena also reads what comes over the mesh, for the same reason.
+// Returns the carrier of all collectives of a group. A group has only one, so that ranks that make different calls by mistake
+// meet and find out. For the same reason, a rank that waits in the arena during a call with carrier `both` also reads the headers
+// that come over the mesh.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

@@ -1,4 +1,4 @@
-// Scatter over the mesh in one latency: the root sends each rank its block.
+// Scatter over the mesh. The root sends each rank its block directly, so the call takes only one network latency.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

@@ -36,7 +36,8 @@ Error refused(const Call& call, int rank, int size, const std::string& why) {
                             std::to_string(size) + ": " + why};
 }
 
-// How much rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the root.
+// How many elements of x and out rank `me` reads and writes. In a collective with a root, every rank is counted as if it were the
+// root.
 Elements elements(const Call& call, size_t me, size_t n) {
   const Collective what = call.signature.what;
   const uint64_t count = call.signature.count;
@@ -76,8 +77,8 @@ void check(const Call& call, int rank, int size) {
   const Collective what = signature.what;
   const size_t n = size, me = rank;
 
-  // If a call has a root, its head carries this root, too, even if the collective that moves the head has none itself. Reductions
-  // are an exception: a reduction with a root would give the result to the root alone.
+  // If a call has a root, the signature of its head names this root, too, even if the collective that moves the head has no root.
+  // Reductions are an exception, because a reduction with a root would give the result to the root alone.
   const bool may_have_root = rooted(what) || (signature.head && !reduces(what));
   if (signature.root < (rooted(what) ? 0 : -1) || signature.root >= (may_have_root ? size : 0))
     refuse("root " + std::to_string(signature.root) + ", expected " +
@@ -88,7 +89,7 @@ void check(const Call& call, int rank, int size) {
 
   Size count = what == Collective::barrier ? 0 : 1;
   for (int i = 0; i < signature.dims; i++) count = product(count, signature.shape[i]);
-  // Even the largest array on any rank must have a size in bytes that fits into 64 bits.
+  // The size in bytes of the largest possible array on any rank must fit into 64 bits.
   if (!product(product(count, call.element_bytes()), n)) refuse("the shape is of more bytes than this machine can count");
   if (*count != signature.count)
     refuse(std::to_string(signature.count) + " elements, expected " + std::to_string(*count) + ", the product of the shape");

@@ -13,8 +13,8 @@ namespace mscomm {
 
 inline constexpr int max_dims = 12;
 
-// What all ranks of a call must agree on. Ranks compare it field by field or by its fingerprint. They copy it bytewise into slots
-// and headers, so it has no padding and no pointers.
+// What all ranks of a call must agree on. Ranks compare signatures field by field or by their fingerprints. They copy signatures
+// bytewise into slots and headers, so a Signature has no padding and no pointers.
 struct Signature {
   uint64_t number = 0;  // the call's place in the group's order, from 1
   Collective what = Collective::barrier;
@@ -23,12 +23,13 @@ struct Signature {
   uint8_t dims = 0;
   int32_t root = -1;   // -1: the call has no root
   uint64_t count = 0;  // the product of shape
-  // The shape of x, if it is the same on all ranks. In the uneven forms axis 0 is the sum over the ranks; in an uneven all_to_all
-  // it may also be 0.
+  // The shape of x, if it is the same on all ranks. In an uneven call, axis 0 is the sum of the lengths of all ranks' parts along
+  // axis 0. In an uneven all_to_all, axis 0 may also be 0.
   uint64_t shape[max_dims] = {};
-  uint64_t digest = 0;  // hash of the arrays of a fused call, or of the counts of an uneven call; 0: any other call
+  uint64_t digest = 0;  // a hash of the arrays of a fused call, or of the counts of an uneven call; 0 for other calls
   Function function = Function::barrier;
-  uint8_t head = 0;    // 1: this call carries only the counts or the shape of the call after it, which carries the data
+  // 1: this call is a head. It carries only the counts or the shape of the next call, which carries the data.
+  uint8_t head = 0;
   uint8_t device = 0;  // 1: the arrays are on a device
   uint8_t zero[5] = {};
 
@@ -37,8 +38,8 @@ struct Signature {
     return what <= Collective::exscan && dtype <= Dtype::complex128 && op <= Op::bxor && dims <= max_dims &&
            function <= Function::scatter_object && head <= 1 && device <= 1;
   }
-  // A 64-bit hash of the fields, which are mixed in word by word. Two signatures that differ in a single word never have the same
-  // hash. If they differ in several words, they have the same hash with a chance of about one in 2^64.
+  // A 64-bit hash of all fields. Two signatures that differ in a single 64-bit word never have the same hash. If they differ in
+  // several words, their hashes are equal with a probability of about one in 2^64.
   uint64_t fingerprint() const;
   // The call in words: "all_reduce #17 (float32[1024, 3], sum)".
   std::string text() const;
@@ -47,17 +48,18 @@ static_assert(sizeof(Signature) == 136);
 
 struct Call {
   Signature signature;
-  const void* x = nullptr;  // nullptr: this rank gives nothing
+  const void* x = nullptr;  // nullptr: this rank sends nothing
   size_t x_bytes = 0;
   void* out = nullptr;  // nullptr: this rank gets nothing
   size_t out_bytes = 0;
-  // The number of elements in each rank's part, if the parts differ; empty if all parts have the same size. For all_to_all this
-  // is an n x n matrix with one row for each sender. All ranks have the same counts. They add up to signature.count, but in
-  // all_to_all signature.count may also be 0.
+  // The number of elements in the part of each rank, if the parts differ. Empty if all parts have the same size. For all_to_all,
+  // counts is an n x n matrix with one row for each sender. All ranks have the same counts. Their sum is signature.count, except
+  // that signature.count may be 0 in an all_to_all.
   std::vector<uint64_t> counts{};
-  // The call runs in the order of this stream of the device. nullopt: the arrays are in CPU memory.
+  // The stream of the device in whose order the call runs. nullopt: the arrays are in CPU memory.
   std::optional<void*> stream{};
-  bool beside = false;  // run on the group's own stream, after the work that `stream` has now
+  // Whether the call runs on the group's own stream, after all work that is on `stream` when the call is enqueued.
+  bool beside = false;
 
   size_t element_bytes() const { return size_of(signature.dtype); }
   // The size of the message that the signature describes.
@@ -66,13 +68,13 @@ struct Call {
   char* result() const { return static_cast<char*>(out); }
 };
 
-// Checks a call on one rank of a group of that size. This is the last check before memory is touched: the algorithms trust a call
-// that passes it. Throws Error("ValueError") unless x and out have exactly the bytes that the collective reads and writes on this
-// rank, the counts add up, the root is a rank, and the operation is defined on the type. Broadcast and scatter do not read x on
-// ranks other than the root; it may be missing there.
+// Checks a call on one rank of a group of `size` ranks. This is the last check before memory is touched: the algorithms trust a
+// call that passes it. Throws Error("ValueError") unless x and out have exactly the bytes that the collective reads and writes on
+// this rank, the counts add up, the root is a rank, and the operation is defined on the type. In broadcast and scatter, x may be
+// missing on ranks other than the root, because they do not read it.
 void check(const Call& call, int rank, int size);
 
-// Thrown when ranks made different calls under one number. calls: what each rank called, as far as this rank knows.
+// Thrown when ranks made different calls with the same number. calls: the ranks and their calls, as far as this rank knows them.
 struct Differs {
   std::vector<std::pair<int, Signature>> calls;
 };

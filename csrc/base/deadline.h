@@ -1,4 +1,5 @@
-// The time at which a wait must end. Functions hand it down, from the call to the last system call.
+// The time at which a wait must end. Every function passes its deadline on to the functions that it calls, down to the system
+// calls that wait.
 #pragma once
 
 #include <chrono>
@@ -12,7 +13,7 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// A time in words: "2.5 s", "17 s".
+// A duration in words: "2.5 s", "17 s".
 inline std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, seconds < 10 ? "%.3g s" : "%.0f s", seconds);
@@ -21,7 +22,7 @@ inline std::string seconds_text(double seconds) {
 
 class Deadline {
  public:
-  // timeout_s may be infinite. spent_s: how much of the timeout has passed already.
+  // timeout_s may be infinite. spent_s: how many seconds of the timeout have passed already.
   explicit Deadline(double timeout_s, double spent_s = 0)
       : start_(Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spent_s))),
         timeout_s_(timeout_s) {}

@@ -7,26 +7,27 @@
 
 namespace mscomm {
 
-// One place where the library may be.
+// A place where the library may be.
 struct Candidate {
   std::string origin;  // where the path comes from: "MSCOMM_NCCL_LIBRARY", "the loader's path"
-  std::string path;    // may be only a file's name, which the loader then looks for
-  // loaded: use this one only if the process has loaded it already. must: try no other place if this one cannot be opened.
+  std::string path;    // may be only the name of a file, which the loader then looks for
+  // usual: open the library, or try the next candidate. loaded: use the library only if the process has loaded it already. must:
+  // if this library cannot be opened, try no other candidate.
   enum class Kind { usual, loaded, must } kind = Kind::usual;
 };
 
 class Dynlib {
  public:
-  // Whether libraries that are loaded later can find this library's functions by name.
+  // Whether libraries that are loaded later can find this library's functions by name (everybodys) or not (own).
   enum class Names { own, everybodys };
-  // Opens the first candidate that can be opened. Throws BackendUnavailable, with a list of what was tried, if none can.
+  // Opens the first candidate that can be opened. If none can, throws BackendUnavailable with a list of what was tried.
   Dynlib(std::string name, const std::vector<Candidate>& candidates, Names names = Names::own);
 
-  const std::string& path() const { return path_; }      // the file
-  const std::string& origin() const { return origin_; }  // of the candidate that was opened
-  // nullptr if the library has no such function.
+  const std::string& path() const { return path_; }      // the file that was opened
+  const std::string& origin() const { return origin_; }  // the origin of the candidate that was opened
+  // Returns the address of the function, or nullptr if the library has no such function.
   void* find(const char* symbol) const;
-  // Sets the pointer; throws BackendUnavailable if the library has no such function.
+  // Sets `function` to the address of the function; throws BackendUnavailable if the library has no such function.
   template <typename Function>
   void need(Function*& function, const char* symbol) const {
     function = reinterpret_cast<Function*>(required(symbol));

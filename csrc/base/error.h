@@ -1,4 +1,5 @@
-// The exception that the core throws. In Python it becomes an exception of the class that `kind` names (python/mscomm/errors.py).
+// Error is the exception that the core throws. In Python it becomes an exception of the class that `kind` names (see
+// python/mscomm/errors.py).
 #pragma once
 
 #include <cstring>
@@ -20,7 +21,7 @@ struct Error : std::runtime_error {
 
 inline Error peer_lost(int rank, const std::string& text) { return {"PeerLost", text, {rank}}; }
 
-// A failed system call: "mmap of 4096 bytes: Cannot allocate memory".
+// The error for a failed system call. Its text is like "mmap of 4096 bytes: Cannot allocate memory".
 inline Error system_error(const std::string& what, int errno_value) {
   return {"Error", what + ": " + std::strerror(errno_value)};
 }

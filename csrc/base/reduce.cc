@@ -1,7 +1,9 @@
-// Reductions: element formats x operations, compiled once for each instruction set and chosen at run time.
+// The loops of the reductions, one for each pair of element format and operation. All loops are compiled once for each
+// instruction set, and the instruction set is chosen at run time.
 //
-// Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level") the same body is inlined
-// into a function that is compiled for that target. The arithmetic is IEEE without contraction, so all levels give the same bits.
+// Every loop is an instance of pass(), which has no intrinsics. For each instruction set (a "level"), the body of pass() is
+// inlined into a function that is compiled for that instruction set. The arithmetic is IEEE without contraction, so all levels
+// give the same bits.
 #include "base/reduce.h"
 
 #include <algorithm>
@@ -20,7 +22,7 @@
 namespace mscomm {
 namespace {
 
-// The elements in a block of accumulators. A block fits into the L1 cache together with the inputs.
+// The number of elements in a block of accumulators. A block fits into the L1 cache together with the inputs for it.
 constexpr size_t block_elements = 1024;
 
 template <class T>
@@ -36,7 +38,8 @@ constexpr bool is_complex<Complex<T>> = true;
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
-// Chooses by a mask, so both sides are always computed. From chains of ?: GCC makes jumps, and then does not vectorise.
+// Takes the bits of `yes` where the mask has ones, and the bits of `no` elsewhere, so both values are always computed. GCC
+// compiles chains of ?: to jumps, and does not vectorise loops with jumps.
 template <class T>
 [[gnu::always_inline]] inline T blend(Bits<T> mask, T yes, T no) {
   return std::bit_cast<T>((std::bit_cast<Bits<T>>(yes) & mask) | (std::bit_cast<Bits<T>>(no) & ~mask));
@@ -44,7 +47,7 @@ template <class T>
 
 template <class T>
 [[gnu::always_inline]] inline T choose(bool condition, T yes, T no) {
-  // The mask is chosen as a T, not computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
+  // The mask is chosen as a T, and not computed as 0 - condition, because SSE2 can compare doubles but not 64-bit integers.
   return blend(std::bit_cast<Bits<T>>(condition ? std::bit_cast<T>(~Bits<T>{0}) : T{}), yes, no);
 }
 
@@ -95,7 +98,8 @@ struct Prod {
   template <class T>
   [[gnu::always_inline]] static T combine(T a, T b) {
     if constexpr (is_complex<T>) {
-      // This is a.re * b.re - a.im * b.im. Written that way, GCC 12 compiles it to vfmaddsub even with -ffp-contract=off.
+      // The real part is a.re * b.re - a.im * b.im. It is not written with a minus, because GCC 12 would compile that to
+      // vfmaddsub, even with -ffp-contract=off.
       return {a.re * b.re + minus(a.im) * b.im, a.re * b.im + a.im * b.re};
     } else if constexpr (std::unsigned_integral<T>) {
       return static_cast<T>(1u * a * b);  // without 1u, uint16 * uint16 is a signed int, which can overflow
@@ -179,7 +183,8 @@ struct Xor : Select {
   }
 };
 
-// Formats: how many parts an element has in memory, the type of a part, the type in which parts accumulate, and its format.
+// Formats of elements. `parts` is the number of parts of an element in memory, such as a real and an imaginary part. Part is the
+// type of a part in memory. Accumulator is the type in which parts accumulate, and Wide is the format of accumulators.
 
 template <class T, size_t parts_ = 1>
 struct Plain {
@@ -197,7 +202,9 @@ struct Bool {
   using Accumulator = uint8_t;
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
-  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }  // & 1: the identity of And has all bits set
+  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) {
+    return x & 1;
+  }  // true is 1, but the identity of And has all bits set
 };
 
 struct Bfloat16 {
@@ -222,8 +229,8 @@ struct Float16 {
   [[gnu::always_inline]] static float widen(uint16_t x) {
     const int32_t magnitude = (x & 0x7fff) << 13;
     const uint32_t bits = static_cast<uint32_t>(magnitude);
-    // Adding 224 to the exponent gives inf and NaN the exponent 255 that they have in a float. Finite numbers become 2^112 times
-    // too large, which the multiplication corrects.
+    // In a float, inf and NaN have the exponent 255. Adding 224 to the exponent gives it to them. Finite numbers become 2^112
+    // times too large, which the multiplication corrects.
     const float normal = std::bit_cast<float>(bits + (224u << 23)) * 0x1p-112f;
     // A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is exact and normalises the number.
     const float subnormal = std::bit_cast<float>(bits + (113u << 23)) - 0x1p-14f;
@@ -235,7 +242,7 @@ struct Float16 {
   [[gnu::always_inline]] static uint16_t narrow(float x) {
     const uint32_t all = std::bit_cast<uint32_t>(x);
     const int32_t magnitude = static_cast<int32_t>(all & 0x7fffffff);
-    // This is ?: and not std::min, because GCC makes a branch of std::min.
+    // This is ?: and not std::min, because GCC compiles std::min to a jump here.
     const int32_t bounded = magnitude < (143 << 23) ? magnitude : 143 << 23;  // 2^16: larger numbers become inf, too
     const int32_t biased = bounded & (255 << 23);
     const int32_t exponent = biased > (113 << 23) ? biased : 113 << 23;  // 2^-14: smaller numbers are subnormal
@@ -243,14 +250,14 @@ struct Float16 {
     // float16.
     const int32_t weight = exponent + (13 << 23);
     const float sum = std::bit_cast<float>(bounded) + std::bit_cast<float>(weight);
-    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // includes the leading 1 of normal numbers
+    const int32_t fraction = std::bit_cast<int32_t>(sum) - weight;  // with the leading 1 of a normal number
     const uint32_t number = static_cast<uint32_t>(fraction + (exponent >> 13) - (113 << 10));
     const uint32_t quiet_nan = 0x200 | ((all >> 13) & 0x3ff);
     return static_cast<uint16_t>(number | choose(x != x, quiet_nan, 0u) | ((all >> 16) & 0x8000));
   }
 };
 
-// Loops. load() and store() access part i of a buffer that need not be aligned.
+// Loops over elements. load() and store() access part i of a buffer that need not be aligned.
 
 template <class T>
 [[gnu::always_inline]] inline T load(const void* from, size_t i) {
@@ -301,8 +308,8 @@ template <class Format, class Operation>
   for (size_t begin = 0; begin < count; begin += block_elements) {
     const size_t length = std::min(block_elements, count - begin);
     const auto at = [&](int k) { return static_cast<const unsigned char*>(in[k]) + begin * element_bytes; };
-    // Start with three or four inputs, so that an even number is left. Each later pass takes two more, and the last pass writes
-    // to out.
+    // Start with three or four inputs, so that the number of inputs left is even. Each later pass takes two more inputs. The last
+    // pass writes to out.
     int k = n % 2 ? 3 : 4;
     if (n % 2) {
       pass<Format, Operation, element, accumulator>(block, at(0), divisor, length, at(1), at(2));
@@ -364,7 +371,7 @@ struct Avx512 {
 };
 #endif
 
-// Tables: one row of operations for each dtype; a cell is empty if the dtype does not have that operation.
+// Tables, with one row of operations for each dtype. A cell is empty if the operation is not defined on the dtype.
 
 using Row = std::array<Reduction, ops.size()>;
 using Table = std::array<Row, dtypes.size()>;
@@ -383,14 +390,15 @@ constexpr Reduction cell() {
   };
 }
 
-// The cells are in the order of Op: sum, prod, min, max, avg, band, bor, bxor.
+// The cells are in the order of the enum Op: sum, prod, min, max, avg, band, bor, bxor.
 template <class Level>
 constexpr Row bool_row() {
   constexpr Reduction all = cell<Level, Bool, And>(), any = cell<Level, Bool, Or>();
   return {any, all, all, any, {}, all, any, cell<Level, Bool, Xor>()};
 }
 
-// Operations that do not depend on the sign use the unsigned type, which wraps on overflow. So both types share this code.
+// If the result of an operation does not depend on the sign, the operation uses the unsigned type, which wraps on overflow. So
+// the signed and the unsigned type share its code.
 template <class Level, class T>
 constexpr Row integer_row() {
   using U = Plain<std::make_unsigned_t<T>>;
@@ -440,7 +448,7 @@ int detect_levels() {
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") ? 3 : 2;
 }
 
-constexpr unsigned long default_float_mode = 0x1f80;  // the reset value of MXCSR
+constexpr unsigned long default_float_mode = 0x1f80;  // the value of MXCSR after a reset
 unsigned long float_mode() { return _mm_getcsr(); }
 void set_float_mode(unsigned long mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
 #else
@@ -449,7 +457,7 @@ int detect_levels() { return 1; }
 #endif
 
 #if defined(__aarch64__)
-constexpr unsigned long default_float_mode = 0;  // of FPCR
+constexpr unsigned long default_float_mode = 0;  // the value of FPCR
 unsigned long float_mode() {
   unsigned long mode;
   asm volatile("mrs %0, fpcr" : "=r"(mode) : : "memory");

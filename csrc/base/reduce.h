@@ -1,8 +1,8 @@
-// The arithmetic of reductions: one row of functions for each pair of element type and operation.
+// The arithmetic of reductions. There is one row of functions for each pair of element type and operation.
 //
-// Order: inputs are combined from left to right, in the accumulator type (float32 for float16 and bfloat16, otherwise the element
-// type itself). The result is rounded to the element type once, at the end. The caller chooses the order of the inputs. The same
-// order gives the same bits, whatever the block size, the vector length or the machine.
+// Inputs are combined from left to right, in the accumulator type (float32 for float16 and bfloat16, otherwise the element type
+// itself). The result is rounded to the element type once, at the end. The caller chooses the order of the inputs. The same order
+// gives the same bits, whatever the block size, the vector length or the machine.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +16,14 @@ struct Reduction {
   size_t accumulator_bytes;
   // out = round((in[0] op in[1] op ... op in[n-1]) / divisor). Only avg uses divisor. out may be one of the inputs.
   void (*reduce)(const void* const* in, int n, int divisor, void* out, size_t count);
-  // A reduction in steps, for partial results that are sent between ranks. An accumulator never overlaps an input.
+  // The next four functions do a reduction in steps, for partial results that are sent between ranks. An accumulator never
+  // overlaps an input.
   void (*widen)(const void* in, void* accumulator, size_t count);     // accumulator = in
   void (*fold)(void* accumulator, const void* in, size_t count);      // accumulator = accumulator op in
   void (*merge)(void* accumulator, const void* other, size_t count);  // accumulator = accumulator op other accumulator
   void (*finish)(const void* accumulator, int divisor, void* out, size_t count);
-  // Fills out with the identity of op, which changes no value that it is combined with: 0 for sum, 1 for prod, the largest value
-  // or infinity for min, ...
+  // Fills out with the identity of op, which is the value that changes no other value when combined with it: 0 for sum, 1 for
+  // prod, the largest value or infinity for min, ...
   void (*identity)(void* out, size_t count);
 };
 
@@ -33,13 +34,13 @@ bool supports(Dtype dtype, Op op);
 // The row for dtype and op, for the best instruction set of this CPU. Precondition: supports(dtype, op).
 const Reduction& reduction(Dtype dtype, Op op);
 
-// For tests and benchmarks: the number of instruction sets that this CPU has. Level 0 is the baseline; reduction() uses level
-// levels() - 1.
+// For tests and benchmarks. levels(): the number of levels (instruction sets) that this CPU has. Level 0 is the baseline, and
+// reduction() uses the highest level. reduction_at(): the row for the given level.
 int levels();
 const Reduction& reduction_at(Dtype dtype, Op op, int level);
 
-// While this object lives, its thread computes in the default floating-point environment (round to nearest, subnormals kept),
-// whatever the thread had set before. Frameworks turn on flush-to-zero, for example, which is a mode of the thread.
+// As long as this object lives, its thread computes in the default floating-point environment (round to nearest, keep
+// subnormals). This is needed because a framework may have set another mode for the thread, such as flush-to-zero.
 class DefaultFloatMode {
  public:
   DefaultFloatMode();

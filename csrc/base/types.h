@@ -75,8 +75,8 @@ struct DtypeRow {
   size_t bytes;
 };
 
-// The tables below are indexed by the enums above. The enums' numbers are part of the wire format. `dtypes` has only the types of
-// arrays, and so no row for object.
+// The tables below are indexed by the enums above. The numbers of the enums are part of the wire format. `dtypes` has only the
+// types of arrays, so it has no row for Dtype::object.
 inline constexpr std::array<DtypeRow, 15> dtypes{{
     {"bool", 1},
     {"int8", 1},
@@ -110,7 +110,7 @@ constexpr std::string_view name(Dtype dtype) {
 constexpr std::string_view name(Op op) { return ops[static_cast<size_t>(op)]; }
 constexpr std::string_view name(Function function) { return functions[static_cast<size_t>(function)]; }
 constexpr std::string_view name(Collective what) { return collectives[static_cast<size_t>(what)]; }
-// Whether the collective has a root: a rank that alone gives the data, or alone gets the result.
+// Whether the collective has a root, which is the only rank that gives data, or the only rank that gets the result.
 constexpr bool rooted(Collective what) {
   return what == Collective::broadcast || what == Collective::reduce || what == Collective::gather || what == Collective::scatter;
 }
@@ -122,7 +122,7 @@ constexpr bool divides(Collective what) {
 constexpr bool gathers(Collective what) { return what == Collective::all_gather || what == Collective::gather; }
 // Whether the collective combines, for each rank, the data of the ranks up to it (scan) or before it (exscan).
 constexpr bool scans(Collective what) { return what == Collective::scan || what == Collective::exscan; }
-// Whether the collective combines elements by an operation.
+// Whether the collective combines elements with an operation.
 constexpr bool reduces(Collective what) {
   return what == Collective::all_reduce || what == Collective::reduce_scatter || what == Collective::reduce || scans(what);
 }

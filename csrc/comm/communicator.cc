@@ -13,16 +13,17 @@ namespace {
 
 thread_local bool worker_thread = false;
 
-constexpr double delivery_s = 5;  // how long close() waits until messages have reached the peers' kernels
+constexpr double delivery_s = 5;  // how long close() waits for messages to reach the peers' kernels
 
-// "all_reduce #7 (4 MiB)"
+// The call in a few words: "all_reduce #7 (4 MiB)".
 std::string brief(const Signature& call) {
   const std::string text = std::string(name(call.function)) + " #" + std::to_string(call.number);
   if (call.what == Collective::barrier) return text;
   return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
 }
 
-// Every communicator of the process, for fork. The mutex is held across a fork, so that the child finds a consistent list.
+// All communicators of this process; the fork handlers go through them. all_mutex is held across a fork, so that the child finds
+// a consistent list.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
 
@@ -38,7 +39,8 @@ void Communicator::leave_caller(uint64_t ended) {
 }
 
 Work::~Work() {
-  // The parent's threads may be waiting on it, and in a forked child the destructor of the copy would wait for them.
+  // In a forked child, leak the condition variable. Threads of the parent may be waiting on it, and its destructor would wait for
+  // them.
   if (getpid() != owner_) (void)ended_.release();
 }
 
@@ -138,7 +140,7 @@ uint64_t Communicator::reserve(int count) {
   return take_numbers(count);
 }
 
-// A call that fails here uses up no number.
+// Throws if the call must be refused. A refused call uses up no number.
 void Communicator::check(const Call& call) const {
   check_usable();
   mscomm::check(call, rank_, size());
@@ -160,7 +162,8 @@ void Communicator::run(Call call, double timeout_s) {
   inside.ended();
 }
 
-// start() and start_on_device() allocate before they take a number: all later calls would wait for a number that no call uses.
+// start() and start_on_device() allocate memory before they take a number. If an allocation failed after that, all later calls
+// would wait for a call that never runs.
 std::shared_ptr<Work> Communicator::start(Call call, double timeout_s) {
   if (call.stream) return start_on_device(std::move(call), timeout_s);
   check(call);
@@ -203,7 +206,8 @@ void Communicator::pack(const Packing& packing, StreamHandle stream) { device().
 
 void Communicator::clear(void* memory, size_t bytes, StreamHandle stream) { device().clear(memory, bytes, stream); }
 
-// The device's backend calls these three on its watching thread, and ended() also on a caller's, if a graph captures the call.
+// The device's backend calls ended(), failed() and waits() on its watching thread. If a graph captures a call, the backend calls
+// ended() on the caller's thread.
 void Communicator::ended(uint64_t number) {
   recorder_.end(number, Record::State::done);
   std::shared_ptr<Work> work;
@@ -220,21 +224,22 @@ void Communicator::failed(const Signature& call, const Error& error) {
   if (hooks_.failed) hooks_.failed();
 }
 
-// Adds the rank and the call, which the vendor's library does not know.
+// Makes an error of the device's backend name the rank and the call, which the vendor's library does not know.
 Error Communicator::of_device(const Signature& call, const Error& error) const {
   return {error.kind, name_of(rank_) + ": " + brief(call) + ": " + error.what(), error.ranks, error.waiting_for};
 }
 
 void Communicator::waits(const Signature& call, double waited_s) {
   stuck_ = call.number;
-  if (hooks_.failed) hooks_.failed();  // wakes the thread that asks for stuck()
+  if (hooks_.failed) hooks_.failed();  // wakes the thread that calls stuck()
   if (waited_s < first_notice_s || !hooks_.notice) return;
   const std::string in_group = group_ == "world" ? "" : "group " + group_ + ": ";
   hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": " + in_group + brief(call) +
                 " has not ended on the device since " + seconds_text(waited_s));
 }
 
-// For the worker's and the mailbox's thread, which no exception may leave: that would end the process.
+// Runs `part` and returns its error, if it throws one. The worker's thread and the mailbox's thread use this, because an
+// exception that left one of these threads would end the process.
 std::optional<Error> Communicator::outcome(const std::function<void()>& part) {
   try {
     try {
@@ -244,14 +249,14 @@ std::optional<Error> Communicator::outcome(const std::function<void()>& part) {
     }
     return std::nullopt;
   } catch (...) {
-    // Most likely there was no memory for a better error.
+    // Most likely there was not enough memory for a better error.
     const Error error("Error", "a call or message beside the callers of " + name_of(rank_) + " failed: out of memory?");
     abort({error, false});
     return error;
   }
 }
 
-// The worker's thread. It never calls Python, because such a call might not return while the process ends.
+// The main function of the worker's thread. It never calls Python, because such a call might not return while the process ends.
 void Communicator::work() {
   worker_thread = true;
   while (true) {
@@ -266,13 +271,14 @@ void Communicator::work() {
     std::optional<Error> failure = outcome([&] { execute(job->call, job->deadline, false); });
     const bool failed = failure.has_value();
     leave_caller(failed ? 0 : job->call.signature.number);
-    job->work->end(std::move(failure));  // last: a waiter may close the group then
+    // This comes after leave_caller(), because a thread that waits for the work may close the group as soon as the work has
+    // ended.
+    job->work->end(std::move(failure));
     if (failed && hooks_.failed) hooks_.failed();
   }
 }
 
-// Runs one call. Whatever ends it early is caught here, breaks the group, and is thrown on as the group's first cause. Messages
-// have the same in messages.cc.
+// Runs one call. If the call fails, breaks the group, and throws the group's first cause. messages.cc does the same for messages.
 void Communicator::execute(const Call& call, const Deadline& deadline, bool its_turn) {
   const uint64_t number = call.signature.number;
   try {
@@ -280,7 +286,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this rank was stopped in the call, its peers may have given it up meanwhile, and what it read may have changed.
+    // If this process was stopped during the call, its peers may have given it up meanwhile. Then the data that it read may have
+    // changed.
     if (broken()) throw_failure();
   } catch (const Differs& differs) {
     fail(call, differing(differs));
@@ -289,7 +296,7 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
   } catch (const std::bad_alloc&) {
     fail(call, Error("MemoryError", current() + ": out of memory on rank " + std::to_string(in_job(rank_))));
   } catch (const Interrupted& interrupted) {
-    // A Python exception from a signal handler: it reaches the caller unchanged, and the peers get Aborted.
+    // A signal handler has raised a Python exception. The caller gets this exception unchanged, and the peers get Aborted.
     try {
       fail(call, Error("Aborted", name_of(rank_) + " was interrupted in " + current(), {in_job(rank_)}));
     } catch (const Error&) {
@@ -308,7 +315,7 @@ void Communicator::queue_for(const Signature& call, const Deadline& deadline) {
     turn_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms));
     if (running_ == number) break;
     lock.unlock();
-    // The missing ranks are those that the running call waits for, which this thread does not know.
+    // The error names no missing ranks, because only the thread of the running call knows which ranks are missing.
     if (deadline.passed() && !broken())
       throw Error("CollectiveTimeout", brief(call) + " on " + name_of(rank_) + " did not end within " +
                                            seconds_text(deadline.timeout_s()) + ": waiting for its turn, after " + current());
@@ -328,7 +335,7 @@ void Communicator::fail(const Call& call, const Error& error) {
   try {
     if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {
-    // The call's own error is the one to raise.
+    // Only print this cause: the error to throw is that of the call itself.
     if (hooks_.notice)
       hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": the arrays of " + brief(call.signature) +
                     ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " +
@@ -375,8 +382,8 @@ std::optional<Failure> Communicator::failure() const {
 
 void Communicator::last_look() {
   if (forked_) return;
-  const std::lock_guard turn(turn_mutex_);  // no call begins meanwhile
-  // A thread that is in a call uses the links, and sees itself what the peers send.
+  const std::lock_guard turn(turn_mutex_);  // as long as it is held, no call begins
+  // If a thread is in a call, it uses the links, and compares the peers' headers itself.
   if (broken() || callers_ > 0) return;
   try {
     backend_->last_look();
@@ -405,7 +412,8 @@ void Communicator::close() {
                  {in_job(rank_)}),
            false});
     turn.lock();
-    // Callers leave at their next bounded wake. One that does not may be this thread itself, if this is a signal handler.
+    // Each caller leaves when it wakes next, which is soon. If a caller does not leave, it may be this very thread: close() may
+    // run in a signal handler that has interrupted the call.
     if (!turn_->wait_for(turn, std::chrono::seconds(5), [this] { return callers_ == 0; }))
       throw Error("RuntimeError", "release: a call is still running on this group");
   }
@@ -414,7 +422,7 @@ void Communicator::close() {
     const std::lock_guard lock(state_mutex_);
     if (closed_) return;
     closed_ = true;
-    broken_ = true;  // later calls find the group released
+    broken_ = true;  // so that later calls throw that the group was released
   }
   turn.unlock();
   if (worker_) stop_worker();
@@ -439,12 +447,13 @@ void Communicator::look(const Deadline& deadline, const Missing& missing) {
     }
   }
   const double waited_s = seconds_since(deadline.start());
-  // A call that waits for its turn has no missing ranks and reports nothing: the running call does.
+  // A call that waits for its turn has no missing ranks. It reports nothing, because the running call does.
   if (!ranks.empty() && waited_s >= next_notice_s_) say_waiting(waited_s, ranks, missing.by_memory);
 }
 
 void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missing& missing) const {
-  // Over links a peer is lost only when its data ends and all of it was read: it may have sent its part and exited.
+  // Over links, a peer is lost only when its link has ended and all its data was read, because it may have sent its part before
+  // it exited. The mesh finds that out, so there is nothing to do here.
   if (ranks.empty() || !missing.by_memory) return;
   std::vector<std::pair<int, const char*>> gone;
   {
@@ -458,7 +467,7 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
   for (size_t i = 0; ended > 0 && i < lives.size(); i++)
     if (lives[i].revents & POLLIN) gone.emplace_back(ranks[i], " ended, but ");
   if (gone.empty()) return;
-  // A rank may have arrived after `ranks` was made, and exited then.
+  // Ask again, because a rank may have arrived and then exited after `ranks` was made.
   const std::vector<int> still = missing();
   for (const auto& [rank, how] : gone)
     if (std::find(still.begin(), still.end(), rank) != still.end())
@@ -467,7 +476,7 @@ void Communicator::look_for_the_dead(const std::vector<int>& ranks, const Missin
 
 void Communicator::say_waiting(double waited_s, const std::vector<int>& missing, bool by_memory) {
   next_notice_s_ = waited_s >= second_notice_s ? waited_s + notice_every_s : second_notice_s;
-  // In shared memory all waiters miss the same ranks, so only the lowest waiting rank of the host reports.
+  // In shared memory all waiting ranks miss the same ranks, so only the lowest waiting rank of the host reports.
   const auto is_missing = [&](int rank) { return std::find(missing.begin(), missing.end(), rank) != missing.end(); };
   int speaker = 0;
   while (is_missing(speaker) || host_of(speaker) != host_of(rank_)) speaker++;
@@ -478,7 +487,7 @@ void Communicator::say_waiting(double waited_s, const std::vector<int>& missing,
 }
 
 Error Communicator::differing(const Differs& differs) const {
-  // "ranks 0, 2 called all_reduce #5 (...); rank 1 called barrier #5"
+  // Group the ranks by their calls, for a text like "ranks 0, 2 called all_reduce #5 (...); rank 1 called barrier #5".
   std::vector<std::pair<Signature, std::vector<int>>> kinds;
   auto calls = differs.calls;
   std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -528,8 +537,8 @@ void Communicator::in_child() {
     if (communicator->device_) communicator->device_->close_descriptors();
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
-    // These are the parent's: a thread that does not exist here, condition variables whose destructors would wait for the
-    // parent's waiters, and the thread that hears of failures.
+    // Leak what belongs to the parent. The worker does not exist in the child, and the destructors of the condition variables
+    // would wait for threads of the parent. The hook `failed` would tell a thread that only the parent has.
     (void)communicator->worker_.release();
     (void)communicator->turn_.release();
     (void)communicator->job_.release();

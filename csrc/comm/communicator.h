@@ -1,5 +1,6 @@
-// A group's communicator: numbers calls, runs them in order, and sends and receives messages beside them (messages.cc). An error
-// in a call or a message breaks the group (abort()). From then on every call raises the group's first cause.
+// The communicator of a group numbers the group's calls and runs them in order. Independently of the calls, it sends and receives
+// messages (messages.cc). An error in a call or a message breaks the group (abort()). From then on every call throws the first
+// cause of that.
 #pragma once
 
 #include <unistd.h>
@@ -29,58 +30,59 @@
 
 namespace mscomm {
 
-// Why a group is broken. verdict: whether this is the first cause, as the hub decided or as this rank aborts; otherwise it is
-// only a symptom that this rank has seen. number: the call that saw it; -1: no call did.
+// Why a group is broken. verdict: whether the error is the first cause, because the hub has decided so, or because this rank
+// aborts the job. If not, the error is only a symptom that this rank has seen. number: the number of the call that saw the error;
+// -1: no call did.
 struct Failure {
   Error error;
   bool verdict;
   int64_t number = -1;
 };
 
-// One send or recv, as the user called it. data is read or written until the message has ended.
+// One send or recv, as the user called it. The memory at `data` is in use until the message has ended.
 struct Message {
   bool sends;
-  int peer;     // rank in the group, or any_source
-  int64_t tag;  // or any_tag
+  int peer;     // a rank in the group, or any_source
+  int64_t tag;  // the tag of the message, or any_tag
   Dtype dtype;
   void* data;
   size_t bytes;
 };
 
-// The source (a rank in the group) and the tag of the message that a recv got.
+// Which message a recv got: its source (a rank in the group) and its tag.
 struct Matched {
   int peer;
   int64_t tag;
 };
 
 struct Where {
-  uint64_t number;  // the last call
+  uint64_t number;  // the number of the last call; 0: there was none
   bool inside;
   std::string text;
 };
 
-// A call that runs on the group's worker thread or on the device, or a message that was started.
+// A call on the group's worker thread or on the device, or a message, that has been started and need not have ended.
 class Work {
  public:
   Work() = default;
   ~Work();
-  uint64_t number() const { return number_; }  // of the call; 0: a message
-  // Whether it has ended, with or without an error.
+  uint64_t number() const { return number_; }  // the number of the call; 0: this is a message
+  // Whether the call or message has ended, with or without an error.
   bool done() const { return done_.load(); }
-  // Waits at most that long. Returns whether it has ended.
+  // Waits at most timeout_s seconds. Returns whether the call or message has ended.
   bool wait(double timeout_s);
-  // The error that it ended with.
+  // The error with which the call or message has ended, if there was one.
   std::optional<Error> error() const;
-  // Which message came; only for a recv that has ended without an error.
+  // The source and the tag of the message. Valid only for a recv that has ended without an error.
   std::optional<Matched> matched() const;
 
  private:
   friend class Communicator;
   void end(std::optional<Error> error, std::optional<Matched> matched = {});
 
-  mutable std::mutex mutex_;  // protects error_ and matched_, and done_ for waiters
+  mutable std::mutex mutex_;  // protects error_ and matched_; done_ is set while it is held, so that wait() cannot miss that
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
-  const int owner_ = getpid();  // a forked child has a copy
+  const int owner_ = getpid();  // the process that made this Work; a forked child has only a copy
   uint64_t number_ = 0;
   std::optional<Error> error_;
   std::optional<Matched> matched_;
@@ -89,91 +91,95 @@ class Work {
 
 class Communicator final : public Watch, private VendorBackend::Observer {
  public:
-  // interrupt: called on a caller's thread at each bounded wake, never on the worker's or the mailbox's; may throw. notice: one
-  // line for the user. failed: a thread that is not a caller's has broken the group, which nobody may notice otherwise; or
-  // stuck() has a number.
+  // interrupt: called on a caller's thread each time the thread wakes from a bounded sleep, but never on the worker's or the
+  // mailbox's thread. It may throw. notice: prints one line for the user. failed: called if a thread other than a caller's has
+  // broken the group, because otherwise nobody might notice. It is also called if stuck() has a new number.
   struct Hooks {
     std::function<void()> interrupt;
     std::function<void(const std::string&)> notice;
     std::function<void()> failed;
   };
 
-  // ranks: the group's ranks, as ranks of the job; rank: this rank's place among them. Errors and notices name ranks of the job.
+  // ranks: the group's ranks by their numbers in the job. rank: this rank's index in `ranks`. Errors and notices give the numbers
+  // in the job.
   Communicator(std::string group, std::vector<int> ranks, int rank, std::shared_ptr<Peers> peers,
                std::unique_ptr<Backend> backend, uint32_t epoch, Recorder& recorder, Hooks hooks);
   ~Communicator() override;
 
-  // To be called before the first call. The device's backend runs the calls on its arrays.
+  // Adds a backend that runs the calls on arrays of a device. Call this before the first call of the group.
   void add_device(std::unique_ptr<VendorBackend> device);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // Takes that many call numbers in a row, for a call that is made of several, and returns the first. Each of them must then be
-  // run.
+  // Reserves `count` consecutive call numbers, for an operation that is made of several calls, and returns the first number. A
+  // call must then be run with each of these numbers.
   uint64_t reserve(int count);
-  // Runs one collective call from start to end. The signature's number is 0, unless it was reserved. Throws Error, or what the
-  // interrupt hook throws; the group is broken then, unless the call was refused before it began.
+  // Runs one collective call. Returns when the call has ended, or, for arrays on a device, when it has been enqueued. The
+  // signature's number must be 0 or a reserved number. Throws Error, or what the interrupt hook throws. After an exception the
+  // group is broken, unless the call was refused before it began.
   void run(Call call, double timeout_s);
-  // Runs the call on the worker's thread, in the order of calls. x and out must live until the work has ended. A call on a
-  // device's arrays needs no thread: it has been enqueued when this returns.
+  // Starts a call, which then runs on the worker's thread, in the order of calls. x and out must live until the returned Work has
+  // ended. A call on arrays of a device needs no thread: it has been enqueued when start() returns.
   std::shared_ptr<Work> start(Call call, double timeout_s);
-  // Makes what is enqueued on the stream from now on wait for that call on the device.
+  // Makes work that is enqueued on the stream from now on wait until the device has ended the call with this number.
   void order(uint64_t number, StreamHandle stream);
-  // Pack or clear the device's arrays, on the device.
+  // pack() packs or unpacks arrays of the device, and clear() fills device memory with zeros, both in the order of the stream.
   void pack(const Packing& packing, StreamHandle stream);
   void clear(void* memory, size_t bytes, StreamHandle stream);
-  // Whether pack() scales, and casts if the dtypes differ.
+  // Whether pack() can scale the values, and can also cast them if the two dtypes differ.
   bool converts(Dtype part, Dtype bucket) const { return device_ && device_->converts(part, bucket); }
-  // Whether there is a device whose library can reduce elements of this type by this operation.
+  // Whether the group has a device whose library can reduce elements of this type with this operation.
   bool reduces_on_device(Dtype dtype, Op op) const { return device_ && device_->refuses(dtype, op).empty(); }
 
-  // Starts these messages together, in this order, and waits until all have ended. Throws as run() for a call. Any number of
-  // threads may do it at once, beside the calls. The link to a peer must exist before the first send to it. Returns what was
-  // matched to each message.
+  // Starts the messages, in this order, without waiting for one before starting the next. Then waits until all have ended.
+  // Returns the source and the tag of each message. Throws like run() for a call. Any number of threads may call this at once,
+  // also while collective calls run. The link to a peer must exist before the first send to that peer.
   std::vector<Matched> run(std::span<const Message> messages, const Deadline& deadline);
-  // Starts one message; the mailbox's thread waits for it.
+  // Starts one message and returns. The mailbox's thread then waits for the message.
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);
   void add_incoming(int peer, int fd);
-  // Says that a link from the peer is being made. From now on a recv learns from the end of that link, not from left() or the
-  // peer's process, that the peer is gone.
+  // Says that a link from the peer is being made. From now on, a recv takes the peer as gone only when this link has ended. It no
+  // longer matters to the recv whether left() was called for the peer or the peer's process has ended.
   void expect_incoming(int peer);
-  // Throws if the group is broken, or the peer has left or ended.
+  // Throws if the group is broken, if the peer has left the job, or if the peer's process has ended.
   void check_peer(int peer) const;
 
-  // Breaks the group. May be called from any thread at any time, and does not wait. The first failure is kept, but a verdict
-  // replaces a symptom.
+  // Breaks the group. Any thread may call this at any time; it does not wait. If the group is broken already, the first failure
+  // is kept, unless it is a symptom and the new one is a verdict.
   void abort(Failure failure);
-  // Says that this rank of the job ended well. That is no failure until somebody waits for it.
+  // Says that the given rank of the job has ended without an error. That is no failure as long as no call or message waits for
+  // this rank.
   void left(int rank);
   Where where() const;
-  // The number of a call that the device has not ended within a second, so that the caller can check that all ranks make it.
-  // Returns each number once; 0: none.
+  // The number of a call that the device has not ended within a second; 0: there is none. The caller can then check that all
+  // ranks make this call. Each number is returned only once.
   uint64_t stuck() { return stuck_.exchange(0); }
   std::optional<Failure> failure() const;
-  // Compares the last headers from the peers with this rank's own calls; throws as run() does if they differ.
+  // Compares the last headers from the peers with this rank's own calls. Throws like run() if they differ.
   void last_look();
-  // Waits until the device has ended what was enqueued, or the group is broken. It has no deadline, so the loss of a peer must
-  // still be reported to this group (abort()) meanwhile.
+  // Waits until the device has ended all work that was enqueued, or until the group is broken. drain() has no deadline. So if a
+  // peer is lost meanwhile, another thread must call abort().
   void drain() const;
   // Ends this rank's part in the group. If another thread is still in a call, that call fails first.
   void close();
 
-  // Watch
+  // The functions of Watch:
   void look(const Deadline& deadline, const Missing& missing) override;
   bool broken() const override { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  // Counts the threads inside run() and start_on_device(), for close().
+  // Marks the thread as being inside run() or start_on_device() as long as the Caller exists. close() waits until no thread is
+  // marked.
   class Caller {
    public:
-    // For a message, which takes no number.
+    // For a thread that runs messages, which have no call numbers.
     explicit Caller(Communicator& group) : group_(group), in_call_(false), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
       enter();
     }
-    // For a call, which gets its number here unless one was reserved.
+    // For a thread that runs a call. The call gets its number here, unless the number was reserved.
     Caller(Communicator& group, Signature& call) : group_(group), in_call_(true), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
       const uint64_t first = group_.take_numbers(call.number == 0 ? 1 : 0);
@@ -185,11 +191,11 @@ class Communicator final : public Watch, private VendorBackend::Observer {
       innermost_ = outer_;
       group_.leave_caller(ended_ ? number_ : 0);
     }
-    // Whether all earlier calls had ended when this one was numbered.
+    // Whether all earlier calls had already ended when this Caller was made.
     bool its_turn() const { return its_turn_; }
-    // Says that the call has ended well: the next call's turn comes when this thread leaves.
+    // Says that the call has ended without an error. The next call has its turn as soon as this Caller is destroyed.
     void ended() { ended_ = true; }
-    // Whether this thread is in a call of the group.
+    // Whether this thread is in a call of the group, perhaps in a signal handler that has interrupted the call.
     static bool calls(const Communicator& group) {
       for (const Caller* one = innermost_; one; one = one->outer_)
         if (one->in_call_ && &one->group_ == &group) return true;
@@ -208,11 +214,12 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     const bool in_call_;
     uint64_t number_ = 0;
     bool its_turn_ = false, ended_ = false;
-    const Caller* const outer_;  // what the same thread was in before: a signal handler may call, too
+    // The Caller that this thread had already: a signal handler that interrupts a call may call, too.
+    const Caller* const outer_;
     static inline thread_local const Caller* innermost_ = nullptr;
   };
   class Delivery;
-  // What the interrupt hook threw.
+  // Thrown by look() if the interrupt hook throws. cause: what the hook has thrown.
   struct Interrupted {
     std::exception_ptr cause;
   };
@@ -222,17 +229,18 @@ class Communicator final : public Watch, private VendorBackend::Observer {
     std::shared_ptr<Work> work;
   };
 
-  // VendorBackend::Observer
+  // The functions of VendorBackend::Observer:
   void ended(uint64_t number) override;
   void failed(const Signature& call, const Error& error) override;
   void waits(const Signature& call, double waited_s) override;
 
-  void leave_caller(uint64_t ended = 0);  // ended: the number of a call that has ended well
-  // To be called before any lock is taken, because in a forked child a mutex may be locked for ever; and again under the lock.
+  void leave_caller(uint64_t ended = 0);  // ended: the number of the call if it has ended without an error, else 0
+  // Throws if this is a forked child or the group is broken. Call this before taking any lock, because in a forked child a mutex
+  // may be locked for ever. Then call it again with the lock, because the group may have been broken meanwhile.
   void check_usable() const;
   void check_no_handler() const;
   VendorBackend& device() const;
-  uint64_t take_numbers(int count);  // to be called with turn_mutex_; returns the first
+  uint64_t take_numbers(int count);  // the caller must hold turn_mutex_; returns the first number
   void check(const Call& call) const;
   std::shared_ptr<Work> start_on_device(Call call, double timeout_s);
   Backend& backend_of(const Call& call) const { return call.stream ? static_cast<Backend&>(*device_) : *backend_; }
@@ -243,7 +251,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   void queue_for(const Signature& call, const Deadline& deadline);
   [[noreturn]] void fail(const Call& call, const Error& error);
   [[noreturn]] void throw_failure() const;
-  // messages.cc
+  // These five functions are in messages.cc:
   std::string in_messages() const;
   [[noreturn]] void fail(const Error& error);
   const char* gone(int peer) const;
@@ -274,11 +282,13 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   Hooks hooks_;
 
   std::mutex turn_mutex_;  // protects the order of calls: next_, running_, callers_, jobs_, stopping_, and the making of worker_
-  std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();  // running_ or callers_ changed
-  std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();   // the worker has something to do
+  // turn_ is notified when running_ or callers_ changes, and job_ when the worker has something to do.
+  std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::condition_variable> job_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1;
-  uint64_t running_ = 1;  // the number whose turn it is; advances when a call has ended well and its thread has left
-  int callers_ = 0;       // threads inside run(), and started calls and messages that have not ended
+  // The number of the call whose turn it is. It grows when that call has ended without an error and its thread has left.
+  uint64_t running_ = 1;
+  int callers_ = 0;  // the number of threads inside run(), plus the number of started calls and messages that have not ended
   std::deque<Job> jobs_;
   bool stopping_ = false;
   std::unique_ptr<std::thread> worker_;  // made by the first start()
@@ -288,14 +298,14 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::vector<bool> left_;
   std::vector<bool> expected_;                           // peers from which a link for messages exists or is being made
   std::list<const Delivery*> delivering_;                // messages that callers wait for, oldest first
-  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // calls that somebody may wait for, by number
+  std::map<uint64_t, std::shared_ptr<Work>> on_device_;  // the Work of each call that the device has not ended, by number
   std::atomic<bool> broken_{false};
-  bool closed_ = false;  // with state_mutex_
+  bool closed_ = false;  // protected by state_mutex_
 
   std::atomic<uint64_t> stuck_{0};
-  std::atomic<double> next_notice_s_{0};  // of the running call
+  std::atomic<double> next_notice_s_{0};  // after how many seconds the running call is next reported
   std::atomic<bool> forked_{false};
-  Mailbox mailbox_;  // last, so destroyed first: its thread uses everything above
+  Mailbox mailbox_;  // the last member, so that it is destroyed first, because its thread uses the members above
 };
 
 }  // namespace mscomm

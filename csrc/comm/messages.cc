@@ -1,5 +1,5 @@
-// The communicator's messages. The mailbox moves the messages. This file watches the waits for them, describes them in errors,
-// and breaks the group when a message fails.
+// How the communicator sends and receives messages. The mailbox moves the messages. This file watches the waits for messages,
+// describes messages in errors, and breaks the group when a message fails.
 #include <poll.h>
 
 #include <list>
@@ -9,11 +9,12 @@
 
 namespace mscomm {
 
-// A message that a thread waits for. Each one has its own deadline, text and notices, because many threads may wait at once.
+// The Watch of a thread that waits for a message. Each message has its own deadline, text and notices, because many threads may
+// wait at once.
 class Communicator::Delivery final : public Watch {
  public:
-  // calls_python: true if a caller waits; false if the mailbox's thread waits, which must not call Python, because such a call
-  // might not return while the process ends.
+  // calls_python: whether the thread that waits may call Python. It is true for a caller's thread. It is false for the mailbox's
+  // thread, because there a call of Python might not return while the process ends.
   Delivery(Communicator& group, const Message& message, bool calls_python)
       : group_(group), message_(message), calls_python_(calls_python) {
     if (!calls_python_) return;
@@ -68,7 +69,8 @@ class Communicator::Delivery final : public Watch {
     return (message_.sends ? "send to " : "recv from ") + peer + ", " + tag + " (" + in_units(message_.bytes) + ")";
   }
 
-  // Transfers that were started together with this one: if one of them fails, the wait for this one ends with that error.
+  // The transfers that were started together with this one. If one of them fails, the wait for this transfer ends with the error
+  // of the failed one.
   std::span<const std::shared_ptr<Transfer>> together;
 
  private:
@@ -77,9 +79,9 @@ class Communicator::Delivery final : public Watch {
     if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
-  // Throws if none of the peers can send any more. A peer that has a link to us, or is making one, counts as gone only when that
-  // link has ended and all its data was read, because the peer may have sent the message and exited. A recv from one given rank
-  // does not need this: the mailbox ends it when the link has ended.
+  // Throws if none of the peers can send any more. If a peer has a link to us, or is making one, it counts as gone only when that
+  // link has ended and all its data was read, because the peer may have sent the message before it exited. In this case a recv
+  // from one given peer does not throw here, because the mailbox ends such a recv when the link has ended.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {
@@ -88,7 +90,7 @@ class Communicator::Delivery final : public Watch {
       if (!how) return;
       how_they_went += (how_they_went.empty() ? "" : ", ") + group_.name_of(peer) + how;
     }
-    if (missing() != peers) return;  // a message came while we looked
+    if (missing() != peers) return;  // a message has come, or the recv has ended, since `peers` was made
     throw Error("PeerLost",
                 how_they_went + ", but " + text() + " waits for " + (peers.size() > 1 ? "a message from one of them" : "it"),
                 group_.in_job(peers));
@@ -97,7 +99,7 @@ class Communicator::Delivery final : public Watch {
   Communicator& group_;
   const Message message_;
   const bool calls_python_;
-  std::list<const Delivery*>::iterator place_;  // its place in delivering_, if calls_python_
+  std::list<const Delivery*>::iterator place_;  // the place of this Delivery in delivering_, if calls_python_
   double next_notice_s_ = first_notice_s;
 };
 
@@ -122,14 +124,14 @@ std::vector<Matched> Communicator::run(std::span<const Message> messages, const 
       matched.push_back({transfer->matched_peer(), transfer->matched_tag()});
     }
     return matched;
-    // If one message fails, others may still be under way. fail() ends them, so that the mailbox does not use their memory any
-    // more.
+    // If one message fails, others may still be under way. fail() ends them, so that the mailbox no longer uses their memory.
   } catch (const Error& error) {
     fail(error);
   } catch (const std::bad_alloc&) {
     fail(Error("MemoryError", text + ": out of memory"));
   } catch (const Interrupted& interrupted) {
-    // As in execute(): the Python exception reaches the caller unchanged, and the peers get Aborted.
+    // As in execute(): a signal handler has raised a Python exception. The caller gets this exception unchanged, and the peers
+    // get Aborted.
     try {
       fail(Error("Aborted", "interrupted in " + text, {in_job(rank_)}));
     } catch (const Error&) {
@@ -158,13 +160,14 @@ std::shared_ptr<Work> Communicator::start(const Message& message, const Deadline
       const bool failed = cause.has_value();
       leave_caller();
       const Matched matched{transfer->matched_peer(), transfer->matched_tag()};
-      // This comes after leave_caller(), because a waiter may then close the group.
+      // This comes after leave_caller(), because a thread that waits for the work may close the group as soon as the work has
+      // ended.
       work->end(std::move(cause), failed ? std::nullopt : std::optional(matched));
       if (failed && hooks_.failed) hooks_.failed();
     });
     return work;
   } catch (const std::exception& error) {
-    // The transfer may have begun. fail() ends it, so that the mailbox does not use the caller's memory any more.
+    // The transfer may have begun. fail() ends it, so that the mailbox no longer uses the caller's memory.
     leave_caller();
     const auto* known = dynamic_cast<const Error*>(&error);
     fail(known ? *known : Error("Error", std::string("a message could not be started: ") + error.what()));
@@ -182,7 +185,7 @@ void Communicator::check_peer(int peer) const {
   if (const char* how = gone(peer)) throw peer_lost(in_job(peer), name_of(peer) + how);
 }
 
-// A part of the text of where(): " and waits in recv from rank 3, tag 7 (4 MiB)".
+// A part of the text that where() returns: " and waits in recv from rank 3, tag 7 (4 MiB)".
 std::string Communicator::in_messages() const {
   const std::lock_guard lock(state_mutex_);
   return delivering_.empty() ? "" : " and waits in " + delivering_.front()->text();

@@ -1,4 +1,5 @@
-// The ranks of the job as this process sees them in one epoch. All groups share one object.
+// The ranks of the job as this process sees them in one epoch. All groups share one Peers object. All vectors are indexed by rank
+// of the job.
 #pragma once
 
 #include <unistd.h>
@@ -25,9 +26,9 @@ struct Peers {
   }
 
   const int rank;
-  const std::vector<std::string> names;  // by rank: "rank 3 (pid 4711 on host b)"
-  const std::vector<int> hosts;          // by rank
-  std::vector<int> pidfds;               // by rank; -1 for a rank on another host and for this rank
+  const std::vector<std::string> names;  // such as "rank 3 (pid 4711 on host b)"
+  const std::vector<int> hosts;          // the number of each rank's host
+  std::vector<int> pidfds;               // -1 for this rank and for ranks on other hosts
   const std::shared_ptr<Heaps> heaps;    // nullptr if no other rank is on this host
 };
 

@@ -19,12 +19,13 @@ void Recorder::end(uint64_t number, Record::State state) {
   entry.ended = Clock::now();
 }
 
-// Converts the times of records to the time of day. This is done only when a record is read, because calls are frequent and reads
-// are rare.
+// Converts the times of recorded calls to the time of day. This is done only when a record is read, because calls are frequent
+// and reads are rare.
 class Recorder::TimeOfDay {
  public:
   TimeOfDay() {
-    // The thread may lose its CPU between reading two clocks, but hardly three times in a row.
+    // The thread may lose its CPU between reading the two clocks, but hardly three times in a row. So read them three times, and
+    // use the readings that lie closest together.
     for (int i = 0; i < 3; i++) {
       const auto before = Clock::now();
       const Seconds day = std::chrono::system_clock::now().time_since_epoch();

@@ -1,5 +1,5 @@
-// Records the last calls of a group: what was called, when, and how it ended. This is used for error messages, for the answer
-// when the hub asks where a rank is, and by Python.
+// Records the last calls of a group: what was called, when, and how it ended. The records are used for error messages, for the
+// answer to the hub when it asks where a rank is, and by Python.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ class Recorder {
   void end(uint64_t number, Record::State state);
   std::optional<Record> find(uint64_t number) const;
   std::optional<Record> last() const;
-  // The recorded calls with a number above `after`, oldest first.
+  // Returns the records of calls with a number above `after`, oldest first.
   std::vector<Record> all(uint64_t after = 0) const;
 
  private:
@@ -39,7 +39,7 @@ class Recorder {
   class TimeOfDay;
 
   static constexpr size_t kept = 1024;
-  mutable std::mutex mutex_;  // protects everything below, which callers, the member's thread and Python use
+  mutable std::mutex mutex_;  // protects everything below; threads of callers, of the member and of Python use it
   std::array<Entry, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call; 0: there is none
 };

@@ -29,8 +29,8 @@ Stream::Stream(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {
     close(fd_);
     throw system_error("fcntl of the link to " + peer_, cause);
   }
-  // This keeps unsent data in this process rather than in the kernel, so that a rank that sends to several peers decides whose
-  // data goes first. Unix sockets do not have the option, so an error is ignored.
+  // With this option, unsent data stays in this process rather than in the kernel. So a rank that sends to several peers can
+  // decide whose data goes first. Unix sockets do not have the option, so an error is ignored.
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
 }
 
@@ -55,20 +55,20 @@ size_t Stream::receive(void* data, size_t bytes) {
 
 bool Stream::waits_for_reader() const {
   int unacknowledged = 0, unsent = 0;
-  // The bytes on the way are unacknowledged - unsent. Ask for unacknowledged first: bytes that are sent or acknowledged between
-  // the two calls then make this difference too large, but never zero by mistake.
+  // unacknowledged - unsent is the number of bytes on the wire. Ask for `unacknowledged` first. If bytes are sent or acknowledged
+  // between the two calls, the difference is then too large, but never zero by mistake.
   if (ioctl(fd_, SIOCOUTQ, &unacknowledged) < 0 || ioctl(fd_, SIOCOUTQNSD, &unsent) < 0) return true;
   return unsent > 0 && unacknowledged == unsent;
 }
 
 void Stream::deliver(const Deadline& deadline) {
-  // On a unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The kernel counts it as
-  // unsent until the receiver has read it.
+  // On a unix socket, sent data is already in the receiver's queue, so there is nothing to wait for. The loop below would wait
+  // for the receiver itself, because on a unix socket the kernel counts data as unsent until the receiver has read it.
   int domain = 0;
   socklen_t length = sizeof domain;
   if (getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 && domain == AF_UNIX) return;
-  // If we closed the socket while received bytes are unread, the kernel would drop what we sent. So read until the peer's kernel
-  // has all of our data.
+  // If we closed the socket while received bytes are unread, the kernel would drop data that it has not yet delivered for us. So
+  // read until the peer's kernel has all of our data.
   char scrap[4096];
   try {
     for (int unsent = 1; unsent > 0 && !deadline.passed();) {

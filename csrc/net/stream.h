@@ -21,16 +21,16 @@ class Stream {
   int fd() const { return fd_; }
   const std::string& peer() const { return peer_; }
 
-  // These two move as many bytes as possible without waiting, and return that number, which may be 0. They throw Broken if the
-  // link has ended.
+  // send() and receive() move as many bytes as possible without waiting. They return the number of bytes moved, which may be 0.
+  // They throw Broken if the link has ended.
   size_t send(const void* data, size_t bytes);
   size_t receive(void* data, size_t bytes);
   // Whether the kernel holds unsent bytes only because the peer does not read, so that no bytes are on the wire. Always true on a
   // unix socket, which has no wire.
   bool waits_for_reader() const;
-  // Call this after shutting down the sending side of the socket. It waits until the peer's kernel has all sent bytes, so that
-  // closing the socket loses none of them. It stops earlier if the link ends or the deadline passes. It drops the bytes that it
-  // receives.
+  // Waits until the peer's kernel has received all bytes that were sent, so that closing the socket loses none of them. Stops
+  // earlier if the link ends or the deadline passes. Drops all bytes that come from the peer meanwhile. Before this call, the
+  // sending side of the socket must be shut down.
   void deliver(const Deadline& deadline);
   // Ends the link in both directions, so that both sides notice. Wakes a thread that polls the socket.
   void shut_down() const;

@@ -1,5 +1,5 @@
-// How a rank waits. Every function that waits takes a Wait. The function sleeps for a bounded time, and calls Wait::look() each
-// time it wakes.
+// How a rank waits. Every function that waits takes a Wait. The function sleeps for at most longest_sleep_ms at a time, and
+// it calls Wait::look() each time it wakes.
 #pragma once
 
 #include <functional>
@@ -10,15 +10,15 @@
 namespace mscomm {
 
 inline constexpr int longest_sleep_ms = 50;
-// How many seconds after its beginning a long wait is reported on stderr. After the second notice, another one follows every
-// notice_every_s.
+// A long wait is reported on stderr after first_notice_s seconds, after second_notice_s seconds, and then every notice_every_s
+// seconds.
 inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
-// The ranks that the waiting rank still needs.
+// The ranks for which the waiting rank waits.
 struct Missing {
   std::function<std::vector<int>()> ranks;
-  // Whether the rank waits in shared memory. There, a rank that is gone never arrives. On a link, data from a rank that is gone
-  // may still arrive.
+  // Whether the rank waits in shared memory. In shared memory, a rank whose process has ended never arrives. Over a link, data
+  // from such a rank may still arrive.
   bool by_memory;
   std::vector<int> operator()() const { return ranks(); }
 };

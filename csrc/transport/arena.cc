@@ -22,7 +22,8 @@ Arena::Arena(std::vector<int> ranks, int rank, std::shared_ptr<Heaps> heaps, uin
     populate(control_.staging(rank), 2 * tiny_bytes);
     pulls_.introduce();
   } catch (...) {
-    control_.common().closed.fetch_add(1);  // the destructor would do this, but does not run after an exception here
+    // Count this Arena as destroyed, because its destructor does not run after an exception here.
+    control_.common().closed.fetch_add(1);
     throw;
   }
 }
@@ -43,7 +44,7 @@ void Arena::abandon(Heap& heap, uint64_t control, int size) {
   try {
     populate(&common, sizeof common);
   } catch (const Error&) {
-    return;  // no memory even for this one page: the range is never used again
+    return;  // there is no memory even for this one page, so the range is never used again
   }
   common.closed.fetch_add(1);
   release(heap, control, size);

@@ -15,12 +15,14 @@ namespace {
 
 // How long a waiting rank polls before it sleeps. See "Waiting" in docs/performance.md.
 constexpr std::chrono::microseconds awake{100};
-// With more ranks than CPUs, a yield can be in vain: if a rank has had less than its share of the CPU, or its time slice is not
-// over, the kernel gives the CPU back to it at once. Meanwhile the rank that all others wait for cannot run. So a rank sleeps
-// after its yields in vain have taken as long as a sleep and a wake take.
+// If there are more ranks than CPUs, a yield can be in vain: if the rank that yields has had less than its share of the CPU, or
+// its time slice is not over, the kernel gives the CPU back to it at once. Meanwhile the rank that all others wait for cannot
+// run. So a rank goes to sleep when its yields in vain have taken this long in total, which is about as long as a sleep and a
+// wake take.
 constexpr std::chrono::microseconds as_long_as_a_sleep{5};
 constexpr std::chrono::nanoseconds two_switches{1500};  // a yield that takes less time than two context switches was in vain
-constexpr int polls_a_turn = 64;  // they take about a microsecond, in which most peers of a small call arrive
+// So many polls take about a microsecond. In a small call, most peers arrive within that time.
+constexpr int polls_a_turn = 64;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -41,17 +43,17 @@ void Gate::round(const Wait& wait) {
   round_++;
   here_ = 0;
   // This store, the loads in open() and all accesses to the count of sleepers are seq_cst. So if one rank arrives while another
-  // goes to sleep, at least one of the two sees the other.
+  // goes to sleep, at least one of the two notices the other.
   control_.slot(rank_).lines[round_ & 1].arrived.store(round_);
   if (open()) {
     if (control_.common().gate.sleepers.load() > 0) ring();
     return;
   }
-  // Between polls this rank yields its CPU to other ranks, even if there is a CPU for each rank, because the kernel may have put
-  // two ranks on one CPU.
+  // Between polls this rank yields its CPU to other ranks. It does so even if there is a CPU for each rank, because the kernel
+  // may have put two ranks on one CPU.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
-  Clock::duration in_vain{};  // the total time of the latest yields that were in vain
+  Clock::duration in_vain{};  // the total time of the last yields in a row that were in vain
   while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
       if (open()) return;

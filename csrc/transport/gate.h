@@ -12,21 +12,21 @@ namespace mscomm {
 
 class Gate {
  public:
-  // spin: whether the host has a CPU for each rank; it is the same on all ranks.
+  // spin: whether the host has a CPU for each rank; all ranks must pass the same value.
   Gate(const Control& control, int rank, bool spin) : control_(control), rank_(rank), spin_(spin), parting_(control, rank) {}
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait);
   // The last round at which this rank arrived.
   uint64_t last_round() const { return round_; }
-  // The ranks that have not arrived at this rank's last round.
+  // The ranks that have not arrived at the last round at which this rank arrived.
   std::vector<int> missing() const;
-  // Wakes every rank that sleeps at the gate, so that it calls look().
+  // Wakes every rank that sleeps at the gate, so that the rank calls Wait::look().
   void ring() const;
   uint64_t partings() const { return parting_.number(); }
 
  private:
-  // Whether all ranks have arrived at the current round.
+  // Whether all ranks have arrived at this rank's current round.
   bool open();
   void sleep(const Wait& wait);
 

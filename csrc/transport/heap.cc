@@ -35,7 +35,8 @@ void* Heap::allocate(size_t bytes) {
   void* const memory = mapping_.begin() + *start;
   if (need >= huge_page) want_huge_pages(memory, need, true);
   try {
-    populate(memory, need);  // takes long, so the mutex is not held: calls need it to look up their arrays
+    // This takes long, so the mutex is not held: calls need the mutex to look up their arrays.
+    populate(memory, need);
   } catch (...) {
     release(memory);
     throw;
@@ -54,9 +55,11 @@ void Heap::release(void* memory) {
     const uint64_t bytes = found->second.bytes;
     split(offset, offset + bytes, shared, withdrawn);
     used_.erase(found);
-    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);  // small arrays or control memory may use these pages next
+    // Small arrays or control memory may use these pages next.
+    if (bytes >= huge_page) want_huge_pages(memory, bytes, false);
   }
-  // This takes long, so the mutex is not held. The range is neither in used_ nor in free_ now, so no other thread touches it.
+  // The following calls take long, so the mutex is not held. The range is neither in used_ nor in free_ now, so no other thread
+  // touches it.
   for (const auto& [begin, end] : withdrawn) madvise(mapping_.begin() + begin, end - begin, MADV_DONTNEED);
   for (const auto& [begin, end] : shared) give_pages_back(begin, end);
   const std::lock_guard lock(mutex_);
@@ -101,7 +104,8 @@ std::optional<uint64_t> Heap::take(uint64_t need, uint64_t alignment) {
   return std::nullopt;
 }
 
-// Splits a range into its shared and its withdrawn parts. Withdrawn pages are never used again, because peers do not see them.
+// Splits a range into its shared and its withdrawn parts, and appends them to `shared` and `withdrawn`. Withdrawn pages are never
+// used again, because peers do not see them.
 void Heap::split(uint64_t begin, uint64_t end, std::vector<Range>& shared, std::vector<Range>& withdrawn) const {
   for (const auto& [first, last] : withdrawn_) {
     if (end <= first || last <= begin) continue;
@@ -149,7 +153,8 @@ std::optional<uint64_t> Heap::exclusive(const void* memory, size_t bytes) const 
   if (after == used_.begin()) return std::nullopt;
   const auto& [start, room] = *std::prev(after);
   const uint64_t end = offset + bytes, last = start + room.asked;
-  const bool to_the_end = end == last && (start + room.bytes) % page == 0;  // if so, nothing else is on the last page
+  // Whether the range ends where its allocation ends, and nothing else is on the last page.
+  const bool to_the_end = end == last && (start + room.bytes) % page == 0;
   return offset % page == 0 && end <= last && (end % page == 0 || to_the_end) ? std::optional(offset) : std::nullopt;
 }
 

@@ -1,5 +1,5 @@
-// The shared heaps of a host. Each rank has one heap, which all ranks of the host map. mscomm.empty allocates arrays in this
-// rank's heap. A group's control memory is in the heap of the group's lowest rank.
+// The shared heaps of a host. Each rank has one heap, which all ranks of the host map. mscomm.empty allocates an array in the
+// heap of the rank that calls it. A group's control memory is in the heap of the group's lowest rank.
 #pragma once
 
 #include <cstdint>
@@ -22,34 +22,36 @@ inline constexpr size_t give_back_from = 1 << 20;
 
 class Heap {
  public:
-  // Takes ownership of the mapping. The descriptor stays with the caller.
+  // Takes ownership of the mapping, but not of its descriptor.
   explicit Heap(Mapping mapping);
 
-  // Returns memory of at least `bytes` bytes, all of whose pages exist, or nullptr if the heap is full or no longer shared. The
-  // memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2 MiB and more is aligned
-  // to 2 MiB.
+  // Allocates at least `bytes` bytes. All their pages exist when allocate() returns. Returns nullptr if the heap is full or no
+  // longer shared. The memory is aligned to 64 bytes. Memory of more than unshared_bytes has pages of its own. Memory of 2 MiB
+  // and more is aligned to 2 MiB.
   void* allocate(size_t bytes);
   // Frees memory that allocate() returned. Does nothing in a forked child, because the parent may still use the memory.
   void release(void* memory);
-  // Reserves sparse, zero-filled memory for a group's control memory, and returns its offset.
+  // Reserves sparse, zero-filled memory that a group uses as control memory, and returns its offset.
   uint64_t reserve(size_t bytes);
-  // Frees the reserved memory at `offset` once unused() returns true, which says that no rank looks at the memory any more.
+  // Frees the reserved memory at `offset` once unused() returns true. unused() must return true only when no rank looks at the
+  // memory any more.
   void release_when(uint64_t offset, std::function<bool()> unused);
 
-  // The offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. To be shared, it must lie in
-  // one allocation, and nothing else may be in use on its pages, because peers may write there and withdraw() replaces whole
-  // pages.
+  // The offset of [memory, memory + bytes) in the heap, or nullopt if this range cannot be shared. A range can be shared only if
+  // it lies in one allocation and nothing else is in use on its pages, because peers may write to these pages, and withdraw()
+  // replaces whole pages.
   std::optional<uint64_t> find(const void* memory, size_t bytes) const;
 
-  // Call this after a failed call. If find() gave an offset for [memory, memory + bytes), withdraw() replaces the pages of this
-  // range by private pages. From then on this process and its peers do not see what the other side writes there, and find()
-  // returns nullopt for the range. keep: whether the contents are kept. See "late writers" in docs/design/0001-call.md.
+  // Call this after a failed collective call. If find() gave an offset for [memory, memory + bytes), withdraw() replaces the
+  // pages of this range by private pages. From then on this process does not see what peers write to the range, peers do not see
+  // what this process writes, and find() returns nullopt for the range. keep: whether the contents are kept. See "late writers"
+  // in docs/design/0001-call.md.
   void withdraw(const void* memory, size_t bytes, bool keep);
 
-  // After this, no array is allocated or shared in this heap. Existing arrays stay valid.
+  // After retire(), no array is allocated or shared in this heap. Existing arrays stay valid.
   void retire();
 
-  // The bytes of all arrays in the heap, without control memory.
+  // How many bytes the arrays in the heap have in total, without control memory.
   size_t in_use() const;
   const Mapping& mapping() const { return mapping_; }
 
@@ -74,7 +76,7 @@ class Heap {
   void give(uint64_t begin, uint64_t end);
   bool withdrawn(uint64_t begin, uint64_t end) const;
 
-  const int owner_;           // process id
+  const int owner_;           // the id of the process that made the heap
   mutable std::mutex mutex_;  // protects everything below
   Mapping mapping_;
   bool shared_ = true;
@@ -88,14 +90,15 @@ class Heap {
 // The heaps of a host as one process sees them in one epoch: its own heap, and its mappings of the heaps of other ranks.
 class Heaps {
  public:
-  // others: the mappings, indexed by rank of the job; empty for this rank and for ranks of other hosts.
+  // others: the mappings of the heaps of other ranks, indexed by rank of the job. The entries of this rank and of ranks of other
+  // hosts are empty.
   Heaps(int rank, std::shared_ptr<Heap> mine, std::vector<Mapping> others)
       : rank_(rank), mine_(std::move(mine)), others_(std::move(others)) {}
 
   Heap& mine() const { return *mine_; }
   const std::shared_ptr<Heap>& shared() const { return mine_; }
-  // The address of [offset, offset + bytes) in the given rank's heap. The offset comes from a peer, so this checks the range, and
-  // throws if it is not inside the heap.
+  // The address of [offset, offset + bytes) in the given rank's heap. The offset comes from a peer, so at() checks that the range
+  // is inside the heap, and throws if it is not.
   char* at(int rank, uint64_t offset, size_t bytes) const;
 
  private:

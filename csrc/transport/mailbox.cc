@@ -16,8 +16,8 @@ namespace mscomm {
 
 namespace {
 
-constexpr size_t piece_bytes = 256u << 10;  // the most bytes that one system call moves; mutex_ is held meanwhile
-constexpr int messages_a_turn = 64;         // the most messages that are read from one link before the other links' turn
+constexpr size_t piece_bytes = 256u << 10;  // the most bytes that one system call moves, while mutex_ is held
+constexpr int messages_a_turn = 64;         // the most messages that are read from one link before other links have their turn
 
 using Kind = Envelope::Kind;
 
@@ -25,7 +25,7 @@ size_t payload_bytes(const Envelope& envelope) {
   return envelope.kind == Kind::announce ? 0 : envelope.count * size_of(envelope.dtype);
 }
 
-// How many bytes of the eager window a whole message uses.
+// How many bytes of the eager window a message uses if it is sent whole.
 size_t cost(size_t payload) { return sizeof(Envelope) + payload; }
 
 void end_stream(const std::optional<Stream>& stream) {
@@ -53,13 +53,14 @@ Mailbox::Mailbox(std::vector<int> ranks, int rank, uint32_t epoch)
 }
 
 Mailbox::~Mailbox() {
-  if (wake_fd_ < 0) return;  // already closed, or a forked child, whose copy of the mutex may be locked for ever
+  // The mailbox is closed already, or this is a forked child, in which mutex_ may be locked for ever.
+  if (wake_fd_ < 0) return;
   shut_down();
   stop_thread();
   ::close(wake_fd_);
 }
 
-// --- links ---
+// --- adding links ---
 
 void Mailbox::add_outgoing(int peer, Stream stream) {
   check_peer(peer);
@@ -85,11 +86,11 @@ void Mailbox::check_peer(int peer) const {
     throw Error("ValueError", "rank " + std::to_string(peer) + " is not one of the group's " + std::to_string(ranks_.size()));
 }
 
-// --- transfers ---
+// --- starting transfers, and waiting for them ---
 
 std::shared_ptr<Transfer> Mailbox::start_send(int peer, int64_t tag, Dtype dtype, const void* data, size_t bytes) {
   check_peer(peer);
-  // Transfer has one pointer for both directions; a send only reads from it.
+  // A Transfer has the same pointer for both directions; a send only reads the memory.
   auto send = std::make_shared<Transfer>(true, peer, tag, dtype, const_cast<char*>(static_cast<const char*>(data)), bytes);
   const auto lock = enter();
   if (shut_) {
@@ -125,7 +126,7 @@ std::shared_ptr<Transfer> Mailbox::start_recv(int peer, int64_t tag, Dtype dtype
     finish(recv, shut_);
     return recv;
   }
-  // Find the first message that this recv accepts.
+  // Among the messages that have already come, find the first one that this recv accepts.
   int source = any_source;
   std::deque<Unexpected>::iterator early;
   for (int from = 0; static_cast<size_t>(from) < ranks_.size(); from++) {
@@ -196,13 +197,13 @@ void Mailbox::detach(std::shared_ptr<Transfer> transfer, const Wait& wait, Ended
   detached_.push_back({std::move(transfer), wait, std::move(ended)});
   detaching_->notify_one();
   if (!done) return;
-  // The transfer had ended before it was put into the list, so wake the mailbox's own thread, which may be waiting for other
+  // The transfer had ended before it was put into the list. So wake the mailbox's own thread, which may be waiting for other
   // transfers.
   wake_driver();
   changed_->notify_all();
 }
 
-// The main function of the mailbox's own thread. It catches all exceptions, because one that left it would end the process.
+// The main function of the mailbox's own thread. It catches all exceptions, because an uncaught exception would end the process.
 void Mailbox::serve() {
   while (true) try {
       return serve_detached();
@@ -212,7 +213,7 @@ void Mailbox::serve() {
     }
 }
 
-// Waits for the detached transfers, for which no other thread waits.
+// Waits for detached transfers, and calls their callbacks when they have ended. Returns when the mailbox ends.
 void Mailbox::serve_detached() {
   std::unique_lock lock(mutex_);
   auto looked = Clock::now();
@@ -298,7 +299,7 @@ void Mailbox::close(double timeout_s) {
       link.stream.reset();
     }
     for (Incoming& link : incoming_) link.stream.reset();
-    // There is no driver any more, so no thread polls this descriptor.
+    // No driver is left, so no thread polls this descriptor.
     if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
   }
   for (const Stream& stream : delivering) ::shutdown(stream.fd(), SHUT_WR);
@@ -322,14 +323,14 @@ void Mailbox::close_descriptors() {
   for (Outgoing& link : outgoing_) link.stream.reset();
   for (Incoming& link : incoming_) link.stream.reset();
   ::close(std::exchange(wake_fd_, -1));
-  // Leak these copies. The thread does not exist in the child, and the destructors of the condition variables would wait for
-  // threads of the parent.
+  // Leak the child's copies of these objects. The thread does not exist in the child, and the destructors of the condition
+  // variables would wait for threads of the parent.
   (void)thread_.release();
   (void)changed_.release();
   (void)detaching_.release();
 }
 
-// --- the driver ---
+// --- moving bytes: one of the waiting threads, the driver, polls for all of them ---
 
 std::unique_lock<std::mutex> Mailbox::enter() const {
   entering_++;
@@ -348,8 +349,8 @@ void Mailbox::tell_finished() {
   if (std::exchange(finished_, false)) changed_->notify_all();
 }
 
-// Moves the bytes that can move now, for all transfers. If there are none, waits until some can move or another thread wakes this
-// one. Returns false if neither happens within longest_sleep_ms.
+// Moves the bytes that can move now, for all transfers. If no bytes can move, waits until some can, or until another thread wakes
+// this one. Returns false if neither happens within longest_sleep_ms.
 bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   const bool moved = move_some();
   tell_finished();
@@ -376,12 +377,13 @@ bool Mailbox::turn(std::unique_lock<std::mutex>& lock) {
   return ready > 0;
 }
 
-// Waits while another thread is the driver. Returns false if nothing changes within longest_sleep_ms.
+// Waits while another thread is the driver. Returns false if changed_ is not notified within longest_sleep_ms.
 bool Mailbox::await_change(std::unique_lock<std::mutex>& lock) {
   return changed_->wait_for(lock, std::chrono::milliseconds(longest_sleep_ms)) == std::cv_status::no_timeout;
 }
 
-// The ranks that the transfer waits for. For a recv from any source these are all other ranks, or this rank if there is no other.
+// The ranks for which the transfer waits. A recv from any source waits for all other ranks, or for this rank if it is the only
+// one.
 std::vector<int> Mailbox::missing(const Transfer& transfer) const {
   if (transfer.done()) return {};
   const int peer = transfer.matched_peer();
@@ -401,11 +403,12 @@ bool Mailbox::move_some() {
     try {
       moved |= read_some(peer);
       moved |= write_returns(peer);
-      // Read before writing, because credit that comes back lets more messages be sent whole.
+      // Read returned credit before writing, because with more credit more messages can be sent whole.
       moved |= read_returns(peer);
       moved |= write_some(peer);
     } catch (const std::bad_alloc&) {
-      // The state of the two links may be half changed, such as a header that has no buffer for its payload. So end both.
+      // The state of the two links may have changed only halfway: a header may have no buffer for its payload, for example. So
+      // end both links.
       const Ending ending{"MemoryError", "out of memory"};
       end_stream(outgoing_[peer].stream);
       end_outgoing(peer, ending);
@@ -417,7 +420,7 @@ bool Mailbox::move_some() {
   return moved;
 }
 
-// --- as the sender ---
+// --- sending: links to peers ---
 
 Envelope Mailbox::envelope(Kind kind, uint64_t id) const {
   Envelope envelope;
@@ -509,7 +512,7 @@ void Mailbox::take_return(int peer) {
   }
 }
 
-// --- as the receiver ---
+// --- receiving: links from peers ---
 
 bool Mailbox::valid(const Envelope& envelope, int peer) const {
   return envelope.magic == envelope_magic && envelope.wire == wire_version && envelope.epoch == epoch_ &&
@@ -548,8 +551,8 @@ bool Mailbox::read_some(int peer) {
   return moved;
 }
 
-// Called when a header is complete. Decides where its payload goes. Returns false if the header is invalid; the link has then
-// ended.
+// Called when a header is complete. Decides where the payload of the message goes. If the header is invalid, ends the link and
+// returns false.
 bool Mailbox::open(int peer) {
   Incoming& link = incoming_[peer];
   const Envelope& header = link.inbox;
@@ -592,7 +595,7 @@ bool Mailbox::open(int peer) {
   return true;
 }
 
-// Called when a payload is complete. Ends its recv, or keeps the message if there is no recv for it.
+// Called when a payload is complete. Ends the recv of the message, or keeps the message if there is no recv for it.
 void Mailbox::deliver(int peer) {
   Incoming& link = incoming_[peer];
   link.inbox_got = link.payload_got = 0;
@@ -601,7 +604,7 @@ void Mailbox::deliver(int peer) {
   std::vector<char> kept = std::move(link.kept);
   link.kept.clear();
   if (!recv) {
-    // A matching recv may have been posted while the payload came.
+    // A matching recv may have been posted while the payload was read.
     recv = match(peer, link.inbox);
     if (!recv) {
       keep(peer, link.inbox, std::move(kept));
@@ -613,8 +616,8 @@ void Mailbox::deliver(int peer) {
   finish(recv);
 }
 
-// Removes and returns the first recv, in the order of calls, that accepts this source and tag; nullptr if there is none. If that
-// recv expects another type or size, it ends with Mismatch, and the next recv is tried.
+// Returns the first recv, in the order of calls, that accepts this source and tag, and removes it from the posted recvs. Returns
+// nullptr if there is none. A recv that expects another type or size ends with Mismatch, and the next recv is tried.
 std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   auto& from_peer = incoming_[peer].posted;
   const auto first_of = [&](std::deque<Shared>& posted) {
@@ -660,7 +663,8 @@ void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Returns credit to the sender, but only when half of the window is used, because each return costs a header.
+// Counts `bytes` bytes of matched messages. When half of the eager window is matched, returns the credit for it to the sender.
+// Returning credit more often would cost more headers.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;
   if (link.matched < eager_window / 2) return;
@@ -681,7 +685,8 @@ bool Mailbox::write_returns(int peer) {
       link.outbox_sent += sent;
       moved = true;
     } catch (const Stream::Broken&) {
-      link.deaf = true;  // go on reading what the peer sent before, and then the link's end
+      // The peer accepts no headers any more, but the data that it sent before can still be read, up to the end of the link.
+      link.deaf = true;
       return true;
     }
     if (link.outbox_sent == sizeof(Envelope)) link.outbox.pop_front(), link.outbox_sent = 0;
@@ -689,7 +694,7 @@ bool Mailbox::write_returns(int peer) {
   return moved;
 }
 
-// --- the end of a transfer or a link ---
+// --- ending transfers and links ---
 
 void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   if (transfer->done()) return;
@@ -698,7 +703,7 @@ void Mailbox::finish(const Shared& transfer, std::optional<Error> error) {
   finished_ = true;
 }
 
-// Called when the waiter gives up. If the transfer has begun, its link ends, too.
+// Called when the thread that waits for the transfer gives up. Ends the transfer. If the transfer has begun, also ends its link.
 void Mailbox::drop(const Shared& transfer, const Error& error) {
   if (transfer->done()) return;
   finish(transfer, error);
@@ -735,8 +740,8 @@ void Mailbox::end_incoming(int peer, Ending ending) {
   if (link.current) fail(std::exchange(link.current, nullptr));
   for (const auto& [id, recv] : std::exchange(link.cleared, {})) fail(recv);
   for (const Shared& recv : std::exchange(link.posted, {})) fail(recv);
-  // If the peer is lost, a recv from any source may still get a message from another peer. If the link ended otherwise, a message
-  // for such a recv may be lost, so the recv fails.
+  // If the peer is lost, a recv from any source may still get a message from another peer. If the link ended for another reason,
+  // a message for such a recv may be lost, so the recv fails.
   if (link.ended->kind != "PeerLost")
     for (const Shared& recv : std::exchange(posted_for_any_, {})) fail(recv);
 }

@@ -36,8 +36,9 @@ struct Opened {
   std::string about;
 };
 
-// "never" is the kernel's default, so we try a tmpfs of our own instead. If the setting is "deny", an administrator wants no huge
-// pages in any file in memory, so we use a memfd with small pages.
+// Opens a file in memory. If shmem_enabled is "never", which is the kernel's default, a memfd would have only small pages, so
+// this function first tries a tmpfs of our own. If shmem_enabled is "deny", an administrator wants no huge pages in any file in
+// memory, so it opens a memfd with small pages.
 Opened open_memory(const char* label, bool own_tmpfs) {
   const std::string enabled = shmem_enabled();
   const std::string setting = "shmem_enabled: " + (enabled.empty() ? "not known" : enabled);
@@ -53,8 +54,8 @@ Opened open_memory(const char* label, bool own_tmpfs) {
   return {fd, true, std::string("memfd, ") + (huge ? "huge" : "small") + " pages (" + setting + why + ")"};
 }
 
-// Whether fd is a file such as open_in_own_tmpfs makes. The size of such a file cannot be sealed. We accept that, because only
-// this user's ranks have its descriptor, and they could kill each other anyway.
+// Whether fd is a file such as open_in_own_tmpfs() makes. The size of such a file cannot be sealed. We accept that, because only
+// ranks of this user have the descriptor, and these ranks could kill each other anyway.
 bool own_file_in_tmpfs(int fd, const struct stat& status) {
   struct statfs system{};
   return fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC && status.st_nlink == 0 && status.st_uid == geteuid();

@@ -1,5 +1,5 @@
-// Memory that processes of one host share. It is a file in memory that has no name in any file system, and each process maps it
-// as a whole.
+// Memory that processes of one host share. It is a file in memory that has no name in any file system. Each process maps the
+// whole file.
 #pragma once
 
 #include <cstddef>
@@ -9,25 +9,26 @@
 namespace mscomm {
 
 // Makes shared memory of `bytes` bytes and returns its descriptor, which is close-on-exec. The memory is sparse: a page is
-// allocated when it is first touched. It is a memfd that is sealed against shrinking and growing. If own_tmpfs is true, and the
-// kernel's default denies huge pages to memfds but a tmpfs of our own can have them, it is a file in such a tmpfs instead.
+// allocated when it is first touched. Normally the memory is a memfd that is sealed against shrinking and growing. It is a file
+// in a tmpfs of our own instead if own_tmpfs is true, the kernel's default denies huge pages to memfds, and the file can have
+// huge pages.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
-// Says which of the two make_memory() would make, and whether it would have huge pages: "memfd, huge pages (shmem_enabled:
-// advise)".
+// Says whether make_memory() would make a memfd or a file in a tmpfs of our own, and whether the memory would have huge pages:
+// "memfd, huge pages (shmem_enabled: advise)".
 std::string describe_memory(bool own_tmpfs);
 
-// Checks a descriptor of shared memory that a peer sent, and returns the size of the memory. It must be a memfd that is sealed
-// against shrinking, so that reading it cannot raise SIGBUS, or a nameless file of this user in a tmpfs, which cannot be sealed.
-// Throws if it is neither.
+// Checks a descriptor of shared memory that a peer sent, and returns the size of the memory. The descriptor must be one of two
+// things: a memfd that is sealed against shrinking, so that reading it cannot raise SIGBUS; or a nameless file of this user in a
+// tmpfs, which cannot be sealed. Throws if it is neither.
 size_t check_memory(int fd);
 
 // Makes sure that the pages of [begin, begin + bytes) exist. Throws MemoryError if memory is short. Without this check, a later
 // access would raise SIGBUS.
 void populate(void* begin, size_t bytes);
 
-// Sets whether pages of [begin, begin + bytes) that do not exist yet become huge pages, if the kernel can do that. Only large
-// arrays ask for huge pages: a huge page for every few bytes would waste memory.
+// Sets whether the pages of [begin, begin + bytes) that do not exist yet will be huge pages, if the kernel can do that. Only
+// large arrays ask for huge pages, because a huge page for a few bytes would waste memory.
 void want_huge_pages(void* begin, size_t bytes, bool wanted);
 
 class Mapping {

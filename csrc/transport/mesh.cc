@@ -11,11 +11,11 @@
 namespace mscomm {
 
 namespace {
-// At most this many bytes are moved over one link before the other links, and the other direction, are served.
+// At most this many bytes are moved over one link in one direction. Then the other direction and the other links are served.
 constexpr size_t at_once_bytes = 256 << 10;
-// At most this many bytes are sent to one peer before it is the turn of the next peer.
+// At most this many bytes are sent to one peer in its turn. Then the next peer has its turn.
 constexpr size_t turn_bytes = 128 << 10;
-// How often to check whether a peer still reads, while its turn holds up the other peers.
+// How often to check whether the peer whose turn it is still reads, while data for other peers waits for that turn to end.
 constexpr int look_at_wire_ms = 5;
 }  // namespace
 
@@ -92,8 +92,8 @@ void Mesh::transfer(std::span<const Piece> in, const Wait& wait, const Done& don
     link.receive_left = piece.bytes;
   }
   while (!done()) {
-    // Call look() also while bytes flow. Call it before bytes move, so that it cannot throw when this transfer is already
-    // complete.
+    // Call look() regularly even while bytes move. Call it before move_some(), so that it cannot throw when this transfer is
+    // already complete.
     if (seconds_since(looked_) > longest_sleep_ms * 1e-3 || wait.watch.broken()) look(wait);
     if (!move_some()) poll_links(wait);
   }
@@ -228,8 +228,8 @@ bool Mesh::compare_inbox(int peer) {
     if (theirs != mine_) throw Differs{{{rank_, mine_}, {peer, theirs}}};
     link.due = header.payload;
   } else {
-    // This is the header of an earlier call. It is valid if it equals our own call of that number and announces no data. Our call
-    // then had no reason to wait for it. Data that our call did not receive shows that the peer made another call.
+    // This is the header of an earlier call, which this rank has already ended without waiting for the header. That is right only
+    // if the header announces no data, and equals our own call with that number. Otherwise the peer made another call.
     const auto ours = recorded_(theirs.number);
     if (header.payload || (ours && *ours != theirs)) throw Differs{{{rank_, ours.value_or(mine_)}, {peer, theirs}}};
   }
@@ -258,7 +258,7 @@ void Mesh::poll_links(const Wait& wait) {
   const int ready = poll(polled.data(), polled.size(), looks_at_wire ? look_at_wire_ms : longest_sleep_ms);
   if (ready == 0 && looks_at_wire) return;
   // No data came, so tell the peers whose data is missing which call this rank is in. Do not tell them earlier: a peer may have
-  // sent its part and exited, and its kernel drops what we have not received yet if we send anything to it.
+  // sent its part and exited. If we then send anything to it, our kernel drops the data from it that we have not received yet.
   for (Link& link : links_)
     if (ready == 0 && link.stream && !link.greeted && !link.received()) greet(link, false);
   if (ready <= 0) look(wait);
@@ -268,7 +268,8 @@ void Mesh::poll_links(const Wait& wait) {
 
 std::vector<int> Mesh::missing() const {
   std::vector<int> ranks;
-  // A peer that accepts no data may be waiting for the same ranks as we are, so name such a peer only if no data is missing.
+  // If data from peers is missing, name only these peers. A peer that accepts no data may be waiting for the same peers as we
+  // are.
   const bool coming = !all_received();
   for (int peer = 0; peer < size(); peer++) {
     const Link& link = links_[peer];

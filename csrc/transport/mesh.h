@@ -28,30 +28,30 @@ struct Piece {
 
 class Mesh {
  public:
-  // ranks: the group's ranks by their numbers in the job, for error messages. links: indexed by rank in the group; only this rank
-  // has none. recorded: finds this rank's own call with that number.
+  // ranks: the group's ranks by their numbers in the job, for error messages. links: the links to the other ranks, indexed by
+  // rank in the group. recorded: returns this rank's own call with the given number, if it is still recorded.
   using Recorded = std::function<std::optional<Signature>(uint64_t number)>;
   Mesh(std::vector<int> ranks, int rank, uint32_t epoch, std::vector<std::optional<Stream>> links, Recorded recorded);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Starts a call. Compares `mine` with the headers that peers have already sent, without waiting.
+  // Starts a call. Compares `mine` with the headers that peers have already sent. Does not wait.
   void begin(const Signature& mine);
-  // Queues the pieces, which are sent during later calls of receive(), exchange() and progress(). The peers take turns. In its
-  // turn, a peer gets a part of its piece, so that only one stream at a time uses the wire. If the peer whose turn it is does not
-  // read, the wire is free, so data goes to the other peers as well. A piece must stay unchanged until the next exchange() has
-  // ended, or until the peer has sent something which shows that it has received the piece.
+  // Queues the pieces, which are then sent in later calls of receive(), exchange() and progress(). The peers take turns, so that
+  // only one stream at a time uses the wire. In its turn, a peer is sent a part of its piece. If that peer does not read, the
+  // wire is free, so data is sent to the other peers as well. The data of a piece must stay unchanged until the next exchange()
+  // has returned, or until this rank has received data that the peer sends only after it has received the piece.
   void send(std::span<const Piece> out);
-  // Receives all pieces, in any order, at most one from each peer. If no data comes for a while, it tells the peers whose pieces
-  // are missing which call this rank is in.
+  // Receives all pieces, in any order. `in` has at most one piece from each peer. If no data comes for a while, receive() tells
+  // the peers whose pieces are missing which call this rank is in.
   void receive(std::span<const Piece> in, const Wait& wait);
-  // Sends and receives at the same time. Returns when all pieces of `in` were received, and all pieces of `out` and all earlier
-  // queued pieces were sent.
+  // Sends and receives at the same time. Returns when all pieces of `in` have been received, and all pieces of `out` and all
+  // earlier queued pieces have been sent.
   void exchange(std::span<const Piece> out, std::span<const Piece> in, const Wait& wait);
-  // Compares the headers that peers have sent since begin(), without waiting.
+  // Compares the headers that peers have sent since begin() with this rank's own calls. Does not wait.
   void last_look();
-  // Sends as much of the queued data as it can without waiting.
+  // Sends as much of the queued data as possible without waiting.
   void progress();
   // Whether everything that was ever queued has been sent.
   bool all_sent() const;
@@ -60,9 +60,10 @@ class Mesh {
 
   // Ends all links at once, so that both sides stop waiting. Any thread may call this.
   void shut_down() const;
-  // Waits at most timeout_s until the peers' kernels have all sent bytes, and then ends all links.
+  // Waits until the peers' kernels have received all bytes that were sent, but at most timeout_s. Then ends all links.
   void close(double timeout_s);
-  // For a forked child: closes its copies of the sockets. If these stayed open, the peers would not notice when the parent ends.
+  // Called in a forked child. Closes the child's copies of the sockets. If these stayed open, the peers would not notice when the
+  // parent ends.
   void close_descriptors();
 
  private:
@@ -72,17 +73,18 @@ class Mesh {
   };
   struct Link {
     std::optional<Stream> stream;
-    std::optional<Stream::Broken> ended;  // the link has ended; that is a failure only if we wait for data from this peer
+    // Set when the link has ended. This is a failure only if we wait for data from this peer.
+    std::optional<Stream::Broken> ended;
 
-    bool greeted = false;    // the peer was told which call we are in
-    bool announced = false;  // the peer was also told that data follows
+    bool greeted = false;    // whether the peer was told which call we are in
+    bool announced = false;  // whether the peer was also told that data follows
     std::deque<Header> outbox;
     size_t outbox_sent = 0;    // bytes of outbox.front() that were sent
-    std::deque<Queued> queue;  // sent after the outbox; the first piece holds only its unsent rest
+    std::deque<Queued> queue;  // pieces to send after the outbox; of the first one, only the unsent rest
 
     Header inbox;
     size_t inbox_got = 0;  // bytes of inbox that were received
-    bool due = false;      // the peer's header for the current call agrees with ours and announces data
+    bool due = false;      // whether the peer's header for the current call agrees with ours and announces data
     bool receiving = false;
     char* receive_at = nullptr;
     size_t receive_left = 0;
@@ -95,13 +97,13 @@ class Mesh {
   template <typename Done>
   void transfer(std::span<const Piece> in, const Wait& wait, const Done& done);
   void greet(Link& link, bool payload);
-  // The peer to which the next piece is sent; -1: no piece is queued.
+  // Returns the peer whose turn it is; -1 if no piece is queued.
   int next();
   bool send_some(int peer);
   size_t send_piece(Link& link);
   bool receive_some(int peer);
-  // Compares the complete header in a link's inbox with our own calls. Returns false if the peer is in a later call; the header
-  // then stays in the inbox until this rank begins that call.
+  // Compares the complete header in the inbox of the link to `peer` with our own calls. Returns false if the peer is in a later
+  // call. The header then stays in the inbox until this rank begins that call.
   bool compare_inbox(int peer);
   bool move_some();
   size_t send_in_turn();
@@ -117,12 +119,14 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
-  Clock::time_point looked_;                    // when look() was last called in this call, which may have many short exchanges
-  std::deque<std::pair<int, uint64_t>> turns_;  // peers and their turns, in order; some turns' pieces may have been sent already
+  // When this call began, or when look() was last called in it. One call may have many short exchanges.
+  Clock::time_point looked_;
+  // Peers and the numbers of their turns, in order. The piece of a turn may have been sent already.
+  std::deque<std::pair<int, uint64_t>> turns_;
   uint64_t last_turn_ = 0;
   Clock::time_point turn_moved_;  // when bytes were last sent in turn, or were queued while the queue was empty
   // What happens to pieces for other peers while the peer whose turn it is accepts no data. wait: they stay queued. go: they are
-  // sent as well. none: no piece has to wait for that peer.
+  // sent anyway. none: there are no such pieces, or that peer accepts data.
   enum class Others { none, wait, go } others_ = Others::none;
 };
 

@@ -17,22 +17,23 @@ namespace mscomm {
 
 namespace {
 
-// These numbers are from linux/mount.h and the system call table of kernel 5.2. They are the same on all machines. The headers of
-// the build machine may be older.
+// These numbers are from linux/mount.h and the system call table of kernel 5.2. They are the same on all architectures. They are
+// repeated here because the headers of the build machine may be older.
 constexpr long sys_fsopen = 430, sys_fsconfig = 431, sys_fsmount = 432;
 constexpr int fsopen_cloexec = 1, fsmount_cloexec = 1;
 constexpr int set_string = 1, create = 6;
 constexpr int nosuid_nodev_noexec = 2 | 4 | 8;
 
-// ThreadSanitizer assumes that a child process has a copy of our memory, so under it the child must not share our memory.
+// ThreadSanitizer assumes that a child process has its own copy of our memory. So in a build with ThreadSanitizer, the child must
+// not share our memory.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool may_share_memory_with_a_child = false;
 #else
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// What the child process has to do, and its result. The child shares our memory and our descriptors, but must not allocate or
-// throw.
+// The file to be made, and the result. A child process may do this task. It shares our memory and our descriptors, but it must
+// not allocate memory or throw.
 struct Task {
   const char* label;
   std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is user 1000 outside
@@ -40,7 +41,7 @@ struct Task {
   const char* failed = nullptr;  // the first step that failed
   int error = 0;
 
-  // Returns whether the step succeeded. Records the first failure.
+  // Returns whether the step `what` has succeeded. If it has not, and it is the first step that failed, records it.
   bool ok(long result, const char* what) {
     if (result >= 0) return true;
     if (!failed) failed = what, error = errno;
@@ -76,7 +77,8 @@ bool write_file(const char* path, const char* text) {
   return written;
 }
 
-// See "Defining user and group ID mappings" in user_namespaces(7).
+// The main function of the child: makes the child root in its user namespace, and makes the file. See "Defining user and group ID
+// mappings" in user_namespaces(7).
 int in_namespace(void* argument) {
   Task& task = *static_cast<Task*>(argument);
   if (task.ok(write_file("/proc/self/uid_map", task.users.data()) ? 0 : -1, "uid_map of a user namespace") &&
@@ -91,7 +93,7 @@ int in_namespace(void* argument) {
 void make_file_in_namespace(Task& task) {
   std::snprintf(task.users.data(), task.users.size(), "0 %u 1", geteuid());
   std::snprintf(task.groups.data(), task.groups.size(), "0 %u 1", getegid());
-  std::array<char, 64 << 10> stack;  // the stack of the child, which grows down
+  std::array<char, 64 << 10> stack;  // the child's stack, which grows down
   const auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) / 16 * 16;
   sigset_t all, before;
   sigfillset(&all);

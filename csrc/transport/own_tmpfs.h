@@ -6,9 +6,10 @@
 
 namespace mscomm {
 
-// Opens a nameless, empty file and returns its descriptor, which is close-on-exec. MADV_HUGEPAGE gives mappings of the file huge
-// pages, even if shmem_enabled is "never" for memfds. This needs Linux 5.2, and CAP_SYS_ADMIN or the right to make a user
-// namespace. If it fails, it returns -1, and `why` says what the kernel refused. label: the name of the file in /proc/self/maps.
+// Opens a nameless, empty file and returns its descriptor, which is close-on-exec. With MADV_HUGEPAGE, mappings of the file get
+// huge pages even if shmem_enabled is "never", which denies them to memfds. This needs Linux 5.2, and also CAP_SYS_ADMIN or the
+// right to make a user namespace. If the file cannot be made, returns -1, and `why` says what the kernel refused. label: the name
+// of the file in /proc/self/maps.
 int open_in_own_tmpfs(const char* label, std::string& why);
 
 }  // namespace mscomm

@@ -6,14 +6,14 @@ namespace mscomm {
 
 namespace {
 
-// A rank looks for other ranks on its CPU at most every look_every, because that costs a cache line for each of them. It leaves
-// its CPU at most every part_every, because that takes tens of microseconds.
+// A rank looks for other ranks on its CPU at most once in look_every, because it must read a cache line of each of them. It
+// leaves its CPU at most once in part_every, because that takes tens of microseconds.
 constexpr std::chrono::microseconds look_every{50}, part_every{1000};
 
 }  // namespace
 
-// If two ranks wait on one CPU, the kernel separates them only after milliseconds, and even later if they yield to each other;
-// see docs/performance.md. So the higher rank moves: for a moment it forbids its own thread to run on that CPU.
+// If two ranks wait on one CPU, the kernel separates them only after milliseconds, and even later if they yield to each other
+// (see docs/performance.md). So the rank with the higher number moves: for a moment it forbids its own thread to run on that CPU.
 void Parting::waits_awake(uint64_t round) {
   constexpr uint64_t cpu_bits = 16, recent_rounds = 2;
   const int cpu = sched_getcpu();
@@ -32,7 +32,8 @@ void Parting::waits_awake(uint64_t round) {
   elsewhere = allowed;
   CPU_CLR(cpu, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0 || sched_setaffinity(0, sizeof elsewhere, &elsewhere) < 0) return;
-  sched_setaffinity(0, sizeof allowed, &allowed);  // if the cpuset has shrunk meanwhile, the kernel allows what is left
+  // Allow all CPUs again. If the cpuset has shrunk meanwhile, the kernel allows the CPUs that are left.
+  sched_setaffinity(0, sizeof allowed, &allowed);
   parted_ = now;
   number_++;
 }

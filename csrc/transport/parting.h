@@ -1,4 +1,4 @@
-// If two ranks wait on the same CPU, the higher one moves to another CPU.
+// If two ranks wait on the same CPU, the one with the higher number moves to another CPU.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,8 @@ namespace mscomm {
 
 namespace {
 
-// Like read(), this may return fewer bytes than asked for, or -1 with errno set.
+// Reads memory of another process. Like read(), returns the number of bytes read, which may be less than `bytes`, or -1 with
+// errno set.
 ssize_t read_process(pid_t process, uint64_t address, void* to, size_t bytes) {
   const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
   return process_vm_readv(process, &here, 1, &there, 1, 0);
@@ -41,8 +42,8 @@ bool Pulls::possible(Gate& gate, const Wait& wait) {
   return all;
 }
 
-// Whether this rank can read the given rank's token. If the process id means another process here, because that rank is in
-// another pid namespace, the token does not match.
+// Whether this rank can read the token in the memory of the given rank's process. If that rank is in another pid namespace, its
+// process id may mean another process here. Then the token does not match.
 bool Pulls::reads_token_of(int rank) const {
   const Control::Slot& other = control_.slot(rank);
   uint64_t token = 0;
@@ -54,8 +55,8 @@ void Pulls::offer(const Call& call, Pulled pulled, Post& post) {
   if (pulled == Pulled::x_and_out) post.out_address = readable(call.out, call.out_bytes, out_);
 }
 
-// Returns the address of `memory`, or 0 if other processes cannot read it, as is the case for memory that a driver has mapped.
-// Tests only the first and the last byte.
+// Returns the address of `memory`, or 0 if other processes cannot read this memory. They cannot read memory that a driver has
+// mapped, for example. Tests only the first and the last byte.
 uint64_t Pulls::readable(const void* memory, size_t bytes, Tested& last) const {
   if (bytes == 0 || possible_ == Tried::no) return 0;
   if (const Tested now{memory, bytes}; now != last) {

@@ -13,7 +13,7 @@
 
 namespace mscomm {
 
-// Which of a call's arrays the peers may read in this rank's process if the arrays are in private memory.
+// Which arrays of a call, if they are in private memory, the peers may read in this rank's process.
 enum class Pulled { nothing, x, x_and_out };
 
 class Pulls {
@@ -28,11 +28,11 @@ class Pulls {
   bool known_possible() const { return possible_ == Tried::yes; }
   // Writes the addresses of the arrays that `pulled` names into the post.
   void offer(const Call& call, Pulled pulled, Post& post);
-  // Copies `bytes` bytes at `address` in the given rank's process to `to`.
+  // Copies `bytes` bytes from `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const;
 
  private:
-  // The array that readable() tested last. Most programs use the same arrays again, which then need no new test.
+  // The array that readable() last tested. Most programs use the same arrays again, and these need no new test.
   struct Tested {
     const void* memory = nullptr;
     size_t bytes = 0;
