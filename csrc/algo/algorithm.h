@@ -66,10 +66,10 @@ std::span<const Algorithm> algorithms();
 // For each collective, the algorithm that MSCOMM_ALGO names for it; an empty string if MSCOMM_ALGO names none.
 using Forced = std::array<std::string, collectives.size()>;
 
-// The rows of the table from which pick() chooses for one collective. pick() returns the first row whose `fits` accepts the size.
-// If none of the other rows does, pick() returns the last row, without a call of its `fits`. The result of select() depends only
-// on its arguments, so all ranks with the same layout and the same forced names get the same rows. select() throws
-// Error("ValueError") if a forced name is unknown, or if the layout does not allow the algorithm.
+// The rows of the table that a collective may use, for pick(). pick() returns the first row whose `fits` accepts the size. If no
+// other row fits, pick() returns the last row, and does not call its `fits`. The result of select() depends only on its
+// arguments, so all ranks with the same layout and the same forced names get the same rows. select() throws Error("ValueError")
+// if a forced name is unknown, or if the layout does not allow the algorithm.
 using Choice = std::vector<const Algorithm*>;
 Choice select(Collective what, const Layout& layout, const Forced& forced);
 inline const Algorithm& pick(const Choice& rows, const Layout& layout, size_t bytes) {

@@ -21,9 +21,9 @@ namespace mscomm {
 
 namespace {
 
-// A rank reduces its part piece by piece. From each input, a piece has hot_bytes, so that it is still in the cache when the
-// result is written to all outputs. A part of at least long_part bytes does not fit into any cache, and longer pieces then take
-// less time.
+// A rank reduces its part piece by piece, from hot_bytes of each input at a time, so that the result of a piece is still in the
+// cache when it is copied to all outputs. A part of at least long_part bytes does not fit into any cache, so for such a part
+// longer pieces take less time.
 constexpr size_t hot_bytes = 4 << 10, hot_bytes_of_long_parts = 16 << 10, long_part = 8 << 20;
 
 bool receives(const Call& call, int rank) { return call.signature.root < 0 || rank == call.signature.root; }
@@ -141,7 +141,7 @@ class Chunks {
   std::vector<const void*> in_;
 };
 
-// If a message has at least this many bytes, and the only two ranks can read each other's memory, they use no staging. Each rank
+// In a group of two ranks that can read each other's memory, a message of at least this many bytes needs no staging. Each rank
 // reads the peer's x for its own part, and later the peer's result for the other part. With more than two ranks, several ranks
 // would read the same result from one process, which takes longer than staging.
 constexpr size_t pulled_bytes = 2 << 20;

@@ -215,8 +215,8 @@ class Hierarchy {
     }
     mesh_.send(out);
   }
-  // Merges the partial sums of all hosts in this host's share of this rank's slice of chunk k. Sends the result to the other
-  // hosts, unless in_one_latency().
+  // Each host merges one share of this rank's slice of chunk k. merge() merges the partial sums of all hosts for this host's
+  // share, and sends the result to the other hosts, unless in_one_latency().
   void merge(size_t k) {
     if (!owns()) return;
     const Span mine = share(k, house_.here);

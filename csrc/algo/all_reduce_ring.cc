@@ -1,9 +1,9 @@
 // All-reduce around a ring: reduce-scatter in n-1 steps, then all-gather in n-1 steps (Patarasuk, Yuan 2009). Each rank sends
 // only to its right neighbour.
 //
-// The position of an element in the message decides at which rank its sum starts. So the ring adds in a different order than the
-// other algorithms, and its results can differ from theirs in the last bits. Partial results are sent in the accumulator type,
-// and are rounded only once.
+// The position of an element in the message decides at which rank its sum starts. So the order of additions differs from that of
+// the other algorithms, and the results can differ from theirs in the last bits. Partial results are sent in the accumulator
+// type, and are rounded only once.
 #include "algo/mesh_steps.h"
 
 namespace mscomm {

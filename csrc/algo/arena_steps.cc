@@ -88,8 +88,8 @@ class Ways {
     // rank copies the rest. Otherwise all ranks would wait for the root, which would copy the whole message for every rank.
     if (for_all_ && source == root_)
       return {move, way, readable ? part(move.bytes, arena_.size(), arena_.size() - 1).bytes() : 0};
-    // In all other cases only one of the two ranks copies. If both could, the root does not, because it would have to copy for
-    // all ranks.
+    // In all other cases only one of the two ranks copies. If both ranks could copy, the root does not, because it would have to
+    // copy for all ranks.
     return {move, way, !readable || destination == root_ ? move.bytes : 0};
   }
   // The size in bytes of the largest move that goes through staging; 0 if no move does.

@@ -59,7 +59,7 @@ struct Move {
 struct Moves {
   std::function<Move(int source, int destination)> between;
   const char* x;     // what this rank sends; nullptr if it sends nothing
-  Blocks blocks;     // the blocks of x, as for Staging
+  Blocks blocks;     // the blocks of x; see Staging
   size_t largest_x;  // the size in bytes of the largest x of any rank
   // Returns the size in bytes of the largest move from the given source. Needed only for a collective without a root.
   std::function<size_t(int source)> largest_from = nullptr;

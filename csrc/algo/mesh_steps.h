@@ -18,7 +18,7 @@ inline constexpr size_t window_bytes = 128 << 10;
 // If the size of a message, times the number of ranks (or hosts) that exchange it, is at most this many bytes, every rank sends
 // its whole message to all others at once. That takes less time than a second latency.
 inline constexpr size_t one_latency_bytes = 8 << 10;
-// Smaller than window_bytes, because an inner node of a tree holds a window for each rank below it.
+// The size of a window in a tree. It is smaller than window_bytes, because an inner node holds a window for each rank below it.
 inline constexpr size_t tree_window_bytes = 64 << 10;
 // The number of windows of a message. It is at least 1, because the first piece carries the header even if the message is empty.
 inline size_t windows(size_t bytes, size_t each_bytes) { return std::max<size_t>(1, pieces(bytes, each_bytes)); }

@@ -86,9 +86,9 @@ std::string names_of(Collective what) {
   return names;
 }
 
-// Returns the carrier of all collectives of a group. A group has only one, so that ranks that make different calls by mistake
-// meet and find out. For the same reason, a rank that waits in the arena during a call with carrier `both` also reads the headers
-// that come over the mesh.
+// Returns the carrier that all collectives of a group use. There is only one, so that ranks that make different calls by mistake
+// meet and notice the difference. For the same reason, a rank that waits in the arena during a call with carrier `both` also
+// reads the headers that come over the mesh.
 Carrier carrier_of(const Layout& layout, const Forced& forced) {
   bool arena = false, mesh = layout.hosts() > 1;
   for (size_t i = 0; i < forced.size(); i++) {

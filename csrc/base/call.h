@@ -16,7 +16,7 @@ inline constexpr int max_dims = 12;
 // What all ranks of a call must agree on. Ranks compare signatures field by field or by their fingerprints. They copy signatures
 // bytewise into slots and headers, so a Signature has no padding and no pointers.
 struct Signature {
-  uint64_t number = 0;  // the call's place in the group's order, from 1
+  uint64_t number = 0;  // the place of the call in the order of the group's calls, from 1
   Collective what = Collective::barrier;
   Dtype dtype = Dtype::uint8;
   Op op = Op::sum;
@@ -56,7 +56,7 @@ struct Call {
   // counts is an n x n matrix with one row for each sender. All ranks have the same counts. Their sum is signature.count, except
   // that signature.count may be 0 in an all_to_all.
   std::vector<uint64_t> counts{};
-  // The stream of the device in whose order the call runs. nullopt: the arrays are in CPU memory.
+  // The stream in whose order the call runs on the device. nullopt: the arrays are in CPU memory.
   std::optional<void*> stream{};
   // Whether the call runs on the group's own stream, after all work that is on `stream` when the call is enqueued.
   bool beside = false;

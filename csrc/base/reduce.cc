@@ -202,9 +202,8 @@ struct Bool {
   using Accumulator = uint8_t;
   using Wide = Bool;
   [[gnu::always_inline]] static uint8_t widen(uint8_t x) { return x != 0; }
-  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) {
-    return x & 1;
-  }  // true is 1, but the identity of And has all bits set
+  // & 1, because true is stored as 1, but the identity of And has all bits set.
+  [[gnu::always_inline]] static uint8_t narrow(uint8_t x) { return x & 1; }
 };
 
 struct Bfloat16 {
@@ -229,8 +228,8 @@ struct Float16 {
   [[gnu::always_inline]] static float widen(uint16_t x) {
     const int32_t magnitude = (x & 0x7fff) << 13;
     const uint32_t bits = static_cast<uint32_t>(magnitude);
-    // In a float, inf and NaN have the exponent 255. Adding 224 to the exponent gives it to them. Finite numbers become 2^112
-    // times too large, which the multiplication corrects.
+    // The exponent of inf and NaN is 255 in a float and 31 in a float16, so 224 is added to the exponent. This makes finite
+    // numbers 2^112 times too large, which the multiplication corrects.
     const float normal = std::bit_cast<float>(bits + (224u << 23)) * 0x1p-112f;
     // A subnormal number is 2^-14 * (1 + fraction) - 2^-14. The subtraction is exact and normalises the number.
     const float subnormal = std::bit_cast<float>(bits + (113u << 23)) - 0x1p-14f;
@@ -457,7 +456,7 @@ int detect_levels() { return 1; }
 #endif
 
 #if defined(__aarch64__)
-constexpr unsigned long default_float_mode = 0;  // the value of FPCR
+constexpr unsigned long default_float_mode = 0;  // the value of FPCR for round to nearest, without flush-to-zero
 unsigned long float_mode() {
   unsigned long mode;
   asm volatile("mrs %0, fpcr" : "=r"(mode) : : "memory");

@@ -22,8 +22,8 @@ std::string brief(const Signature& call) {
   return text + " (" + in_units(call.count * size_of(call.dtype)) + ")";
 }
 
-// All communicators of this process; the fork handlers go through them. all_mutex is held across a fork, so that the child finds
-// a consistent list.
+// All communicators of this process, for the fork handlers. all_mutex is held across a fork, so that the child finds a consistent
+// list.
 std::mutex all_mutex;
 std::vector<Communicator*> all;
 
@@ -224,7 +224,7 @@ void Communicator::failed(const Signature& call, const Error& error) {
   if (hooks_.failed) hooks_.failed();
 }
 
-// Makes an error of the device's backend name the rank and the call, which the vendor's library does not know.
+// Adds the names of the rank and the call to an error of the device's backend, because the vendor's library knows neither.
 Error Communicator::of_device(const Signature& call, const Error& error) const {
   return {error.kind, name_of(rank_) + ": " + brief(call) + ": " + error.what(), error.ranks, error.waiting_for};
 }
@@ -286,8 +286,8 @@ void Communicator::execute(const Call& call, const Deadline& deadline, bool its_
     recorder_.begin(call.signature, its_turn ? deadline.start() : Clock::now());
     next_notice_s_ = first_notice_s;
     backend_of(call).run(call, {*this, deadline});
-    // If this process was stopped during the call, its peers may have given it up meanwhile. Then the data that it read may have
-    // changed.
+    // If this process was stopped during the call, its peers may have given up the call meanwhile, and may have changed the data
+    // that this rank has read.
     if (broken()) throw_failure();
   } catch (const Differs& differs) {
     fail(call, differing(differs));
@@ -335,7 +335,7 @@ void Communicator::fail(const Call& call, const Error& error) {
   try {
     if (was_running) backend_of(call).withdraw(call);
   } catch (const std::exception& cause) {
-    // Only print this cause: the error to throw is that of the call itself.
+    // Print this error but do not throw it, because the caller must get the error that made the call fail.
     if (hooks_.notice)
       hooks_.notice("mscomm: rank " + std::to_string(in_job(rank_)) + ": the arrays of " + brief(call.signature) +
                     ", which failed, are still within reach of ranks that were stopped in it, who may write there later: " +
@@ -382,8 +382,8 @@ std::optional<Failure> Communicator::failure() const {
 
 void Communicator::last_look() {
   if (forked_) return;
-  const std::lock_guard turn(turn_mutex_);  // as long as it is held, no call begins
-  // If a thread is in a call, it uses the links, and compares the peers' headers itself.
+  const std::lock_guard turn(turn_mutex_);  // no call begins while this thread holds turn_mutex_
+  // If another thread is in a call, that thread uses the links, and compares the peers' headers itself.
   if (broken() || callers_ > 0) return;
   try {
     backend_->last_look();
@@ -538,7 +538,7 @@ void Communicator::in_child() {
     communicator->mailbox_.close_descriptors();
     communicator->peers_->close_descriptors();
     // Leak what belongs to the parent. The worker does not exist in the child, and the destructors of the condition variables
-    // would wait for threads of the parent. The hook `failed` would tell a thread that only the parent has.
+    // would wait for threads of the parent. Forget the hook `failed`, because it wakes a thread that only the parent has.
     (void)communicator->worker_.release();
     (void)communicator->turn_.release();
     (void)communicator->job_.release();

@@ -1,6 +1,6 @@
 // The communicator of a group numbers the group's calls and runs them in order. Independently of the calls, it sends and receives
 // messages (messages.cc). An error in a call or a message breaks the group (abort()). From then on every call throws the first
-// cause of that.
+// cause of this failure.
 #pragma once
 
 #include <unistd.h>
@@ -61,7 +61,8 @@ struct Where {
   std::string text;
 };
 
-// A call on the group's worker thread or on the device, or a message, that has been started and need not have ended.
+// A call or a message that has been started, and may still be under way. A call runs on the group's worker thread or on the
+// device.
 class Work {
  public:
   Work() = default;
@@ -80,7 +81,7 @@ class Work {
   friend class Communicator;
   void end(std::optional<Error> error, std::optional<Matched> matched = {});
 
-  mutable std::mutex mutex_;  // protects error_ and matched_; done_ is set while it is held, so that wait() cannot miss that
+  mutable std::mutex mutex_;  // held while error_, matched_ and done_ are set; done_ may be read without it
   std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
   const int owner_ = getpid();  // the process that made this Work; a forked child has only a copy
   uint64_t number_ = 0;
@@ -140,8 +141,8 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   std::shared_ptr<Work> start(const Message& message, const Deadline& deadline);
   void add_outgoing(int peer, int fd);
   void add_incoming(int peer, int fd);
-  // Says that a link from the peer is being made. From now on, a recv takes the peer as gone only when this link has ended. It no
-  // longer matters to the recv whether left() was called for the peer or the peer's process has ended.
+  // Says that a link from the peer is being made. From now on, a recv counts the peer as gone only when this link has ended.
+  // Until then it does not matter whether left() was called for the peer, or whether the peer's process has ended.
   void expect_incoming(int peer);
   // Throws if the group is broken, if the peer has left the job, or if the peer's process has ended.
   void check_peer(int peer) const;
@@ -174,7 +175,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
   // marked.
   class Caller {
    public:
-    // For a thread that runs messages, which have no call numbers.
+    // For a thread that sends or receives messages, which have no call numbers.
     explicit Caller(Communicator& group) : group_(group), in_call_(false), outer_(innermost_) {
       const std::lock_guard lock(group_.turn_mutex_);
       enter();
@@ -236,7 +237,7 @@ class Communicator final : public Watch, private VendorBackend::Observer {
 
   void leave_caller(uint64_t ended = 0);  // ended: the number of the call if it has ended without an error, else 0
   // Throws if this is a forked child or the group is broken. Call this before taking any lock, because in a forked child a mutex
-  // may be locked for ever. Then call it again with the lock, because the group may have been broken meanwhile.
+  // may be locked for ever. Then call it again while holding the lock, because the group may have been broken meanwhile.
   void check_usable() const;
   void check_no_handler() const;
   VendorBackend& device() const;

@@ -14,7 +14,7 @@ namespace mscomm {
 class Communicator::Delivery final : public Watch {
  public:
   // calls_python: whether the thread that waits may call Python. It is true for a caller's thread. It is false for the mailbox's
-  // thread, because there a call of Python might not return while the process ends.
+  // thread, because a Python function that this thread calls might not return while the process ends.
   Delivery(Communicator& group, const Message& message, bool calls_python)
       : group_(group), message_(message), calls_python_(calls_python) {
     if (!calls_python_) return;
@@ -79,9 +79,9 @@ class Communicator::Delivery final : public Watch {
     if (peers == std::vector{group_.rank_}) return group_.name_of(group_.rank_) + ", which is this rank itself";
     return (peers.size() > 1 ? "any of " : "") + group_.named(peers);
   }
-  // Throws if none of the peers can send any more. If a peer has a link to us, or is making one, it counts as gone only when that
-  // link has ended and all its data was read, because the peer may have sent the message before it exited. In this case a recv
-  // from one given peer does not throw here, because the mailbox ends such a recv when the link has ended.
+  // Throws if none of the peers can send any more. If a peer has a link to us, or is making one, the peer counts as gone only
+  // when that link has ended and all its data was read, because the peer may have sent the message before it exited. A recv from
+  // one given peer that has a link is ended by the mailbox, not here.
   void look_for_senders(const std::vector<int>& peers, const Missing& missing) const {
     std::string how_they_went;
     for (int peer : peers) {

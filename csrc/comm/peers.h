@@ -26,9 +26,9 @@ struct Peers {
   }
 
   const int rank;
-  const std::vector<std::string> names;  // such as "rank 3 (pid 4711 on host b)"
+  const std::vector<std::string> names;  // the name of each rank, such as "rank 3 (pid 4711 on host b)"
   const std::vector<int> hosts;          // the number of each rank's host
-  std::vector<int> pidfds;               // -1 for this rank and for ranks on other hosts
+  std::vector<int> pidfds;               // the pidfd of each rank; -1 for this rank and for ranks on other hosts
   const std::shared_ptr<Heaps> heaps;    // nullptr if no other rank is on this host
 };
 

@@ -39,7 +39,7 @@ class Recorder {
   class TimeOfDay;
 
   static constexpr size_t kept = 1024;
-  mutable std::mutex mutex_;  // protects everything below; threads of callers, of the member and of Python use it
+  mutable std::mutex mutex_;  // protects everything below, which is used by callers, the member's thread and Python
   std::array<Entry, kept> ring_{};
   uint64_t newest_ = 0;  // the number of the newest call; 0: there is none
 };

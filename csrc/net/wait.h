@@ -14,7 +14,7 @@ inline constexpr int longest_sleep_ms = 50;
 // seconds.
 inline constexpr double first_notice_s = 10, second_notice_s = 60, notice_every_s = 300;
 
-// The ranks for which the waiting rank waits.
+// The ranks for which a rank waits.
 struct Missing {
   std::function<std::vector<int>()> ranks;
   // Whether the rank waits in shared memory. In shared memory, a rank whose process has ended never arrives. Over a link, data

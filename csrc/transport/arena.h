@@ -80,7 +80,7 @@ class Arena {
   // which takes a round. So all ranks must call can_pull() at the same point of a collective call, after the first round of that
   // collective call.
   bool can_pull(const Wait& wait) { return pulls_.possible(gate_, wait); }
-  // The result of can_pull(); false as long as can_pull() was not called.
+  // The result of can_pull(). It is false as long as can_pull() has not been called.
   bool pulls() const { return pulls_.known_possible(); }
   // Copies `bytes` bytes from `address` in the given rank's process to `to`.
   void pull(int rank, uint64_t address, void* to, size_t bytes, const Wait& wait) const {

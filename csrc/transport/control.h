@@ -30,7 +30,7 @@ struct Post {
   Signature signature;
   uint64_t x_offset = not_in_heap;  // the offset of x in the rank's heap
   uint64_t out_offset = not_in_heap;
-  uint64_t x_address = 0, out_address = 0;  // in the rank's process; 0: peers must not read the array in that process
+  uint64_t x_address = 0, out_address = 0;  // addresses in the rank's process; 0: peers must not read the array directly
 };
 
 class Control {

@@ -53,7 +53,7 @@ void Gate::round(const Wait& wait) {
   // may have put two ranks on one CPU.
   const int polls = spin_ ? polls_a_turn : 1;
   std::optional<Clock::time_point> start;
-  Clock::duration in_vain{};  // the total time of the last yields in a row that were in vain
+  Clock::duration in_vain{};  // the total time of the latest consecutive yields that were in vain
   while (!wait.watch.broken()) {
     for (int i = 0; i < polls; i++) {
       if (open()) return;

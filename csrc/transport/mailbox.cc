@@ -407,8 +407,8 @@ bool Mailbox::move_some() {
       moved |= read_returns(peer);
       moved |= write_some(peer);
     } catch (const std::bad_alloc&) {
-      // The state of the two links may have changed only halfway: a header may have no buffer for its payload, for example. So
-      // end both links.
+      // Memory ran out in the middle of a step: for example, a header was read, but there is no buffer for its payload. So end
+      // both the link to this peer and the link from it.
       const Ending ending{"MemoryError", "out of memory"};
       end_stream(outgoing_[peer].stream);
       end_outgoing(peer, ending);
@@ -663,7 +663,7 @@ void Mailbox::clear_to_send(int peer, const Shared& recv, uint64_t id) {
   link.outbox.push_back(envelope(Kind::clear, id));
 }
 
-// Counts `bytes` bytes of matched messages. When half of the eager window is matched, returns the credit for it to the sender.
+// Counts `bytes` bytes of matched messages. When the count reaches half of the eager window, returns this credit to the sender.
 // Returning credit more often would cost more headers.
 void Mailbox::give_back(Incoming& link, size_t bytes) {
   link.matched += bytes;

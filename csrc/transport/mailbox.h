@@ -39,8 +39,10 @@
 
 namespace mscomm {
 
-inline constexpr size_t eager_bytes = 16u << 10;        // the longest message that may be sent before its recv is called
-inline constexpr size_t eager_window = 1u << 20;        // per link: the most bytes (with headers) of such messages without recv
+// A message of at most eager_bytes may be sent before its recv is called. On each link, at most eager_window bytes of such
+// messages (with their headers) may be without a recv at the same time.
+inline constexpr size_t eager_bytes = 16u << 10;
+inline constexpr size_t eager_window = 1u << 20;
 inline constexpr uint32_t envelope_magic = 0x5043534d;  // "MSCP" in memory
 
 inline constexpr int any_source = -1;
@@ -140,8 +142,8 @@ class Mailbox {
   // Ends all links and transfers. Any thread may call this at any time. It calls no callback, and waits only for mutex_. No
   // thread holds mutex_ for longer than it takes to copy one piece for each link, or a message to this rank itself.
   void shut_down();
-  // Ends all transfers, and closes the links. Before that, waits until the peers' kernels have received all bytes that were sent,
-  // but at most timeout_s.
+  // Ends all transfers. Then waits until the peers' kernels have received all bytes that were sent, but at most timeout_s, and
+  // closes the links.
   void close(double timeout_s);
   // Called in a forked child. Closes the child's copies of the descriptors. Takes no lock.
   void close_descriptors();
@@ -181,7 +183,7 @@ class Mailbox {
     std::optional<Ending> ended;
     std::deque<Shared> posted;           // recvs that have no message yet, in order
     std::deque<Unexpected> unexpected;   // messages that have no recv yet, in order
-    std::map<uint64_t, Shared> cleared;  // recvs that have asked for the data of an announced message, by its id
+    std::map<uint64_t, Shared> cleared;  // recvs that have asked for the data of an announced message, by the id of the message
     uint64_t last_id = 0;
     size_t uncredited = 0;  // bytes of whole messages that have come and for which no credit was returned yet
     size_t matched = 0;     // how many of the uncredited bytes belong to messages that were matched to recvs
@@ -256,7 +258,7 @@ class Mailbox {
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;     // by source; this rank's own entry has no stream
   std::deque<Shared> posted_for_any_;  // recvs from any source that have no message yet, in order
-  uint64_t last_turn_ = 0;             // the last turn that was given to a posted recv or a kept message
+  uint64_t last_turn_ = 0;             // the last number that was given as a turn to a posted recv or a kept message
   int first_ = 0;                      // the peer whose links are served first; each time it is another one, so that none starves
   std::list<Detached> detached_;
   bool driving_ = false;   // whether one of the waiting threads, called the driver, is in poll() for all of them

@@ -14,8 +14,8 @@ namespace mscomm {
 // huge pages.
 int make_memory(const char* label, size_t bytes, bool own_tmpfs = true);
 
-// Says whether make_memory() would make a memfd or a file in a tmpfs of our own, and whether the memory would have huge pages:
-// "memfd, huge pages (shmem_enabled: advise)".
+// Says whether make_memory() would make a memfd or a file in a tmpfs of our own, and whether the memory would have huge pages. An
+// example is "memfd, huge pages (shmem_enabled: advise)".
 std::string describe_memory(bool own_tmpfs);
 
 // Checks a descriptor of shared memory that a peer sent, and returns the size of the memory. The descriptor must be one of two

@@ -119,12 +119,14 @@ class Mesh {
   std::vector<Link> links_;
   Recorded recorded_;
   Signature mine_;
-  // When this call began, or when look() was last called in it. One call may have many short exchanges.
+  // When look() was last called, or when the current call began if that was later. A call may have many short exchanges, so this
+  // is kept from one exchange to the next.
   Clock::time_point looked_;
   // Peers and the numbers of their turns, in order. The piece of a turn may have been sent already.
   std::deque<std::pair<int, uint64_t>> turns_;
   uint64_t last_turn_ = 0;
-  Clock::time_point turn_moved_;  // when bytes were last sent in turn, or were queued while the queue was empty
+  // When bytes were last sent to the peer whose turn it was. Also set when pieces are queued while no others are queued.
+  Clock::time_point turn_moved_;
   // What happens to pieces for other peers while the peer whose turn it is accepts no data. wait: they stay queued. go: they are
   // sent anyway. none: there are no such pieces, or that peer accepts data.
   enum class Others { none, wait, go } others_ = Others::none;

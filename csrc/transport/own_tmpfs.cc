@@ -32,8 +32,8 @@ constexpr bool may_share_memory_with_a_child = false;
 constexpr bool may_share_memory_with_a_child = true;
 #endif
 
-// The file to be made, and the result. A child process may do this task. It shares our memory and our descriptors, but it must
-// not allocate memory or throw.
+// The task of making the file: its input and its result. A child process may do the task. The child shares our memory and our
+// descriptors, but it must not allocate memory or throw.
 struct Task {
   const char* label;
   std::array<char, 32> users{}, groups{};  // "0 1000 1": root in the namespace is user 1000 outside
@@ -41,7 +41,7 @@ struct Task {
   const char* failed = nullptr;  // the first step that failed
   int error = 0;
 
-  // Returns whether the step `what` has succeeded. If it has not, and it is the first step that failed, records it.
+  // Returns whether the step `what` has succeeded. Records the first step that fails.
   bool ok(long result, const char* what) {
     if (result >= 0) return true;
     if (!failed) failed = what, error = errno;

@@ -6,8 +6,8 @@ namespace mscomm {
 
 namespace {
 
-// A rank looks for other ranks on its CPU at most once in look_every, because it must read a cache line of each of them. It
-// leaves its CPU at most once in part_every, because that takes tens of microseconds.
+// A rank looks for other ranks on its CPU at most once per look_every, because it must read a cache line of each of them. It
+// leaves its CPU at most once per part_every, because that takes tens of microseconds.
 constexpr std::chrono::microseconds look_every{50}, part_every{1000};
 
 }  // namespace
