@@ -22,7 +22,7 @@ struct Tensor {
   uint8_t code, bits;
   uint16_t lanes;
   int64_t* shape;
-  int64_t* strides;  // in elements; nullptr: the array is in C order
+  int64_t* strides;  // in elements; nullptr if the array is in C order
   uint64_t byte_offset;
 };
 static_assert(sizeof(Tensor) == 48);
@@ -36,7 +36,8 @@ struct Versioned {
 };
 static_assert(offsetof(Versioned, tensor) == 32);
 
-// The core's type for the elements of this tensor; nullopt if there is none. `kinds` is in the order of DLPack's type codes.
+// Returns the core's dtype for the elements of this tensor, or nullopt if there is none. `kinds` is in the order of DLPack's type
+// codes.
 std::optional<Dtype> dtype_of(const Tensor& tensor) {
   static constexpr std::array<Dtype, 15> all = [] {
     std::array<Dtype, 15> list{};
@@ -90,7 +91,8 @@ bool read_by_exchange(Array& array, PyObject* capsule) {
   const auto* api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   while (api && api->major != 1) api = api->previous;
   Tensor tensor;
-  // If this protocol cannot describe the array, the Python module for the array's library describes or refuses it.
+  // If this protocol cannot describe the array, return false. The Python module for the array's library then describes or refuses
+  // the array.
   if (!api || !api->describe || api->describe(array.given.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;

@@ -18,7 +18,7 @@ namespace {
 
 using Comm = void*;
 
-// Numbers from hccl_types.h. Beyond 11, the numbers of types differ between releases.
+// These numbers are from hccl_types.h. The type numbers above 11 differ between releases.
 constexpr int success = 0;
 constexpr size_t root_info_bytes = 4108;
 enum Type { t_int8 = 0, t_int16 = 1, t_int32 = 2, t_float16 = 3, t_float32 = 4, t_int64 = 5, t_bfloat16 = 11 };
@@ -33,7 +33,7 @@ struct Item {
 };
 static_assert(sizeof(Item) == 32 && offsetof(Item, peer) == 28);
 
-// What the error codes mean, and what to check.
+// An error code, what it means and, for some codes, what to check.
 struct Meaning {
   int code;
   const char* words;
@@ -177,8 +177,8 @@ class Hccl final : public Vendor {
   const Functions functions;
 };
 
-// The library's function for joining waits for the other ranks. So a separate thread calls it, and that thread is left behind if
-// the function does not return. A Joining is what this thread and the group share.
+// The library's function for joining waits for the other ranks. So a separate thread calls the function, and the thread is left
+// behind if the function does not return. The thread and the group share a Joining.
 class Joining {
  public:
   // The thread calls this when the library's function has returned.
@@ -197,8 +197,8 @@ class Joining {
     if (thrown_) std::rethrow_exception(thrown_);
     return result_;
   }
-  // Returns the communicator the first time, later nullptr; also nullptr if there is none yet. gives_up: if a communicator is
-  // made later, the thread destroys it.
+  // Hands the communicator over: returns it once. Returns nullptr after that, and as long as there is no communicator. gives_up:
+  // if a communicator is made later, the thread destroys it.
   Comm take(bool gives_up) {
     const std::lock_guard lock(mutex_);
     given_up_ = given_up_ || gives_up;
@@ -206,7 +206,7 @@ class Joining {
   }
 
  private:
-  mutable std::mutex mutex_;  // protects what follows
+  mutable std::mutex mutex_;  // protects the members below
   bool done_ = false, given_up_ = false;
   int result_ = success;
   Comm comm_ = nullptr;
@@ -343,7 +343,7 @@ void* HcclGroup::scratch(size_t bytes) {
 
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc) {
-  // The two libraries look up each other's functions by name.
+  // Each of the two libraries looks up the other's functions by name, so both are opened with global names.
   Dynlib first("libhccl.so, CANN's HCCL", collectives, Dynlib::Names::everybodys);
   std::optional<Dynlib> second;
   if (!first.find("HcclCommInitRootInfo"))

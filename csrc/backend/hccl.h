@@ -1,4 +1,4 @@
-// Huawei's HCCL for Ascend NPUs, which is opened at run time. The declarations are our own, made after the headers of hccl and
+// Huawei's HCCL for Ascend NPUs, which is opened at run time. The declarations are our own, and follow the headers of hccl and
 // hcomm.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace mscomm {
 
-// communicators: where libhcomm may be. In newer releases of CANN this library has the functions of communicators. soc: the
+// communicators: where libhcomm may be. In newer releases of CANN, the functions for communicators are in that library. soc: the
 // device's name, on which HCCL's limits depend. Throws BackendUnavailable.
 std::unique_ptr<Vendor> open_hccl(const std::vector<Candidate>& collectives, const std::vector<Candidate>& communicators,
                                   const std::string& soc);

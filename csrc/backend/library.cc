@@ -31,7 +31,7 @@ Batch::~Batch() {
   try {
     group_.end_batch();
   } catch (const Error&) {
-    // The caller reports the error that ended the batch early, not this one.
+    // Ignore this error: the caller reports the error that ended the batch early.
   }
 }
 

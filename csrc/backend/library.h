@@ -1,4 +1,4 @@
-// What the vendor backend needs of a vendor's communication library; nccl.cc and hccl.cc implement it.
+// What the vendor backend needs from a vendor's communication library. nccl.cc and hccl.cc implement it.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace mscomm {
 
-// Bytes to or from one peer in an exchange.
+// The bytes that this rank sends to one peer, or receives from it, in an exchange.
 struct Part {
   bool sends;
   int peer;
@@ -21,11 +21,11 @@ struct Part {
   size_t bytes;
 };
 
-// The library's numbers for the types and operations that it can reduce; -1: it cannot reduce this type or by this operation.
+// The library's numbers for types and operations; -1 if the library cannot reduce this type, or cannot reduce by this operation.
 struct Numbers {
   std::array<int, dtypes.size()> types;            // by Dtype; -1 for bool and complex numbers
   std::array<int, mscomm::ops.size()> operations;  // by Op
-  int byte;                                        // the type for bools, which are bytes that are 0 or 1
+  int byte;  // the number of the byte type; it serves for bools, which are bytes that are 0 or 1
 };
 
 // A type and an operation, in the library's numbers. factor: how many elements of that type make up one of our elements.
@@ -34,23 +34,23 @@ struct VendorReduction {
   size_t factor = 1;
 };
 
-// How the library can compute op on dtype; nullopt: it cannot. Complex numbers are summed part by part. For bools, the maximum
-// serves as `or` and as sum, and the minimum serves as `and` and as product.
+// The type and operation with which the library can reduce elements of `dtype` by `op`; nullopt if it cannot. Complex numbers are
+// summed part by part. For bools, the maximum serves as `or` and as sum, and the minimum serves as `and` and as product.
 std::optional<VendorReduction> reduction_of(const Numbers& library, Dtype dtype, Op op);
 
-// One rank's communicator of the library, on one device. All functions but abort() are called by one thread at a time, with the
-// device current. They throw Error if the library returns an error.
+// One rank's communicator in the library, on one device. All functions except abort() are called by one thread at a time, while
+// the device is the thread's current one. They throw Error if the library returns an error.
 class VendorGroup {
  public:
   virtual ~VendorGroup() = default;
 
-  // Each of these functions enqueues its operation and returns at once. After it, or after a whole batch, nothing else is called
-  // until busy() has returned false. Counts are in elements. x may be out.
+  // Each of these functions enqueues its operation and returns at once. After such a call, or after a whole batch, no other
+  // function is called until busy() has returned false. Counts are in elements. x may be out.
   virtual void all_reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
   virtual void reduce(const void* x, void* out, size_t count, Dtype dtype, Op op, int root, StreamHandle stream) = 0;
-  // count: elements of out.
+  // count: the number of elements of out.
   virtual void reduce_scatter(const void* x, void* out, size_t count, Dtype dtype, Op op, StreamHandle stream) = 0;
-  // bytes: the size of x. x may be at its place in out.
+  // bytes: the size of x. x may be this rank's part of out.
   virtual void all_gather(const void* x, void* out, size_t bytes, StreamHandle stream) = 0;
   // x is read at the root only.
   virtual void broadcast(const void* x, void* out, size_t bytes, int root, StreamHandle stream) = 0;
@@ -60,17 +60,16 @@ class VendorGroup {
   virtual void begin_batch() = 0;
   virtual void end_batch() = 0;
 
-  // Whether the library is still setting up the last call. Throws if the group has failed, in this call or an earlier one.
+  // Whether the library is still setting up the last call. Throws if the group has failed, in the last call or an earlier one.
   virtual bool busy() = 0;
-  // Ends what the device is doing for this group. Any thread may call this, but only once, and it is the last call. It may take
-  // long. beside: another thread is inside a call, and abort() must make it return.
+  // Ends what the device is doing for this group. Any thread may call abort(), but only once, and no other function may be called
+  // after it. The abort may take long. beside: another thread is inside a call, and abort() must make this call return.
   virtual void abort(bool beside) noexcept = 0;
-  // Begins to free the group. Called when the group has ended without an error. Once busy() returns false, the destructor frees
-  // the rest.
+  // Begins to free the group, which has ended without an error. Once busy() returns false, the destructor frees the rest.
   virtual void finish() = 0;
 };
 
-// While this object lives, all calls on the group become one operation of the library. If a call throws, the destructor ends this
+// While this object lives, all calls on the group become one operation of the library. If a call throws, the destructor ends the
 // operation and ignores the operation's errors.
 class Batch {
  public:
@@ -91,15 +90,15 @@ class Vendor {
 
   virtual std::string_view name() const = 0;    // "nccl"
   virtual std::string version() const = 0;      // "2.28.9"
-  virtual const std::string& path() const = 0;  // of the library
+  virtual const std::string& path() const = 0;  // the path of the library
   virtual const std::string& origin() const = 0;
 
-  // Why the library cannot reduce elements of this type by this operation; empty: it can.
+  // Returns why the library cannot reduce elements of this type by this operation, or "" if it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
   // Makes the id of a new group. One rank of the group calls this with its device current, and gives the id to the others.
   virtual std::string make_id() = 0;
-  // Joins the group with that id as one rank, on the device, which must be current. The group can be used once busy() returns
-  // false.
+  // Joins the group with this id, as this rank, on this device, which must be the thread's current one. The group can be used
+  // once busy() has returned false.
   virtual std::unique_ptr<VendorGroup> join(const std::string& id, int size, int rank, std::shared_ptr<Runtime> runtime,
                                             int device) = 0;
 };

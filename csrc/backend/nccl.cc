@@ -134,7 +134,7 @@ class Nccl final : public Vendor {
     if (result != success && result != in_progress) throw error(result, what);
   }
 
-  // The library keeps one last message for the whole process, and never clears it.
+  // The library keeps only one error message, the last one, for the whole process, and never clears it.
   Error error(int result, const char* what) const {
     const char* last = functions.last_error(nullptr);
     std::string text =

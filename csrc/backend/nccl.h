@@ -31,22 +31,22 @@ struct UniqueId {
   char bytes[128];
 };
 
-// The fields that ncclConfig_t had in NCCL 2.14, and the first one that was added later. A newer library reads the fields of the
-// version that is given here, and uses defaults for the rest.
+// The fields that ncclConfig_t had in NCCL 2.14, and the first field that was added later. A newer library reads the fields of
+// the version that is given here, and uses defaults for the rest.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21400;
   int blocking = 0;
-  int cga_cluster_size = INT_MIN;  // unset
+  int cga_cluster_size = INT_MIN;  // undefined, so NCCL chooses
 };
 
-// The version in words: "2.28.9" for 22809. Codes of versions before 2.9 have four digits: "2.7.8" for 2708.
+// The version as text: "2.28.9" for 22809. Codes of versions before 2.9 have four digits: "2.7.8" for 2708.
 std::string version_text(int code);
 
 }  // namespace nccl
 
-// Throws BackendUnavailable if there is no such library, or it is older than 2.14.
+// Throws BackendUnavailable if NCCL is not found, or is older than 2.14.
 std::unique_ptr<Vendor> open_nccl(const std::vector<Candidate>& candidates);
 
 }  // namespace mscomm

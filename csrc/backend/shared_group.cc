@@ -12,7 +12,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// An abort waits at most this long for the thread that is in the library.
+// An abort waits at most this long for another thread that is inside the library.
 constexpr auto call_takes_at_most = 1s;
 
 // Keeps a group that cannot be freed. It then lives until the process ends.
@@ -32,8 +32,8 @@ void SharedGroup::look() {
 void SharedGroup::abort() {
   std::unique_ptr<VendorGroup> group;
   {
-    // A caller is inside the library only for microseconds, unless the library hangs. In that case the abort makes the caller
-    // return.
+    // Another thread is inside the library only for microseconds, unless the library hangs. If it hangs, the abort makes that
+    // thread return.
     std::unique_lock calling(calling_, call_takes_at_most);
     if (!calling) {
       aborted_ = true;
@@ -59,7 +59,7 @@ void SharedGroup::finish(bool captured) {
     while (group_->busy() && !deadline.passed()) std::this_thread::sleep_for(1ms);
     if (deadline.passed()) group_->abort(false);
   } catch (const Error&) {
-    group_->abort(false);  // another rank has failed; that rank's calls and the hub report it
+    group_->abort(false);  // another rank has failed; its own calls and the hub report the failure
   }
   group_.reset();
 }

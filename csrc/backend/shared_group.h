@@ -14,10 +14,10 @@
 
 namespace mscomm {
 
-// How long we wait for the library to free a group, and to abort it.
+// How long we wait for the library to free a group, and how long to abort it.
 inline constexpr double frees_within_s = 5, aborts_within_s = 10;
 
-// A mutex whose lock can have a timeout. It replaces std::timed_mutex, which ThreadSanitizer does not understand.
+// A mutex that can be locked with a timeout. It replaces std::timed_mutex, which ThreadSanitizer does not understand.
 class Turn {
  public:
   void lock() {
@@ -46,7 +46,7 @@ class Turn {
   bool taken_ = false;
 };
 
-// Lets only one thread at a time call the library for the group.
+// Lets the threads of this process call the library for the group, one thread at a time.
 class SharedGroup {
  public:
   // Joins the group; see Vendor::join.
@@ -55,14 +55,14 @@ class SharedGroup {
       : vendor_(std::move(vendor)), group_(vendor_->join(id, size, rank, std::move(runtime), device)) {}
 
   Vendor& vendor() const { return *vendor_; }
-  // Calls the library for the group; throws if the group was aborted.
+  // Calls `question` with the library's group, and returns its result. Throws if the group was aborted.
   template <typename Question>
   auto ask(const Question& question) {
     const std::lock_guard lock(calling_);
     if (!group_ || aborted_) throw Error("Aborted", "the group was aborted");
     return question(*group_);
   }
-  // Throws if the group has failed. Does nothing while another thread is inside the library, because that thread sees the error
+  // Throws if the group has failed. Does nothing while another thread is inside the library, because that thread sees the failure
   // itself.
   void look();
   void abort();

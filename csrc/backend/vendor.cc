@@ -15,12 +15,13 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// After a call we ask the library for this long, without a pause, whether it has set up the call. If the library starts a thread
-// for that, the thread takes about as long. After that we sleep between questions. Each sleep takes 50 us longer than asked for.
+// After a call we ask the library, for this long and without a pause, whether it has set up the call. This is about the time that
+// the library needs if it sets up calls in a thread. After that we sleep between questions, although each sleep takes 50 us
+// longer than asked for.
 constexpr auto asks_at_once = 200us;
 
-// One turn for each device of the process, so that several groups enqueue there one after the other. An abort does not take the
-// turn.
+// Each device of the process has one turn, which a group holds while it enqueues a call, so groups do not enqueue on a device at
+// the same time. An abort does not wait for the turn.
 Turn& issuing_on(const Runtime* runtime, int device) {
   static std::mutex mutex;                                                 // protects `all`
   static auto& all = *new std::map<std::pair<const Runtime*, int>, Turn>;  // never destroyed: a thread left behind may use a turn
@@ -57,7 +58,7 @@ VendorBackend::~VendorBackend() {
   if (!thread_) return;  // in a forked child
   observe(nullptr);
   if (watcher_->stop()) thread_->join();
-  else thread_->detach();  // the thread hangs in the library; it shares ownership of what it uses
+  else thread_->detach();  // the thread hangs in the library; it shares ownership of all that it uses
 }
 
 void VendorBackend::observe(Observer* observer) { watcher_->observe(observer); }
@@ -94,8 +95,8 @@ void VendorBackend::take(std::unique_lock<Turn>& issuing, const Wait& wait) {
   }
 }
 
-// Waits until the library has set up what was enqueued. In the first call of a kind the library may connect to other ranks, and
-// those may first have to finish a call of another group. So the device's turn is released meanwhile.
+// Waits until the library has set up the call. In the first call of a kind the library may connect to other ranks, and these
+// ranks may first have to finish a call of another group. So the device's turn is released during the wait.
 void VendorBackend::settle(std::unique_lock<Turn>& issuing, const Wait& wait) {
   auto pause = 20us;
   std::optional<Clock::time_point> asked;
@@ -168,7 +169,7 @@ void VendorBackend::exchange(const Call& call, StreamHandle stream) {
   const size_t element = call.element_bytes();
   const size_t root = call.signature.root;
   const bool divides = what == Collective::scatter || what == Collective::all_to_all;
-  // How many bytes one rank sends to another.
+  // How many bytes rank `from` sends to rank `to`.
   const auto bytes = [&](size_t from, size_t to) {
     if ((what == Collective::gather && to != root) || (what == Collective::scatter && from != root)) return size_t{0};
     if (call.counts.empty()) return call.bytes() / (divides ? size_ : 1);

@@ -17,12 +17,12 @@
 
 namespace mscomm {
 
-// Runs the calls of one group on arrays of one device: enqueues them, and has them watched by a thread of its own.
+// Runs the calls of one group on arrays of one device: enqueues the calls, and starts a thread that watches them.
 class VendorBackend final : public Backend {
  public:
   using Observer = Watcher::Observer;
 
-  // Joins the group with that id, and waits until every rank has joined it. `check` is called at least every 50 ms, and may throw
+  // Joins the group with this id, and waits until every rank has joined it. `check` is called at least every 50 ms, and may throw
   // to end the wait. Throws CollectiveTimeout at the deadline.
   VendorBackend(std::shared_ptr<Vendor> vendor, std::shared_ptr<Runtime> runtime, int device, const std::string& id, int size,
                 int rank, const Deadline& deadline, const std::function<void()>& check);
@@ -33,18 +33,18 @@ class VendorBackend final : public Backend {
 
   // Returns when the call has been enqueued. The observer is told when the call has ended.
   void run(const Call& call, const Wait& wait) override;
-  // Makes work that is enqueued on the stream from now on wait for that call.
+  // Makes work that is enqueued on the stream from now on wait for the call with this number.
   void order(uint64_t number, StreamHandle stream);
-  // Packs or unpacks, in the order of the stream, with the device's kernels if it has them, else by copies. Throws RuntimeError
-  // if copies would have to scale or cast.
+  // Packs or unpacks in stream order: with the device's kernels if it has them, otherwise by copies. Throws RuntimeError if
+  // copies would have to scale or cast.
   void pack(const Packing& packing, StreamHandle stream);
-  // Fills device memory with zeros, in the order of the stream.
+  // Fills device memory with zeros, in stream order.
   void clear(void* memory, size_t bytes, StreamHandle stream);
   // Whether the device has kernels that scale, and that cast if the dtypes differ.
   bool converts(Dtype part, Dtype bucket) const;
-  // Why the library cannot reduce elements of this type by this operation; empty: it can.
+  // Returns why the library cannot reduce elements of this type by this operation, or "" if it can.
   std::string refuses(Dtype dtype, Op op) const;
-  // How many calls have not ended.
+  // The number of calls that have not ended.
   size_t pending() const;
 
   void shut_down() override;

@@ -14,9 +14,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How often the watching thread looks at the calls on the device: every first_look until looks_often_s after a call last ended,
-// then every later_look. It also goes on looking for looks_often_s when no call is pending, because the next caller would need a
-// system call to wake it.
+// How often the watching thread looks at the calls on the device. It looks every first_look until looks_often_s have passed since
+// a call last ended, and every later_look after that. It keeps looking for looks_often_s even if no call is pending, because
+// waking a sleeping thread would cost the next caller a system call.
 constexpr auto first_look = 1ms, later_look = 10ms;
 constexpr double looks_often_s = 0.1;
 // When no call has ended on the device for this long, the ranks compare their calls.
@@ -76,7 +76,7 @@ void Watcher::captured(const Signature& call) {
 }
 
 void Watcher::order(uint64_t number, StreamHandle stream) {
-  const std::lock_guard lock(mutex_);  // so that the event is not reused meanwhile
+  const std::lock_guard lock(mutex_);  // so that another call cannot take over the event now
   for (const Pending& one : pending_)
     if (one.call.number == number) return runtime_->wait(stream, one.event);
 }
@@ -108,7 +108,7 @@ bool Watcher::stop() {
   return changed_.wait_for(lock, std::chrono::duration<double>(aborts_within_s), [this] { return ended_; });
 }
 
-// If an error ends this function early, the group must end, too, because no other thread would notice a failure.
+// If an error ends watch_pending() early, the observer must hear of it, because no other thread watches the group.
 void Watcher::watch() {
   try {
     const Runtime::Current current(*runtime_, device_);
@@ -161,7 +161,8 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
   std::vector<std::pair<Signature, double>> waiting;
   std::optional<std::pair<Signature, Error>> failed;
   try {
-    // Calls on one stream end in order, but calls on different streams may overtake each other.
+    // Calls on one stream end in order, but calls on different streams may overtake each other. `behind` has the streams whose
+    // oldest call has not ended.
     std::vector<StreamHandle> behind;
     for (auto one = pending_.begin(); one != pending_.end();) {
       if (std::find(behind.begin(), behind.end(), one->stream) != behind.end()) {
@@ -176,7 +177,7 @@ void Watcher::look_at_pending(std::unique_lock<std::mutex>& lock) {
         ++one;
       }
     }
-    // A program may be far ahead of its device, so the timeout counts from when a call last ended.
+    // A program may be far ahead of its device, so the timeout counts from the moment when a call last ended.
     const double still_s = seconds_since(moved_);
     for (const Pending& one : pending_)
       if (!failed && still_s >= one.deadline.timeout_s())

@@ -1,4 +1,4 @@
-// Watches the calls of a group that are on a device, and frees the group in the end.
+// Watches the calls of a group that are on a device, and frees the group at the end.
 #pragma once
 
 #include <condition_variable>
@@ -35,18 +35,18 @@ class Watcher {
   void watch();
   void observe(Observer* observer);
 
-  // To be called with the device current, like all functions down to order().
+  // The functions down to order() must be called while the device is the thread's current one.
   EventHandle take_event();
   // The group's own stream, for calls that run beside the caller's stream.
   StreamHandle beside();
-  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that it waits for.
+  // Watches a call that has been enqueued. before: if the call runs on the group's own stream, the event that the call waits for.
   void add(const Signature& call, StreamHandle stream, EventHandle before, const Deadline& deadline);
-  // Says that a graph has captured the call. The call does not run now, but every time the graph runs.
+  // Notes that a graph has captured the call. The call does not run now, but each time the graph runs.
   void captured(const Signature& call);
-  // Makes work that is enqueued on the stream from now on wait for that call.
+  // Makes work that is enqueued on the stream from now on wait for the call with this number.
   void order(uint64_t number, StreamHandle stream);
 
-  // How many calls have not ended.
+  // The number of calls that have not ended.
   size_t pending() const;
   // Makes the watching thread abort the group.
   void abort();
@@ -69,7 +69,7 @@ class Watcher {
     const std::lock_guard lock(telling_);
     if (observer_) words(*observer_);
   }
-  void give_back(const Pending& call);  // to be called with mutex_
+  void give_back(const Pending& call);  // the caller must hold mutex_
   void watch_pending();
   void look_at_pending(std::unique_lock<std::mutex>& lock);
   void free_group(std::unique_lock<std::mutex>& lock);
@@ -79,7 +79,7 @@ class Watcher {
   const std::shared_ptr<SharedGroup> group_;
   StreamHandle beside_ = nullptr;  // made by the first call that needs it
 
-  mutable std::mutex mutex_;  // protects what follows; never held while the library is called
+  mutable std::mutex mutex_;  // protects the members below; never held while the library is called
   std::condition_variable changed_;
   std::deque<Pending> pending_;      // in the order of their numbers
   std::vector<EventHandle> events_;  // events that are not in use
@@ -87,8 +87,8 @@ class Watcher {
   bool asleep_ = false;      // the thread sleeps until a caller that enqueues wakes it
   bool captured_ = false;    // a graph may contain calls of the group
   Clock::time_point moved_;  // when a call last ended, or was enqueued while none was pending
-  bool over_ = false;        // the library has freed the group
-  bool ended_ = false;       // the thread has ended, and has freed the rest
+  bool over_ = false;        // the group has been freed or aborted, or the thread has failed
+  bool ended_ = false;       // the thread has ended
 
   std::mutex telling_;  // protects observer_; held while the observer is called, which may take mutex_
   Observer* observer_ = nullptr;

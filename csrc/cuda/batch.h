@@ -1,15 +1,15 @@
-// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernels get parameters by value, in at
-// most the 4 KiB that all drivers accept.
+// The parameters of one kernel launch, which moves data between a bucket and its parts. Kernels get their parameters by value,
+// and all drivers accept up to 4 KiB of them.
 //
-// The bucket is an array of elements, in which each part has its place. It is cut into cells of equal size, and also wherever a
-// part begins. Each block moves one of the resulting pieces:
+// The bucket is an array of elements. Each part has its place in this array. The bucket is cut into cells of equal size, and also
+// wherever a part begins. Each block of the launch moves one of the resulting pieces:
 //
 //     parts    |     0     | 1 |2 |                  3                |
 //     cells    |           |           |           |           |           |
 //     pieces   |     0     1 2 | 3|  4 |     5     |     6     |  7   |
 //
 // So a large part has many blocks, and a small part has one. A block needs only its number to find its piece. If a part ends
-// where a cell ends, an empty piece follows (1 above). It costs a block, but it keeps the counting simple.
+// where a cell ends, an empty piece follows (piece 1 above). An empty piece costs a block, but it keeps the counting simple.
 #pragma once
 
 #include <cstddef>
@@ -39,13 +39,13 @@ struct Batch {
 
   constexpr uint64_t cell_of(uint32_t entry) const { return entries[entry].begin >> cell_log2; }
   constexpr uint64_t end_of(uint32_t entry) const { return entries[entry + 1].begin - entries[entry].gap; }
-  // The first piece of a part. For the entry after the last part, this is the number of pieces.
+  // The number of the first piece of this entry's part. For the entry after the last part, this is the number of all pieces.
   constexpr uint64_t first_piece(uint32_t entry) const { return cell_of(entry) - cell_of(0) + entry; }
 };
 static_assert(sizeof(Batch) <= 4096);
 
 struct Piece {
-  uint32_t entry;       // the index of its part's entry
+  uint32_t entry;       // the index of the entry of the piece's part
   uint64_t begin, end;  // its place in the bucket, in elements
 };
 

@@ -48,7 +48,7 @@ constexpr Bfloat16 narrow<Bfloat16, float>(float x) {
 template <>
 constexpr Float16 narrow<Float16, float>(float x) {
   const uint32_t all = std::bit_cast<uint32_t>(x), magnitude = all & 0x7fffffff, sign = all >> 16 & 0x8000;
-  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16: larger numbers become infinite, too
+  const uint32_t bounded = magnitude < (143u << 23) ? magnitude : 143u << 23;  // 2^16; larger numbers become infinite as well
   const uint32_t biased = bounded & (255u << 23);
   const uint32_t exponent = biased > (113u << 23) ? biased : 113u << 23;  // 2^-14: smaller numbers are subnormal
   // `weight` is 2^13 times the power of two in `exponent`. Adding it to the number rounds the number to the last bit of a
@@ -60,8 +60,8 @@ constexpr Float16 narrow<Float16, float>(float x) {
   return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
 }
 
-// The largest number of the narrow type that is not above x. x must be positive. If x is the largest number of the type, divided
-// by the number of ranks, then a sum over the ranks cannot overflow.
+// The largest number of the narrow type that is not above x. x must be positive. For example, take the largest number of the type
+// divided by the number of ranks as x: then a sum over the ranks cannot overflow.
 template <class To>
 constexpr float floor_to(float x) {
   To made = narrow<To>(x);

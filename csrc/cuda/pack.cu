@@ -54,9 +54,9 @@ struct Scaled {
   __device__ To operator()(From x, float&) const { return narrow<To>(one_nan(widen(x) * scale)); }
 };
 
-// What rounding and the limit `largest` take away from a value is kept, and added the next time. Infinities and NaN are passed on
-// unchanged, because other code looks for them, and nothing is kept for them. python/mscomm/train/buckets.py does the same on the
-// CPU.
+// Keeps what rounding and the limit `largest` take away from a value, and adds it to the value of the next time. Infinities and
+// NaN are passed on unchanged, because other code looks for them. For these nothing is kept. python/mscomm/train/buckets.py does
+// the same on the CPU.
 template <class To_>
 struct Owing {
   using From = float;
@@ -80,7 +80,7 @@ struct Sides {
 };
 
 // Moves `units` units of `width` elements each, starting at element `first`. The units from number `hole` on lie `skip` units
-// further.
+// further on.
 template <unsigned width, class Way>
 __device__ inline void move(const Way& way, const Sides& sides, uint32_t first, uint32_t units, uint32_t hole, uint32_t skip) {
   using From = typename Way::From;
@@ -139,8 +139,8 @@ __device__ inline void run(const Batch& batch) {
   const Sides sides{batch.packs ? part : bucket, batch.packs ? bucket : part, batch.residual + piece.begin * sizeof(float)};
   const auto count = static_cast<uint32_t>(piece.end - piece.begin);
 
-  // The wider side uses vectors of 16 bytes. This needs all sides to be aligned to a vector at the same element. Otherwise
-  // elements are moved one at a time.
+  // Use vectors of 16 bytes on the side with the wider elements. This is possible only if, on all sides, the same element is the
+  // first one that is aligned to a vector. Otherwise elements are moved one at a time.
   constexpr unsigned width = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   uint32_t head = before_vectors<To, width>(sides.to);
   const bool together =

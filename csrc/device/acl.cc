@@ -10,7 +10,7 @@ namespace mscomm {
 
 namespace {
 
-// From acl/acl_rt.h.
+// These types and numbers are from acl/acl_rt.h.
 using Result = int;
 using Context = void*;
 constexpr Result success = 0, repeated_initialize = 100002;
@@ -64,14 +64,15 @@ struct Functions {
   const char* (*recent_error)();
 };
 
-// The contexts that the guards of this thread restore; nullptr: the thread had none.
+// The contexts that this thread's guards (Runtime::Current) will restore. nullptr means that the thread had no context.
 thread_local std::vector<Context> before;
 
 class Acl final : public Runtime {
  public:
   Acl(Dynlib library, std::vector<std::string> visible)
       : library_(std::move(library)), functions_(library_), visible_(std::move(visible)) {
-    // Another library in this process may have initialised AscendCL before. That library then also finalises AscendCL.
+    // Another library in this process may have initialised AscendCL before. In that case the other library also finalises
+    // AscendCL.
     if (const Result result = functions_.init(nullptr); result != success && result != repeated_initialize)
       throw Error("BackendUnavailable", library_.path() + ": aclInit: " + text_of(result));
     uint32_t count = 0;
@@ -116,8 +117,7 @@ class Acl final : public Runtime {
     return event;
   }
   void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
-  // An event of the older kind must be reset before it is used again, and that is not possible while something waits for the
-  // event.
+  // An older event must be reset before it is used again. That is not possible while something waits for the event.
   bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
   void leave_captures_alone() override {}
   int device_of(const void*) override { return -1; }
@@ -165,7 +165,8 @@ class Acl final : public Runtime {
     if (old) (void)functions_.set_context(old);
   }
 
-  // The device's default context, shared by all libraries that do not make their own. It is kept until the process ends.
+  // Returns the device's default context, which all libraries share that do not make their own. It is kept until the process
+  // ends.
   Context context_of(int device) {
     if (device < 0 || device >= devices())
       throw Error("ValueError", "there is no NPU " + std::to_string(device) + "; this process sees " + std::to_string(devices()));

@@ -11,8 +11,8 @@ namespace mscomm {
 
 namespace {
 
-// Declarations after cuda.h. The functions have the names that its macros stand for. tests/core/cuda_abi.cc compares the
-// declarations with cuda.h.
+// These declarations follow cuda.h, where macros such as cuMemAlloc stand for versioned names such as cuMemAlloc_v2. We look up
+// the versioned names. tests/core/cuda_abi.cc compares the declarations with cuda.h.
 using Result = int;
 using Device = int;
 using Context = void*;
@@ -244,7 +244,7 @@ class Cuda final : public Runtime {
     Context context = nullptr;  // the primary one, which the CUDA runtime of all array libraries uses too
     int multiprocessors = 0;
     std::array<Function, mscomm::kernels.size()> functions{};
-    std::string without;  // why the device has no kernels; empty: it has them
+    std::string without;  // why the device has no kernels; "" if it has them
   };
 
   // Returns what was set up at the device's first use. It is kept unchanged until the process ends.
@@ -309,7 +309,7 @@ class Cuda final : public Runtime {
   const Dynlib library_;
   const Driver driver_;
   const Image image_;
-  std::mutex mutex_;          // protects what follows
+  std::mutex mutex_;          // protects the members below
   Library loaded_ = nullptr;  // the loaded image; it serves all devices
   std::vector<std::optional<Used>> devices_;
 };

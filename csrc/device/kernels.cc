@@ -11,8 +11,7 @@ namespace mscomm {
 namespace {
 
 // How many bytes a block moves. Each multiprocessor gets about blocks_each blocks, which is about as many as it can run at a
-// time. But a block moves at least least_cell_bytes, so that what it does before its first load does not count, and at most
-// most_cell_bytes.
+// time. But a block moves at least least_cell_bytes, which hides the cost of starting it, and at most most_cell_bytes.
 constexpr uint64_t least_cell_bytes = 4096, most_cell_bytes = 32768, blocks_each = 8;
 
 int place_of(Kernel::Way way, Dtype part, Dtype bucket) {
@@ -32,7 +31,7 @@ uint64_t common_unit(const Packing& packing) {
 
 bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
-// Whether all arrays are aligned to their elements. Only arrays that are views of bytes may not be.
+// Whether every array is aligned to its element size. An array can be unaligned only if it is a view of bytes.
 bool aligned(const Packing& packing) {
   return aligned(packing.bucket, size_of(packing.bucket_dtype)) && aligned(packing.residual, sizeof(float)) &&
          std::all_of(packing.parts.begin(), packing.parts.end(),
@@ -57,7 +56,7 @@ cuda::Entry entry(const void* part, uint64_t begin) {
   return {reinterpret_cast<uintptr_t>(part), begin & bits, 0};
 }
 
-// The largest value that the kernel may put into the bucket: it must be finite there, and not above packing.largest.
+// The largest value that the kernel may put into the bucket. It is finite in the bucket's dtype, and not above packing.largest.
 float bound(const Packing& packing) {
   constexpr double of_float16 = 65504, of_bfloat16 = 0x1.fep127;
   if (packing.bucket_dtype == Dtype::float16)
@@ -76,7 +75,7 @@ std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocess
   const int kernel = kernel_for(packing, unit);
   if (kernel < 0) return std::nullopt;
   const Kernel& row = kernels[static_cast<size_t>(kernel)];
-  // A copy counts in its own units instead of elements.
+  // For a copy, positions count units. For the other kernels, positions count elements.
   const uint64_t times = packing.plain() ? size_of(packing.dtype) : 1, by = packing.plain() ? unit : 1;
   const auto units = [&](uint64_t elements) { return elements * times / by; };
 

@@ -1,5 +1,6 @@
-// Divides a packing into launches of the kernels of csrc/cuda, and gives access to these kernels as nvcc has compiled them. This
-// is not in csrc/cuda, because the code there is compiled for devices too, and knows neither dtypes nor vectors.
+// Divides a packing into launches of the kernels of csrc/cuda, and gives access to the image of these kernels that nvcc has
+// compiled. This file is not in csrc/cuda, because the code there is compiled for devices too, and knows neither dtypes nor
+// vectors.
 #pragma once
 
 #include <array>
@@ -17,7 +18,7 @@ struct Kernel {
   enum class Way { copy, scale, pack, unpack, owe };
   const char* name;
   Way way;
-  size_t part_bytes, bucket_bytes;  // the size of an element
+  size_t part_bytes, bucket_bytes;  // the sizes of an element of a part, and of the bucket
   Dtype part, bucket;               // not used by copies
 };
 
@@ -38,17 +39,17 @@ inline constexpr std::array<Kernel, 14> kernels{{
     {"owe_f32_bf16", Kernel::Way::owe, 4, 2, Dtype::float32, Dtype::bfloat16},
 }};
 
-// Whether there is a kernel that scales, and that casts if the dtypes differ.
+// Whether there is a kernel that scales and, if the dtypes differ, also casts.
 bool kernels_convert(Dtype part, Dtype bucket);
 
 struct Launch {
-  size_t kernel;  // its index in kernels
+  size_t kernel;  // the kernel's index in `kernels`
   unsigned blocks;
   cuda::Batch batch;
 };
 
-// The launches that do the packing on a device with that many multiprocessors; nullopt if no kernel can do it. The vector is
-// empty if there is nothing to do.
+// Returns the launches that do the packing on a device with this number of multiprocessors. The vector is empty if there is
+// nothing to do. Returns nullopt if no kernel can do the packing.
 std::optional<std::vector<Launch>> plan(const Packing& packing, int multiprocessors);
 
 // The kernels for all devices, as a fatbin, and the architectures in it ("sm_75 sm_80 ... compute_75"). Both are empty if mscomm

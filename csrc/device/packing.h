@@ -1,4 +1,4 @@
-// Many arrays of a device, gathered into a bucket or spread from it.
+// A packing gathers many arrays of a device into a bucket, or spreads the bucket over these arrays.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@ namespace mscomm {
 
 struct Packing {
   struct Part {
-    void* data;             // only read if `packs`
-    uint64_t begin, count;  // its place in the bucket and its length, in elements
+    void* data;             // if `packs`, the data is only read
+    uint64_t begin, count;  // the place in the bucket and the length, in elements
   };
 
-  bool packs;                 // true: from the parts into the bucket; false: out of it
-  Dtype dtype, bucket_dtype;  // the dtype of the parts, and that of the bucket
+  bool packs;                 // true: data moves from the parts into the bucket; false: from the bucket into the parts
+  Dtype dtype, bucket_dtype;  // the dtype of the parts, and the dtype of the bucket
   void* bucket;
-  std::vector<Part> parts;  // in the order of their places; a part begins where the one before ends, or later
-  double scale = 1;         // each element is multiplied by it
-  // Error feedback, only if `packs`: an array of float32 with one number for each place in the bucket. The number is added to the
-  // value that goes into the bucket, and the sum is limited to `largest`. Afterwards the array holds what this limit and the
-  // rounding have taken away.
+  std::vector<Part> parts;  // in bucket order; a part begins where the part before it ends, or later
+  double scale = 1;         // each element is multiplied by this factor
+  // For error feedback, and only if `packs`: an array of float32 with one number for each place in the bucket. The number is
+  // added to the value that goes into the bucket, and the sum is limited to `largest`. Afterwards the array holds what the limit
+  // and the rounding have taken away.
   void* residual = nullptr;
   double largest = std::numeric_limits<double>::infinity();
 

@@ -1,5 +1,5 @@
-// What the vendor backend needs of a device's own library: the current device, streams, events and copies. Each vendor has one
-// file that implements this.
+// What the vendor backend needs from a device's own library: the current device, streams, events and copies. Each vendor has one
+// file that implements it.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +20,10 @@ class Runtime {
   virtual std::string version() const = 0;  // "CUDA 13.0 (/usr/lib/libcuda.so.1)"
   virtual int devices() const = 0;
   virtual std::string device_name(int device) const = 0;
-  // Equal in all processes on all hosts, unlike the index of a device.
+  // Unlike the index of a device, its uuid is the same in all processes on all hosts.
   virtual std::string uuid(int device) const = 0;
 
-  // Makes the device the thread's current one. It stays current when we return to our caller.
+  // Makes the device the thread's current one. The device is still the current one after the call.
   virtual void use(int device) = 0;
   // A guard: while it lives, the device is the thread's current one.
   class Current {
@@ -40,7 +40,8 @@ class Runtime {
     const bool pushed_;
   };
 
-  // Called by a thread that only watches: from then on its queries do not break a graph capture that another thread has begun.
+  // Called once by a thread that only watches. From then on, the thread's queries do not break a graph capture that another
+  // thread has begun.
   virtual void leave_captures_alone() = 0;
 
   // All functions below act on the current device, except those that take a device's number.
@@ -55,26 +56,27 @@ class Runtime {
   virtual void wait(StreamHandle stream, EventHandle event) = 0;
   // Whether the stream has passed the event. Throws if the device has failed.
   virtual bool passed(EventHandle event) = 0;
-  // From device memory to device memory.
+  // Copies from device memory to device memory.
   virtual void copy(void* to, const void* from, size_t bytes, StreamHandle stream) = 0;
   // Fills the memory with zeros.
   virtual void clear(void* memory, size_t bytes, StreamHandle stream) = 0;
-  // The device that the memory belongs to; -1 if the vendor's library cannot tell.
+  // The number of the device that the memory belongs to; -1 if the vendor's library cannot tell.
   virtual int device_of(const void* memory) = 0;
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
   // Packs with kernels, with one launch for every few hundred parts. Returns false, and enqueues nothing, if no kernel can do it.
   virtual bool pack(const Packing&, StreamHandle) { return false; }
-  // A text for people: which kernels the device has, or why it has none. Kernels are loaded when the device is first used,
-  // because loading waits for the device. Later the device may be waiting for a call that this process has yet to make.
+  // Returns a text for users that says which kernels the device has, or why it has none. The kernels are loaded when the device
+  // is first used, because loading waits until the device has done its work. Later the device may be waiting for a call that this
+  // process has yet to make.
   virtual std::string kernels(int) { return "none: this vendor's devices get copies"; }
-  // Whether pack() scales, and casts if the dtypes differ.
+  // Whether pack() can scale and, if the dtypes differ, also cast.
   virtual bool converts(int, Dtype, Dtype) { return false; }
-  // Whether a graph captures what is enqueued on the stream, so that it does not go to the device.
+  // Whether a graph captures the work that is enqueued on the stream. Captured work does not go to the device.
   virtual bool captures(StreamHandle stream) = 0;
 
  protected:
-  // Returns false, and does nothing, if the device is the thread's current one already, as in most calls.
+  // Returns false, and does nothing, if the device already is the thread's current one, as in most calls.
   virtual bool push(int device) = 0;
   virtual void pop() noexcept = 0;
 };

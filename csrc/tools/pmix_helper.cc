@@ -3,18 +3,18 @@
 //     pmix_helper put KEY TIMEOUT_S LIBRARY...   reads the value from stdin (it holds the job's key, and all users can read argv)
 //     pmix_helper get KEY TIMEOUT_S LIBRARY...   waits for rank 0's value
 //
-// The answer is one message to stdout, which must be a unix socket. The message holds the value, for get, and the connection to
-// the server.
+// The answer is one message to stdout, which must be a unix socket. The message holds the connection to the server and, for get,
+// the value.
 //
-// This is a process of its own, because PMIx_Init and PMIx_Finalize in the user's process break an MPI_Init there, be it earlier
-// or later. No fence is used: a get waits in the server until rank 0 has committed, so a rank waits only for rank 0. The ABI
-// below is that of PMIx 3 to 6.
+// The helper is a process of its own, because PMIx_Init and PMIx_Finalize in the user's process break an MPI_Init in that
+// process, whether it comes before or after them. No fence is used: a get waits in the server until rank 0 has committed, so a
+// rank waits only for rank 0. The ABI below is that of PMIx 3 to 6.
 //
 // The user's process keeps the connection open after PMIx_Finalize. The servers of PMIx 4.0 to 6.0 answer PMIx_Finalize in one
 // thread. Only then does another thread note that this client has finalized. If a client closes its connection before that, the
-// server counts it as dead. Then every later fence, as in MPI_Init, waits for one rank too few, and the job hangs or crashes. The
-// note is certain to be there when the server has answered the rank's next PMIx_Init or PMIx_Finalize, be it MPI's or the next
-// helper's.
+// server counts the client as dead. Then every later fence, such as the one in MPI_Init, waits for one rank too few, and the job
+// hangs or crashes. The server has certainly made the note when it has answered the rank's next PMIx_Init or PMIx_Finalize,
+// whether MPI or the next helper calls it.
 //
 // The exit status is 0 for success, 1 for an error (with a line on stderr), and TIMED_OUT if rank 0 put nothing in time.
 
@@ -32,12 +32,12 @@
 
 namespace {
 
-int connection = -1;  // the connection to the server, once PMIx_Finalize has been called
+int connection = -1;  // a copy of the connection to the server, once PMIx_Finalize has been called
 
 }  // namespace
 
-// libpmix ends its connection by shutdown() and close(). This shutdown() is found before libc's. It keeps a copy of the socket
-// and shuts nothing down, so the connection stays open.
+// libpmix ends its connection by calling shutdown() and close(). The dynamic linker finds this shutdown() before libc's. This
+// function keeps a copy of the socket and shuts nothing down, so the connection stays open.
 extern "C" __attribute__((visibility("default"))) int shutdown(int socket, int) noexcept {
   if (connection >= 0) close(connection);
   connection = dup(socket);
@@ -49,7 +49,7 @@ namespace {
 constexpr int TIMED_OUT = 75;  // EX_TEMPFAIL
 constexpr size_t VALUE_MAX = 1023;
 
-// From pmix_common.h: types, scopes, statuses and layouts, which have not changed since PMIx 3.
+// Types, scopes, statuses and layouts from pmix_common.h. They have not changed since PMIx 3.
 constexpr uint16_t PMIX_STRING = 3, PMIX_INT = 6;
 constexpr uint8_t PMIX_GLOBAL = 3;
 constexpr int PMIX_ERR_TIMEOUT = -24, PMIX_ERR_NOT_FOUND = -46;
@@ -135,7 +135,8 @@ int get(const Pmix& pmix, const Process& me, const char* key, int timeout_s, cha
 }
 
 void answer(int answers, char* text) {
-  iovec line{text, strlen(text) + 1};  // with the final zero, because an empty message would look like none
+  // The message includes the final zero, because an empty message would look like no message.
+  iovec line{text, strlen(text) + 1};
   alignas(cmsghdr) char rights[CMSG_SPACE(sizeof connection)] = {};
   msghdr message{};
   message.msg_iov = &line;
