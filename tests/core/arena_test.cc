@@ -1,4 +1,4 @@
-// Tests the arena's protocol with ranks that are threads over one mapping. `make test` runs it under ThreadSanitizer and
+// Tests the arena's protocol. The ranks are threads over one mapping. `make test` runs this test under ThreadSanitizer and
 // AddressSanitizer.
 #include <chrono>
 #include <random>
@@ -24,7 +24,7 @@ void every_collective_in_every_memory() {
       std::vector<size_t> sizes{
           0, 1, 7, inline_bytes / 4, inline_bytes / 4 + 1, tiny_bytes / 4, tiny_bytes / 4 + 1, 3 * chunk_bytes / 4 + 5};
       if (!spin) sizes = {1000, 2000, chunk_bytes / 4};
-      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads such a message from the peer's process
+      if (size == 2) sizes.push_back((2u << 20) / 4 + 3);  // all_reduce reads a message of this size from the peer's process
       const ThreadJob job(size);
       const ThreadGroup world(job, job.all(), "arena", spin);
       const Inputs inputs(world.layout(), Dtype::float32, 2 * sizes.back() + 100);
@@ -101,7 +101,7 @@ void mismatch_is_seen_by_all(const ThreadRank& me) {
   }
 }
 
-// Two ranks call one collective and the third rank calls the next one, with messages large enough to use staging and heaps.
+// Two ranks call one collective and the third rank calls another. The messages are large enough to use staging and heaps.
 void every_mismatch_is_seen() {
   const std::vector<Collective> all = collectives_by("arena");
   const std::vector<Amounts> some = amounts(3, 3 * tiny_bytes);
@@ -129,7 +129,7 @@ void abort_wakes_the_waiters(const ThreadRank& me) {
     me.group->abort({Error("Aborted", "enough", {0}), true});
     return;
   }
-  std::thread other([&] {  // does what the member's thread does when a verdict comes
+  std::thread other([&] {  // calls abort(), as the control plane's thread does when a verdict comes
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     me.group->abort({Error("Aborted", "enough", {0}), true});
   });
@@ -174,7 +174,7 @@ void deadline_in_the_queue_names_its_own_call(const ThreadRank& me) {
 void failed_group_leaves_the_others_whole() {
   const ThreadJob job(2);
   const ThreadGroup failing(job, job.all(), "arena", false), whole(job, job.all(), "arena", false);
-  constexpr size_t count = 32 << 10;  // half of the array is a whole number of pages, too
+  constexpr size_t count = 32 << 10;  // half of the array, which rank 1 uses, is a whole number of pages as well
   failing.run([&](const ThreadRank& me) {
     auto* lost = static_cast<float*>(me.heap->allocate(4 * count));
     auto* kept = static_cast<float*>(me.heap->allocate(4 * count));
@@ -219,7 +219,8 @@ void late_writer_is_harmless() {
   heap.withdraw(out, bytes, false);
   std::fill(theirs.begin() + out_offset, theirs.begin() + out_offset + bytes, 'X');
   CHECK(std::count(out, out + bytes, 'X') == 0);
-  heap.withdraw(x, bytes, true);  // other ranks may still read x in this call, but must not see what its owner writes afterwards
+  // Other ranks may still read x in this call, but must not see what this rank writes to x afterwards.
+  heap.withdraw(x, bytes, true);
   CHECK(std::count(x, x + bytes, 'x') == static_cast<long>(bytes));
   std::fill(x, x + bytes, 'n');
   CHECK(theirs.begin()[x_offset] == 'x');
@@ -229,7 +230,8 @@ void late_writer_is_harmless() {
   CHECK(!heap.find(out, bytes) && !heap.find(x, bytes) && !heap.find(out + page, page));
   CHECK(heap.find(after, bytes));
 
-  // A part of an array can be withdrawn. The rest of the array stays shared, and the memory of the rest is used again later.
+  // A part of an array can be withdrawn. The rest of the array stays shared, and its memory can be allocated again after
+  // release().
   heap.withdraw(after + page, page, true);
   CHECK(std::count(after, after + bytes, 'a') == static_cast<long>(bytes));
   CHECK(!heap.find(after, bytes) && heap.find(after, page) && heap.find(after + 2 * page, bytes - 2 * page));
@@ -309,7 +311,7 @@ void heap_gives_each_byte_once() {
   }
   for (auto [memory, bytes] : live) heap.release(memory);
   CHECK(heap.in_use() == 0);
-  CHECK(heap.allocate(8u << 20) != nullptr);  // the whole heap is one piece again
+  CHECK(heap.allocate(8u << 20) != nullptr);  // the whole heap is one free block again
   CHECK(heap.allocate(1) == nullptr);
 }
 
@@ -331,7 +333,7 @@ void thousand_groups() {
   const char* memory = heap.mapping().begin();
   CHECK(std::count(memory, memory + 4096, 0) == 4096);
   void* rest = heap.allocate(ThreadJob::heap_bytes - (2u << 20));
-  CHECK(rest != nullptr);  // the free memory is one piece
+  CHECK(rest != nullptr);  // the free memory is one block
   heap.release(rest);
 }
 
@@ -347,7 +349,7 @@ void control_memory_is_zero() {
   CHECK(std::count(heap.mapping().begin(), heap.mapping().begin() + 4096, 0) == 4096);
 }
 
-// Control memory is not reused while a rank that has not left yet may still look at it.
+// Control memory is not reused while a rank that has not left its group may still look at it.
 void control_memory_waits_for_the_last() {
   const ThreadJob job(2);
   Heap& heap = job.heap(0);
@@ -419,8 +421,8 @@ void every_sleeper_is_woken() {
   }
 }
 
-// In a small all_reduce a rank reads only one cache line of each peer, which holds the peer's arrival and its message. Here rank
-// 1 also offers memory in its heap. If rank 0 read this offer, it would wait for another round.
+// In a small all_reduce a rank reads only one cache line of each peer. This line holds the peer's arrival and its message. In
+// this test rank 1 also offers memory in its heap. If rank 0 read the offer, it would wait for another round.
 void small_calls_do_not_read_posts() {
   Bare ranks(2);
   float sum[2] = {};
@@ -455,7 +457,7 @@ void many_ranks_share_the_adding() {
   });
 }
 
-// Each rank calls `between` a few times per peer, not once for each pair of ranks.
+// Each rank calls the callback `between` a few times per peer, not once for each pair of ranks.
 void moving_asks_in_proportion_to_the_ranks() {
   constexpr int size = 12;
   constexpr size_t bytes = 64 << 10;

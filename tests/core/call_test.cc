@@ -11,7 +11,7 @@ namespace {
 
 constexpr int ranks = 4, root = 1;
 
-// The error with which check() refuses the call; "" if the call passes.
+// Returns the error with which check() refuses the call, or "" if the call passes.
 std::string refusal(const Call& call, int rank, int size = ranks) {
   try {
     check(call, rank, size);
@@ -27,7 +27,7 @@ bool refused(const Call& call, int rank, const std::string& with = "") {
   return !text.empty() && text.find(with) != std::string::npos;
 }
 
-// Runs body for every collective, as each rank calls it, without counts and with every kind of counts.
+// Runs body with the call that each rank makes of each collective: without counts, and with every pattern of counts.
 void on_every_call(const std::function<void(const Call&, int rank)>& body) {
   static uint32_t memory[4096];
   const Inputs inputs(Layout{0, ranks, std::vector<int>(ranks, 0)}, Dtype::float32, 4096);
@@ -62,7 +62,7 @@ void wrong_sizes_are_refused() {
     if (call.x_bytes) call.x = nullptr, CHECK(refused(call, rank, "no memory"));
     call = right;
     if (call.out_bytes) call.out = nullptr, CHECK(refused(call, rank, "no memory"));
-    // The signature's count differs from the size of the arrays.
+    // A signature whose count differs from the size of the arrays is refused.
     for (const int more : {-1, 1, ranks}) {
       call = right;
       call.signature.count += static_cast<uint64_t>(more);
@@ -93,12 +93,12 @@ void wrong_counts_are_refused() {
       call = right;
       call.counts[i]++;
       const bool of_others = square && i / n != static_cast<size_t>(rank) && i % n != static_cast<size_t>(rank);
-      CHECK(of_others || refused(call, rank));  // what two other ranks send each other, only they check
+      CHECK(of_others || refused(call, rank));  // only the two other ranks check what they send each other
       call.counts[i] = ~uint64_t{0};
       CHECK(refused(call, rank, "more bytes than"));  // the sum of counts must not wrap around
-      call.counts[i] = ~uint64_t{0} / 4 + 1;          // nor the bytes
+      call.counts[i] = ~uint64_t{0} / 4 + 1;          // the number of bytes must not wrap around either
       CHECK(refused(call, rank, "more bytes than"));
-      // With the same counts in another order, this rank's own part may have another size.
+      // The same counts in another order are refused if they give this rank's own part another size.
       call = right;
       std::swap(call.counts[i], call.counts[(i + 1) % call.counts.size()]);
       const auto own = static_cast<size_t>(rank);
@@ -116,7 +116,8 @@ void roots_that_are_none_are_refused() {
     }
     call.signature.root = has_root(right.signature.what) ? -1 : 0;
     CHECK(refused(call, rank, "root "));
-    // The head of gather_v is an all_gather of the counts. It carries the root of gather_v.
+    // The head of gather_v is an all_gather of the counts, and carries the root of gather_v. So a head may have a root even if
+    // its collective has none, unless the collective reduces.
     call = right;
     call.signature.head = 1;
     if (!has_root(call.signature.what)) call.signature.root = root;
@@ -159,7 +160,7 @@ void shapes_that_wrap_around_are_refused() {
   CHECK(refused(unknown, 0, "does not know"));
 }
 
-// Signatures that differ in one field or in several have different fingerprints.
+// Signatures that differ in one or several fields have different fingerprints.
 void fingerprints_tell_signatures_apart() {
   Signature plain;
   plain.number = 7;
@@ -194,7 +195,7 @@ void fingerprints_tell_signatures_apart() {
     }
 }
 
-// A refused call sends nothing, uses no number and breaks nothing, whether it is run or started.
+// A refused call sends nothing, uses no call number and does not break the group, whether it is run or started.
 void a_refused_call_leaves_the_group_whole(const ThreadRank& me) {
   float x[8] = {1, 1}, out[8] = {};
   for (int repeat = 0; repeat < 2; repeat++) {

@@ -1,4 +1,4 @@
-// CHECK(expression) reports a false expression and goes on; main ends with `return failed();`.
+// CHECK(expression) prints a false expression and goes on. main() ends with `return failed();`.
 #pragma once
 
 #include <atomic>

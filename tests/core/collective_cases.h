@@ -25,8 +25,8 @@ class Inputs {
       std::minstd_rand random(static_cast<unsigned>(rank + 1));
       x_[rank].resize(count);
       for (uint32_t& element : x_[rank]) {
-        // Floats of very different sizes, so that another order gives another sum. If the dtype is an integer type, any values
-        // will do.
+        // The floats have very different sizes, so that another order of additions gives another sum. If the dtype is an integer
+        // type, any values will do.
         const float value = static_cast<float>(random() % 2000) * (random() % 2 ? 1e-4f : 1e3f) - 500;
         std::memcpy(&element, &value, 4);
       }
@@ -58,8 +58,8 @@ class Inputs {
   std::vector<std::vector<uint32_t>> sums_;
 };
 
-// How many elements each rank gives to each rank, with a row for each sender. even: all amounts are equal, and the call has no
-// counts.
+// How many elements each rank gives to each rank: from_to has a row for each sender. even: all amounts are equal, and the call
+// has no counts.
 struct Amounts {
   std::string name;
   bool even;
@@ -83,8 +83,8 @@ inline std::vector<Amounts> amounts(size_t n, size_t size) {
   const size_t each = (size + n - 1) / n;
   return {
       {"even", true, matrix([&](size_t, size_t) { return each; })},
-      // A rank sends nothing to every third rank. s and d may send each other different amounts, but each rank gets as much as it
-      // sends.
+      // A rank sends nothing to every third rank. The amounts from s to d and from d to s may differ, but each rank gets as much
+      // in total as it sends.
       {"circulant", false, matrix([&](size_t s, size_t d) {
          const size_t k = (d + n - s) % n;
          return k % 3 == 1 ? 0 : each / 2 + each * k / n + k % 2;
@@ -110,7 +110,7 @@ class Case {
   Case(Collective what, const Inputs& inputs, const Amounts& amounts, int root, int rank)
       : what_(what), inputs_(inputs), amounts_(amounts), root_(root), me_(static_cast<size_t>(rank)) {
     n_ = amounts.from_to.size();
-    const auto& parts = amounts.from_to[0];  // the parts of the array that is divided or gathered
+    const auto& parts = amounts.from_to[0];  // the parts of an array that a collective divides or gathers
     const size_t whole = sum_of(parts, n_), own = parts[me_], begin = sum_of(parts, me_);
     const bool at_root = rank == root;
     switch (what) {
@@ -220,7 +220,7 @@ class Case {
   const uint32_t* x_ = nullptr;
   size_t x_count_ = 0;
   std::vector<uint32_t> expected_;
-  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // their places in one array, if the call is in place
+  size_t offset_of_x_ = 0, offset_of_out_ = 0;  // where x and out begin in one array, if the call is in place
 };
 
 // ThreadSanitizer makes each step ten times slower. A few ranks and one kind of memory are enough to find races. The run under
@@ -241,12 +241,12 @@ inline std::vector<Collective> collectives_by(const std::string& algorithm) {
   return all;
 }
 
-// Runs on one rank every collective that has this algorithm, with every pattern of amounts, in each kind of memory, in place and
-// not. With the last kind of memory it also runs calls that only some of the ranks make in place.
+// Runs on one rank every collective that has this algorithm: with every pattern of amounts, in each kind of memory, both in place
+// and not in place. With the last kind of memory it also runs calls that only some of the ranks make in place.
 inline void every_case(const ThreadRank& me, const std::string& algorithm, const Inputs& inputs, const std::vector<size_t>& sizes,
                        const std::vector<Memory>& memories) {
   const int n = me.group->size();
-  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed, each rank chooses by itself
+  std::minstd_rand random(static_cast<unsigned>(me.rank + 1));  // with Memory::mixed, each rank chooses its memory by itself
   int root = 0;
   for (size_t size : sizes)
     for (const Amounts& some : amounts(static_cast<size_t>(n), size))

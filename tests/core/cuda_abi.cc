@@ -1,11 +1,12 @@
-// Compares how csrc/device/cuda.cc calls the driver with the driver's own header. tests/test_pack.py compiles it if that header
-// is installed.
+// Compares how csrc/device/cuda.cc calls the driver with the driver's own header, cuda.h. tests/test_pack.py compiles this file
+// if the header is installed.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-// Whether two function types have parameters of the same sizes: our handles are pointers, enums are ints, addresses have 64 bits.
+// Whether two function types have parameters of the same sizes. Our handles are pointers, our enums are ints, and our addresses
+// have 64 bits.
 template <typename Theirs, typename Ours>
 constexpr bool same_shape = false;
 template <typename... A, typename... B>

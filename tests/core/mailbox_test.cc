@@ -81,7 +81,7 @@ Ints recv(Mailbox& box, int src, size_t count, int64_t tag = 0) {
   return out;
 }
 
-// Waits for the transfer. Returns the kind and text of its error, or "" if it has none.
+// Waits until the transfer ends. Returns the kind and text of its error, or "" if it has none.
 std::string error_of(Mailbox& box, const std::shared_ptr<Transfer>& transfer, double timeout_s = 120) {
   try {
     box.wait(transfer, within(timeout_s));
@@ -129,8 +129,8 @@ void tags_are_received_in_any_order() {
   }
 }
 
-// The message that is received first was sent after more small messages than the window holds. This is a legal program, because
-// all messages are sent asynchronously.
+// Rank 0 sends more small messages than the window holds, and then a last one, which rank 1 receives first. This is a legal
+// program, because all messages are sent asynchronously.
 void a_recv_sees_past_more_than_the_window() {
   Group group(2);
   constexpr int64_t many = 20'000;
@@ -189,8 +189,7 @@ void a_rank_sends_to_itself() {
   }
 }
 
-// If no recv is waiting, the message is copied. So the send ends, the caller may use the memory again, and messages keep their
-// order.
+// If no recv is waiting, the message is copied. So the send ends, the caller may reuse the memory, and messages keep their order.
 void a_send_to_itself_waits_for_nobody() {
   Group group(1);
   Mailbox& box = group[0];
@@ -228,7 +227,7 @@ void any_takes_what_comes() {
   }
 }
 
-// This holds for any mix of recvs: from one source or any, with one tag or any.
+// A message goes to the recv that was called first, whether the recvs ask for one source or any, and for one tag or any.
 void the_recv_that_was_called_first_gets_the_message() {
   for (size_t count : {size_t{3}, large}) {
     Group group(3);
@@ -254,7 +253,7 @@ void the_recv_that_was_called_first_gets_the_message() {
   }
 }
 
-// It makes no difference whether the recv with any tag is called before the bodies come or afterwards.
+// A recv with any tag never gets the body of an object, whether the recv is called before the body comes or afterwards.
 void any_tag_leaves_the_bodies_of_objects_alone() {
   Group group(2);
   Ints early(3), late(3), body(3);
@@ -279,7 +278,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   const auto first = start_recv(group[0], any_source, late, any_tag);
   group[0].wait(first, within());
   CHECK(late == ints(3, 1) && old == Ints(3));
-  // The link of rank 1 has ended, and that of rank 2 has not.
+  // The link from rank 1 has ended. The link from rank 2 has not.
   const auto second = start_recv(group[0], any_source, late, any_tag);
   CHECK(!group[0].ended(2));
   std::thread receiver([&] { group[0].wait(second, within()); });
@@ -288,8 +287,8 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
   send(group[2], 0, ints(3, 2));
   receiver.join();
   CHECK(late == ints(3, 2));
-  // If a sender gives up a message that it has announced, a recv from any source ends, too, because the link cannot be used any
-  // more.
+  // If a sender gives up a message that it has announced, a recv from any source must end as well, because the link cannot be
+  // used any more.
   Ints out(large);
   const Ints x = ints(large, 0);
   CHECK(has(error_of(group[2], start_send(group[2], 0, x), 0.1), "CollectiveTimeout"));
@@ -299,7 +298,7 @@ void a_recv_from_any_outlives_links_and_takes_nothing_when_given_up() {
 
 void a_recv_from_any_of_another_type_is_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // from 0: over a link; from 1: to itself
+    for (int from : {0, 1}) {  // from 0, the message comes over a link; from 1, the rank sends to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
@@ -349,11 +348,11 @@ void detached_transfers_end_by_themselves() {
       box.detach(start_send(box, 1 - rank, x[i], static_cast<int64_t>(i)), within(), end);
       box.detach(start_recv(box, 1 - rank, out[n - 1 - i], static_cast<int64_t>(n - 1 - i)), within(), end);
     }
-    // Meanwhile, one message is waited for.
+    // Rank 0 waits for another message while the detached transfers run.
     if (rank == 0) CHECK(recv(box, 1, 2, 99) == ints(2, 1));
     if (rank == 1) send(box, 0, ints(2, 1), 99);
     for (size_t seen = 0; (seen = ended) < 2 * n;) ended.wait(seen);
-    box.close(30);  // after this, the mailbox's thread has left `end`
+    box.close(30);  // after close(), the mailbox's thread no longer runs `end`
     CHECK(errors == 0);
     CHECK(out == x);
   });
@@ -373,7 +372,7 @@ void a_detached_transfer_keeps_its_deadline() {
   CHECK(kind == "CollectiveTimeout");
 }
 
-// An exception of an unexpected type ends the transfers of the mailbox's thread, but not the process.
+// An exception of an unexpected type ends the transfers that the mailbox's thread watches, but not the process.
 void a_detached_watch_may_throw_anything() {
   struct Wrong final : Watch {
     void look(const Deadline&, const Missing&) override { throw 7; }
@@ -395,7 +394,8 @@ void a_detached_watch_may_throw_anything() {
 void a_link_may_come_late() {
   Group group(2, false);
   std::thread receiver([&] { CHECK(recv(group[1], 0, 3) == ints(3, 5)); });
-  poll(nullptr, 0, 120);  // long enough for the receiver to look around once; if not, the test still passes
+  // This is long enough for the receiver to wait before the link exists. If it is not, the test still passes.
+  poll(nullptr, 0, 120);
   group.link(0, 1);
   send(group[0], 1, ints(3, 5));
   receiver.join();
@@ -410,7 +410,7 @@ void what_was_sent_before_a_close_arrives() {
     receiver.join();
     group[0].close(30);
     group.boxes[0].reset();
-    // The receiver gives credit to a sender that is gone, and then reads the data that is still in the kernel.
+    // The receiver sends credit to a sender that is gone, and then reads the data that is still in the kernel.
     for (int i = 0; i < 99; i++) CHECK(recv(group[1], 0, 1000, i) == x);
     for (int i = 102; i > 99; i--) CHECK(recv(group[1], 0, 1000, i) == x);
     Ints out(1);
@@ -440,11 +440,11 @@ void a_recv_that_was_given_up_takes_no_message() {
 
 void other_types_and_sizes_are_named() {
   for (size_t count : {size_t{4}, large})
-    for (int from : {0, 1}) {  // from 0: over a link; from 1: to itself
+    for (int from : {0, 1}) {  // from 0, the message comes over a link; from 1, the rank sends to itself
       Group group(2);
       const Ints x = ints(count, 0);
       std::vector<float> out(10);
-      // First the recv is called before the message comes, then after it.
+      // The first recv is called before the message comes, the second one afterwards.
       auto wrong = group[1].start_recv(from, 0, Dtype::float32, out.data(), 40);
       const auto sending = start_send(group[from], 1, x);
       std::thread sender([&] { group[from].wait(sending, within()); });
@@ -497,7 +497,7 @@ void close_ends_what_was_left_to_the_thread() {
   CHECK(has(error_of(group[0], start_recv(group[0], 1, out)), "Aborted: the group was released"));
 }
 
-// After shut_down() x and out belong to the caller, even if data was flowing.
+// After shut_down() x and out belong to the caller, even if data was being moved at that moment.
 void shut_down_lets_go_of_memory() {
   for (int delay_ms = 0; delay_ms < 10; delay_ms++) {
     Group group(2);
@@ -515,8 +515,8 @@ void shut_down_lets_go_of_memory() {
   }
 }
 
-// Whatever bytes come in place of a header, the transfer ends with an error. The bytes never crash the rank, and are never taken
-// for data.
+// A peer sends garbage instead of a header. Whatever the bytes are, the transfer ends with an error. The bytes never crash the
+// rank, and are never taken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   constexpr int tries = 400;
@@ -540,7 +540,8 @@ void garbage_is_refused() {
     Ints out(2, 42);
     const std::string error = error_of(box, start_recv(box, 1, out));
     refused += !error.empty();
-    // If the changed byte is in the kind, type, count or tag, the header may be valid, but its message is not one for this recv.
+    // If the changed byte is in the kind, type, count or tag, the header may be valid, but then the message is not one for this
+    // recv.
     const bool compared = at < offsetof(Envelope, kind) || (at >= offsetof(Envelope, epoch) && at < offsetof(Envelope, tag)) ||
                           at >= offsetof(Envelope, id);
     if (compared) CHECK(has(error, "Error: recv from rank 1, tag 0: the link to rank 1 ended: it sent a header that is none"));
@@ -653,7 +654,7 @@ void more_than_2_GiB() {
 
 }  // namespace
 
-// With the argument "large", tests only the message of more than 2 GiB, which takes 8 GiB of memory.
+// With the argument "large", main() tests only the message of more than 2 GiB, which takes 8 GiB of memory.
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "large") == 0) {
     more_than_2_GiB();

@@ -1,4 +1,4 @@
-// Tests shared memory: what is accepted from a peer, and which pages are huge.
+// Tests shared memory: which memory of a peer is accepted, and which pages are huge.
 #include "transport/memory.h"
 
 #include <fcntl.h>
@@ -45,7 +45,7 @@ void only_memory_is_taken_from_a_peer() {
   unlink(name);
 }
 
-// How many kilobytes of [begin, begin + bytes) this process has mapped as huge pages, according to /proc/self/smaps.
+// Returns how many kilobytes of [begin, begin + bytes) this process has mapped as huge pages, according to /proc/self/smaps.
 size_t huge_kb(const char* begin, size_t bytes) {
   std::ifstream smaps("/proc/self/smaps");
   const auto first = reinterpret_cast<uintptr_t>(begin), last = first + bytes;
@@ -58,7 +58,7 @@ size_t huge_kb(const char* begin, size_t bytes) {
 }
 
 void long_arrays_have_huge_pages_and_short_ones_do_not() {
-  // Skip the test on other systems: there the kernel chooses by itself, or huge pages have another size.
+  // Skip the test on systems where the kernel alone decides about huge pages, or where huge pages have another size.
   const std::string kind = describe_memory(true);
   size_t huge_page = 0;
   std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> huge_page;
@@ -70,25 +70,25 @@ void long_arrays_have_huge_pages_and_short_ones_do_not() {
   auto* small = static_cast<char*>(heap.allocate(100'000));
   CHECK(huge_kb(small, 100'000) == 0);
   auto* array = static_cast<char*>(heap.allocate(bytes));
-  CHECK(huge_kb(array, bytes) > 0);  // perhaps not all of it, if memory is fragmented
+  CHECK(huge_kb(array, bytes) > 0);  // if memory is fragmented, only a part of the array may have huge pages
   heap.release(array);
   const char* reserved = heap.mapping().begin() + heap.reserve(control);
-  CHECK(reserved == array || reserved < array);  // at or before the place that the array had
+  CHECK(reserved == array || reserved < array);  // at the array's old place or before it
   for (size_t at = 0; at < control; at += 4096) CHECK(reserved[at] == 0);
   CHECK(huge_kb(reserved, control) == 0);
   heap.release(small);
 }
 
-// Calls must be able to look up their arrays while another thread releases a large array, whose pages the kernel takes long to
-// free.
+// Calls must be able to look up their arrays while another thread releases a large array, although the kernel takes long to free
+// its pages.
 void a_large_release_holds_up_nobody() {
   constexpr size_t heap_bytes = 1u << 30, large = 128u << 20, small = 64u << 10;
-  const int fd = make_memory("test-heap", heap_bytes, false);  // with small pages, if the kernel does not give memfds huge ones
+  const int fd = make_memory("test-heap", heap_bytes, false);  // small pages, unless the kernel gives huge pages to every memfd
   Heap heap(Mapping(fd, heap_bytes));
   close(fd);
   void* const kept = heap.allocate(small);
-  // The part of a release for which a look at the heap had to wait. This is the smallest of several tries, because in some of
-  // them the looking thread may not get a CPU.
+  // The share of a release for which heap.find() had to wait. The test takes the smallest share of several tries, because in some
+  // tries the looking thread may not get a CPU.
   double smallest_share = 1;
   for (int i = 0; i < 20 && smallest_share > 0.5; i++) {
     void* const array = heap.allocate(large);

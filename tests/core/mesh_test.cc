@@ -1,5 +1,4 @@
-// Tests the mesh and its algorithms with ranks that are threads over socket pairs, and that a rank refuses what a peer must not
-// send.
+// Tests the mesh and its algorithms, and that a rank refuses what a peer must not send. The ranks are threads over socket pairs.
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -22,19 +21,19 @@ std::vector<Memory> memories(const std::string& algorithm) {
 
 void every_collective_by(const std::string& algorithm) {
   for (int size : sizes_of_groups()) {
-    // Sizes that are smaller and larger than a window. With 3 ranks each part of an all_reduce has several windows, more than the
-    // sockets hold.
+    // Sizes below and above a window. With 3 ranks, the largest size gives each part of an all_reduce several windows, which is
+    // more than the sockets hold.
     const std::vector<size_t> sizes{0, 1, 7, 1000, (size == 3 ? 12 : 2) * window_bytes / 4 + 5};
     const ThreadJob job(size);
     const ThreadGroup world(job, job.all(), algorithm, false);
-    // A ring reduces in an order of its own, which makes no difference for integers.
+    // A ring adds in another order, which makes no difference for integers.
     const Inputs inputs(world.layout(), algorithm == "ring" ? Dtype::int32 : Dtype::float32, 2 * sizes.back() + 100);
     world.run([&](const ThreadRank& me) { every_case(me, algorithm, inputs, sizes, memories(algorithm)); });
   }
 }
 
-// Numbers are added in rank order within a host, then over hosts in the order of their lowest ranks, even if the ranks alternate
-// between hosts.
+// Numbers are added in rank order within a host. Then the hosts' sums are added in the order of the hosts' lowest ranks, even if
+// the ranks alternate between hosts.
 void hosts_are_added_in_order(const std::string& algorithm) {
   for (const std::vector<int>& hosts : {std::vector{0, 1, 0, 1, 2}, std::vector{0, 1, 0, 1}, std::vector{0, 0, 1, 1, 1}}) {
     const ThreadJob job(static_cast<int>(hosts.size()), hosts);
@@ -46,7 +45,7 @@ void hosts_are_added_in_order(const std::string& algorithm) {
   }
 }
 
-// A ring differs from other algorithms only in the order of additions, so sums of whole numbers are exact.
+// A ring differs from the other algorithms only in the order of additions, so sums of whole numbers are exact.
 void ring_is_close(const ThreadRank& me) {
   constexpr size_t count = 400'001;
   const auto n = static_cast<size_t>(me.group->size());
@@ -69,7 +68,8 @@ void started_calls_keep_their_order(const ThreadRank& me) {
   }
 }
 
-// Each of two ranks takes the other for the root, so they wait for each other. The header that a waiting rank sends ends this.
+// Each of two ranks takes the other for the root, so they wait for each other. Each waiting rank sends a header, by which the
+// other one sees the mismatch.
 void crossed_roots(const ThreadRank& me) {
   float x[3] = {}, out[3];
   std::string kind;
@@ -79,10 +79,10 @@ void crossed_roots(const ThreadRank& me) {
   } catch (const Error& error) {
     kind = error.kind;
   }
-  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second rank sees only that the link ended
+  CHECK(kind == "Mismatch" || kind == "PeerLost");  // without a hub the second rank may see only that the link has ended
 }
 
-// last_look() reads headers from the links only while no call may be using the links.
+// last_look() reads headers from the links only while no call can be using the links.
 void last_look_leaves_running_calls_alone(const ThreadRank& me) {
   constexpr size_t count = 3000;
   std::vector<float> x(count, 1.0f), out(count);
@@ -103,8 +103,8 @@ struct NeverBroken final : Watch {
   bool broken() const override { return false; }
 };
 
-// Whatever bytes come in place of a header, the call ends with Error or Differs. The bytes never crash the rank, and are never
-// taken for data.
+// A peer sends garbage instead of a header. Whatever the bytes are, the call ends with Error or Differs. The bytes never crash
+// the rank, and are never taken for data.
 void garbage_is_refused() {
   std::mt19937 random(3);
   int refused = 0;
@@ -126,8 +126,8 @@ void garbage_is_refused() {
     header.payload = 1;
     header.signature = mine;
     auto* bytes = reinterpret_cast<unsigned char*>(&header);
-    // Change one byte anywhere before the reserved tail. If this makes the call's number larger than ours, the header is no
-    // mismatch. It is then kept for a later call, and this call ends with an Error.
+    // Change one byte anywhere before the reserved tail. If this makes the header's call number larger than ours, there is no
+    // mismatch: the header is kept for a later call, and this call ends with an Error.
     const size_t at = random() % offsetof(Header, reserved);
     bytes[at] = static_cast<unsigned char>(bytes[at] + 1 + random() % 255);
     CHECK(send(ends[1], bytes, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header));
@@ -147,7 +147,7 @@ void garbage_is_refused() {
   CHECK(refused == tries);
 }
 
-// A call in many short steps notices its deadline, even if the data of each step is there at once.
+// A call in many short steps notices its deadline, even if the data for each step is available at once.
 void deadline_ends_a_call_while_bytes_flow() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
@@ -181,7 +181,7 @@ void deadline_ends_a_call_while_bytes_flow() {
   close(ends[1]);
 }
 
-// A rank sends to its peers in turn, but a peer that reads nothing does not keep the others from getting their data.
+// A rank sends to its peers in turn. A peer that reads nothing must not keep the other peers from getting their data.
 void nobody_waits_behind_a_peer_that_takes_nothing() {
   int first[2], second[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, first) == 0);
@@ -215,7 +215,7 @@ void nobody_waits_behind_a_peer_that_takes_nothing() {
   close(second[1]);
 }
 
-// A peer that reads only a little now and then does not hold up the others.
+// A peer that reads only a little now and then must not hold up the other peers.
 void nobody_waits_behind_a_slow_reader() {
   const auto slow = tcp_pair(), fast = tcp_pair();
   std::vector<char> data(16 << 20, 'x');
@@ -255,7 +255,8 @@ void nobody_waits_behind_a_slow_reader() {
   for (const int end : {slow[1], fast[1]}) close(end);
 }
 
-// On a unix socket, data that was sent is safe even if the receiver has not read it yet, so a rank that leaves does not wait.
+// On a unix socket, data that was sent is safe even if the receiver has not read it yet. So a rank that leaves does not wait for
+// the receiver.
 void leaving_waits_for_no_reader() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);

@@ -1,5 +1,5 @@
-// Tests messages through the communicator, with ranks that are threads over socket pairs: first causes, concurrent waits, and the
-// end of the group.
+// Tests messages through the communicator: first causes, concurrent waits, and the end of the group. The ranks are threads over
+// socket pairs.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -31,7 +31,7 @@ struct Rank {
     group = std::make_unique<Communicator>("world", ranks, rank, peers, std::make_unique<NoBackend>(), 7, recorder, hooks);
   }
 
-  // Runs a send or recv. Returns "", or the kind and text of its error.
+  // Runs a send or recv. Returns the kind and text of its error, or "" if it has none.
   std::string move(bool sends, int peer, std::vector<int32_t>& data, double timeout_s = 120) {
     try {
       const Message one = message(sends, peer, data);
@@ -104,7 +104,7 @@ void a_deadline_breaks_the_group_for_all_waits() {
   me.group->close();
 }
 
-// An exception of an unexpected type breaks the group, too, even on the worker's thread, where nobody could catch it.
+// An exception of an unexpected type breaks the group. This holds even on the worker's thread, where no caller could catch it.
 void a_started_call_may_throw_anything() {
   struct Wrong final : NoBackend {
     void run(const Call&, const Wait&) override { throw 7; }
@@ -130,7 +130,7 @@ void an_abort_ends_started_and_awaited_messages() {
   me.group->abort({Error("Aborted", "the reason"), true});
   while (!work->wait(1)) continue;
   CHECK(work->error() && is(work->error()->what(), "the reason"));
-  started.assign(large, 1);  // the mailbox must not use this memory any more
+  started.assign(large, 1);  // the mailbox must no longer use this memory
   other.join();
   me.group->close();
   CHECK(me.told == 1);
@@ -176,7 +176,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   const std::string text = "rank 0 (here): recv from any rank, tag 3 (12 B) did not end within 0.2 s: waiting for any of ";
   CHECK(is(me.move(false, any_source, out, 0.2), "CollectiveTimeout: " + text + "rank 1 (here), rank 2 (here), rank 3 (here)"));
   CHECK((me.group->failure()->error.waiting_for == std::vector{1, 2, 3}));
-  // One of the ranks has a link, which ends when that rank leaves.
+  // Rank 1 has left, and rank 2 has a link. The link ends when rank 2 leaves.
   Rank again(0, 3);
   again.group->left(1);
   int ends[2];
@@ -195,7 +195,7 @@ void a_recv_from_any_ends_when_no_rank_can_send() {
   leaver.join();
 }
 
-// A send and a recv can begin together. If one of them fails, neither uses its memory any more.
+// A send and a recv can begin together. If one of them fails, neither of them uses its memory any more.
 void messages_begin_together() {
   Pair pair;
   std::vector<std::thread> threads;

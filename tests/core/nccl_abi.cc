@@ -1,4 +1,4 @@
-// Compares our declarations with the header of NCCL's own package. tests/test_accelerators.py compiles it if that header is
+// Compares our declarations with nccl.h from NCCL's own package. tests/test_accelerators.py compiles this file if nccl.h is
 // installed.
 #include <cstddef>
 

@@ -1,5 +1,5 @@
-// Tests calls of a communicator for which there is not enough memory. Such a call must end with an error, and must not take a
-// number that it does not use, because all later calls would wait for that number.
+// Tests calls of a communicator while there is not enough memory. Such a call must end with an error. It must not take a call
+// number and leave it unused, because all later calls would wait for that number.
 #include <cstdlib>
 #include <new>
 #include <numeric>
@@ -27,8 +27,8 @@ using namespace mscomm;
 
 namespace {
 
-// Starts a call whose allocation of that number fails, and checks that a later call does not wait for it. Returns false if the
-// call made fewer allocations.
+// Starts a call in which the given number of allocations succeed and the next one fails. Checks that a later call does not wait
+// for it. Returns false if the call made too few allocations to fail.
 bool start_fails_at(int allocation) {
   auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
   Recorder recorder;

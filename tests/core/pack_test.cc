@@ -1,5 +1,5 @@
 // Tests the kernels of csrc/cuda, compiled for the CPU, against naive arithmetic in double. Also tests how a packing is divided
-// into blocks, and that the kernels round numbers as base/reduce.cc does.
+// into blocks, and that the kernels round numbers in the same way as base/reduce.cc.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ std::mt19937_64 random_bits(20261122);
 
 uint64_t random_below(uint64_t end) { return random_bits() % end; }
 
-// Runs a packing as a device would. Returns false if no kernel can do it.
+// Runs a packing in the same way as a device. Returns false if no kernel can do it.
 bool run(const Packing& packing) {
   const auto launches = plan(packing, multiprocessors);
   if (!launches) return false;
@@ -43,7 +43,7 @@ bool run(const Packing& packing) {
   return true;
 }
 
-// -- numbers by their definition
+// -- the expected numbers, computed from the definition of each format
 
 struct Format {
   int fraction, least_exponent;
@@ -74,7 +74,7 @@ double value_of(Dtype dtype, const void* at) {
   return sign * std::ldexp(whole, std::max(exponent, 1) - 1 + format.least_exponent - format.fraction);
 }
 
-// Stores x as a number of that dtype, rounded to the nearest one, ties to even.
+// Stores x as a number of this dtype, rounded to the nearest one, ties to even.
 void store(Dtype dtype, double x, void* at) {
   if (dtype == Dtype::float64) {
     const auto bits = std::isnan(x) ? 0x7ff8000000000000u : std::bit_cast<uint64_t>(x);
@@ -101,7 +101,7 @@ void store(Dtype dtype, double x, void* at) {
   }
 }
 
-// -- arrays
+// -- arrays at any offset, with random numbers
 
 // Memory that begins `offset` bytes after a multiple of 16, between margins that must not change.
 class Array {
@@ -125,7 +125,7 @@ class Array {
   size_t bytes_, at_;
 };
 
-// A random number: ordinary, next to a limit of the narrow types, subnormal, zero, infinite or NaN.
+// Returns a random number: ordinary, next to a limit of the narrow types, subnormal, zero, infinite or NaN.
 double any_number(Dtype dtype) {
   static const float special[] = {0.0f,        -0.0f,       1.0f,          -1.0f,          infinity,   -infinity,
                                   NAN,         65504.0f,    65519.9f,      65520.0f,       -65536.0f,  0x1p-24f,
@@ -149,7 +149,7 @@ void fill(Array& array, Dtype dtype) {
 
 std::vector<unsigned char> bytes_of(Array& array) { return {array.data(), array.data() + array.bytes()}; }
 
-// -- every variant, with arrays at random offsets
+// -- tests of every variant of a packing, with arrays at random offsets
 
 struct Variant {
   bool packs;
@@ -159,7 +159,7 @@ struct Variant {
   double largest = std::numeric_limits<double>::infinity();
 };
 
-// Computes what `to` and `owed` must hold after the element in `from` was moved to `to`.
+// Computes what `to` and `owed` must hold after a kernel has moved the element in `from` to `to`.
 void move_one(const Variant& variant, const void* from, void* to, float* owed) {
   const Dtype in = variant.packs ? variant.dtype : variant.bucket, out = variant.packs ? variant.bucket : variant.dtype;
   if (in == out && variant.scale == 1) {
@@ -167,7 +167,7 @@ void move_one(const Variant& variant, const void* from, void* to, float* owed) {
     return;
   }
   if (in == Dtype::float64) return store(out, value_of(in, from) * variant.scale, to);
-  // A product or a sum of two floats that is rounded to double first gives the same float as one that is rounded once.
+  // A product or sum of two floats gives the same float whether it is rounded once, or first to double and then to float.
   const float scaled = static_cast<float>(value_of(in, from) * static_cast<double>(static_cast<float>(variant.scale)));
   if (!variant.owes) return store(out, scaled, to);
   const float whole = static_cast<float>(static_cast<double>(scaled) + static_cast<double>(*owed));
@@ -261,7 +261,7 @@ void test_every_variant_at_every_alignment() {
       }
     }
     test_variant(variant, {{1, 0, 5, 40, 16}, 16, [] { return size_t{0}; }});
-    test_variant(variant, {{3, 5}, 1024, [] { return size_t{0}; }});  // a gap that needs another launch
+    test_variant(variant, {{3, 5}, 1024, [] { return size_t{0}; }});  // a gap that is too large for one launch
     test_variant(variant, {{}, 1, [] { return size_t{0}; }});
   }
 }
@@ -276,7 +276,7 @@ void test_few_large_and_many_small_parts() {
   }
 }
 
-// -- error feedback
+// -- tests of error feedback
 
 void test_error_feedback_adds_up() {
   for (const Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
@@ -289,7 +289,7 @@ void test_error_feedback_adds_up() {
     for (int step = 0; step < steps; step++) {
       for (size_t i = 0; i < count; i++) {
         gradient[i] = static_cast<float>(static_cast<double>(random_below(2001)) - 1000) * 1e-4f;
-        if (i == 0 && step == 0) gradient[i] = static_cast<float>(3 * largest);  // more than one step can pass on
+        if (i == 0 && step == 0) gradient[i] = static_cast<float>(3 * largest);  // larger than what one step can pass on
         given[i] += gradient[i];
       }
       Packing packing{true, Dtype::float32, dtype, bucket.data(), {{gradient.data(), 0, count}}, 1, residual.data(), largest};
@@ -330,7 +330,7 @@ void test_what_is_not_finite_goes_as_it_is_and_leaves_nothing_owed() {
   CHECK(std::all_of(std::begin(residual), std::end(residual), [](float x) { return x == 0; }));
 }
 
-// -- numbers
+// -- tests that numbers are converted as in base/reduce.cc
 
 template <class Narrow>
 void test_numbers_are_those_of_reductions(Dtype dtype) {
@@ -346,7 +346,7 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
 
   std::vector<float> numbers;
   for (int i = 0; i < 1 << 18; i++) numbers.push_back(std::bit_cast<float>(static_cast<uint32_t>(random_bits())));
-  for (size_t i = 0; i + 1 < all.size(); i++) {  // the middle between two neighbours, and the floats next to it
+  for (size_t i = 0; i + 1 < all.size(); i++) {  // the middle between two neighbours, and the floats next to this middle
     if (!std::isfinite(wide[i]) || !std::isfinite(wide[i + 1])) continue;
     const auto middle = static_cast<float>((static_cast<double>(wide[i]) + static_cast<double>(wide[i + 1])) / 2);
     for (const float to : {-infinity, middle, infinity}) numbers.push_back(std::nextafterf(middle, to));
@@ -367,14 +367,14 @@ void test_numbers_are_those_of_reductions(Dtype dtype) {
   }
 }
 
-// -- the plan
+// -- tests of how a packing is divided into launches and blocks
 
 // Checks that the pieces of all blocks, taken in order, cover all parts in order and without gaps.
 void test_plan(const Packing& packing, int processors) {
   const auto launches = plan(packing, processors);
   if (!CHECK(launches.has_value())) return;
   size_t part = 0;
-  uint64_t done = 0;  // how many bytes of that part are covered
+  uint64_t done = 0;  // how many bytes of the part are covered so far
   const uint64_t element = size_of(packing.dtype);
   const auto skip_empty = [&] {
     while (part < packing.parts.size() && done == packing.parts[part].count * element) part++, done = 0;
@@ -428,7 +428,7 @@ void test_plans() {
       132);
 }
 
-// How many blocks a packing has, and the most bytes that one of them moves.
+// Returns the number of blocks of a packing, and the largest number of bytes that one of the blocks moves.
 std::pair<uint64_t, uint64_t> blocks_and_most(const Packing& packing, int processors) {
   uint64_t blocks = 0, most = 0;
   const auto launches = plan(packing, processors);

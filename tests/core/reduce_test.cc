@@ -28,8 +28,7 @@ std::mt19937_64 random_bits(20240607);
 
 int random_below(int end) { return static_cast<int>(random_bits() % static_cast<uint64_t>(end)); }
 
-// What each dtype means: how many parts an element has, the type in which they accumulate, and each operation on two
-// accumulators.
+// For each dtype: how many parts an element has, the type in which the parts accumulate, and each operation on two accumulators.
 
 template <class T>
 struct Integer {
@@ -96,7 +95,7 @@ struct Real {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
     return std::bit_cast<Bits>(x) >> (std::numeric_limits<T>::digits - 2) & 1;
   }
-  // Computing in double and rounding to float gives the same as rounding once, because a double's 53 bits are >= 2 * 24 + 2.
+  // Computing in double and then rounding to float gives the same as rounding once, because a double's 53 bits are >= 2 * 24 + 2.
   static T average(T x, int divisor) { return static_cast<T>(static_cast<double>(x) / divisor); }
   static T combine(Op op, T a, T b) {
     const double x = a, y = b;
@@ -240,7 +239,7 @@ void for_each_row(F&& f) {
 }
 
 // Bytes that begin `offset` bytes after an aligned address. They end where the allocation ends, so that AddressSanitizer reports
-// any access behind them.
+// any access beyond them.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t offset) : offset_(offset), bytes_(offset + bytes, 0xa5) {}
@@ -364,8 +363,8 @@ void test_reduction(Dtype dtype, Op op, int n, size_t count, size_t offset) {
     row.finish(merged.data(), divisor, finished.data(), count);
     ok &= CHECK(finished == out);
 
-    // Combining a value with the identity does not change it. The exceptions are -0 in a sum or a product, and infinity times a
-    // complex 1.
+    // Combining a value with the identity does not change the value. The exceptions are -0 in a sum or a product, and infinity
+    // times a complex 1.
     Buffer identity(count * row.element_bytes, offset);
     row.identity(identity.data(), count);
     const void* const with_identity[] = {identity.data(), out.data()};
@@ -404,7 +403,7 @@ void test_nan_of_arithmetic_is_always_the_same() {
   }
 }
 
-// Rounds the numbers to the format M, all in one call.
+// Rounds all numbers to the format M in one call.
 template <class M>
 Parts<M> round_all(const Reduction& row, const std::vector<float>& x) {
   Parts<M> out(x.size());

@@ -1,4 +1,4 @@
-// Ranks of a job that are threads of one process. They use one mapping of each heap, so that the sanitizers see every access.
+// Ranks of a job that are threads of one process. They share one mapping of each heap, so that the sanitizers see every access.
 #pragma once
 
 #include <sys/socket.h>
@@ -23,7 +23,7 @@ class ThreadJob {
  public:
   static constexpr size_t heap_bytes = 128u << 20;  // the file is sparse
 
-  // hosts: the host of each rank; empty: all are on one host.
+  // hosts: the host of each rank. If it is empty, all ranks are on one host.
   explicit ThreadJob(int size, std::vector<int> hosts = {}) {
     const auto n = static_cast<size_t>(size);
     if (hosts.empty()) hosts.assign(n, 0);
@@ -81,7 +81,7 @@ inline Call make_call(Collective what, Dtype dtype, int root, const void* x, siz
 }
 
 struct ThreadRank {
-  int rank;  // in the group
+  int rank;  // the rank's number in the group
   Communicator* group;
   Heap* heap;
 
@@ -96,8 +96,8 @@ struct ThreadRank {
   }
 };
 
-// A group of some of a job's ranks, joined by an arena (algorithm "arena"), by socket pairs, or by an arena for each host and
-// socket pairs ("hierarchical").
+// A group of some of a job's ranks. With the algorithm "arena", an arena joins the ranks. With any other algorithm, socket pairs
+// join them. If the algorithm is "hierarchical" or there are several hosts, each host with several ranks has an arena as well.
 class ThreadGroup {
  public:
   ThreadGroup(const ThreadJob& job, std::vector<int> ranks, const std::string& algorithm, bool spin)
@@ -115,7 +115,7 @@ class ThreadGroup {
       for (size_t b = a + 1; b < n; b++) {
         int ends[2];
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw system_error("socketpair", errno);
-        constexpr int little = 64 << 10;  // so that the sockets are often full
+        constexpr int little = 64 << 10;  // small buffers, so that the sockets are often full
         for (const int end : ends) setsockopt(end, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
         links[a][b].emplace(ends[0], "rank " + std::to_string(ranks_[b]));
         links[b][a].emplace(ends[1], "rank " + std::to_string(ranks_[a]));
@@ -159,7 +159,7 @@ class ThreadGroup {
   int size() const { return static_cast<int>(ranks_.size()); }
   Layout layout() const { return {0, size(), hosts()}; }
   ThreadRank at(int rank) const { return {rank, groups_[rank].get(), &job_.heap(in_job(rank))}; }
-  // The number that this rank of the job has in the group; -1 if it is not a member.
+  // Returns the number that this rank of the job has in the group, or -1 if it is not a member.
   int place_of(int rank) const {
     const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
     return found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
@@ -174,7 +174,7 @@ class ThreadGroup {
  private:
   int in_job(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   int host_of(int rank) const { return job_.peers(rank)->hosts[static_cast<size_t>(rank)]; }
-  // The host of each rank; hosts are numbered in the order of their lowest ranks in the group.
+  // Returns the host of each rank. The hosts are numbered in the order of their lowest ranks in the group.
   std::vector<int> hosts() const {
     std::vector<int> seen, hosts;
     for (int rank : ranks_) {

@@ -1,5 +1,5 @@
-// Tests the vendor backend on a pretended device that is made of threads: how calls are composed and watched, and how groups are
-// aborted and freed.
+// Tests the vendor backend on a pretended device that is made of threads: which operations of the library make up a call, how
+// calls are watched, and how groups are aborted and freed.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -21,7 +21,7 @@ namespace {
 
 using Task = std::function<void()>;
 
-// A queue whose thread runs what is enqueued, in order.
+// A queue with a thread that runs the enqueued tasks in order.
 class Queue {
  public:
   Queue() : thread_([this] { work(); }) {}
@@ -133,7 +133,7 @@ class Device final : public Runtime {
   void pop() noexcept override {}
 };
 
-// Where the ranks of one group meet: the n-th operation of each rank is its part of one common operation.
+// Where the ranks of one group meet. The n-th operations of all ranks together are one common operation.
 class Hall {
  public:
   explicit Hall(int size) : size_(static_cast<size_t>(size)) {}
@@ -143,8 +143,8 @@ class Hall {
     void* out = nullptr;
     std::map<int, std::pair<void*, size_t>> sends{}, receives{};  // by peer
   };
-  // Called by a stream's thread. When all ranks have come, `act` is called once, with the part of each rank. Returns false if the
-  // rank was aborted.
+  // Called by a stream's thread. When all ranks have come, `act` is called once, with the parts of all ranks. Returns false if
+  // the rank was aborted.
   bool meet(uint64_t number, int rank, Part part, const std::function<void(std::map<int, Part>&)>& act) {
     std::unique_lock lock(mutex_);
     auto& here = meetings_[number];
@@ -172,7 +172,7 @@ class Hall {
   std::set<int> aborted_;
 };
 
-// How a test makes all groups behave, and what they have counted.
+// Tells all groups of a test how to behave, and counts what they do.
 struct Conditions {
   std::atomic<bool> busy{false};  // what busy() returns
   std::atomic<int> error{0};      // not 0: busy() throws
@@ -284,7 +284,7 @@ class ThreadVendor final : public Vendor {
   int ids_ = 0;
 };
 
-// One rank of a job, with a stream of the user.
+// One rank of a job, with the user's stream.
 struct Rank {
   Rank(std::shared_ptr<ThreadVendor> vendor, std::shared_ptr<Device> device, const std::string& id, int size, int rank)
       : device(device) {
@@ -372,7 +372,7 @@ void test_calls_beside_and_their_order() {
   Job job(2);
   job.each([](Rank& rank, int me) {
     Numbers x(8), out(8);
-    rank.stream.push([&] {  // slow work, for which the call beside the stream must wait
+    rank.stream.push([&] {  // slow work; the call on the group's own stream must wait for it
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       x.assign(8, me + 1);
     });
@@ -393,7 +393,7 @@ void test_a_call_after_a_pause_is_seen() {
   Job job(1);
   Rank& rank = *job.ranks[0];
   Numbers x(8, 1), out(8);
-  // The watching thread still looks when the second call comes; before the third it has gone to sleep.
+  // When the second call comes, the watching thread still looks at the device. Before the third call it has gone to sleep.
   for (const int pause_ms : {0, 5, 300}) {
     std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
     const auto work = rank.group->start(rank.call(Collective::all_reduce, x, out, 8), 60);
@@ -421,7 +421,7 @@ void test_a_missing_rank_ends_at_the_deadline() {
   } catch (const Error& again) {
     CHECK(again.kind == "CollectiveTimeout");
   }
-  rank.stream.drain();  // the abort has let the stream go on
+  rank.stream.drain();  // ends because the abort has let the stream go on
   rank.group->close();
   CHECK(job.vendor->at.aborts > 0);
 }

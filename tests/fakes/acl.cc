@@ -33,7 +33,7 @@ enum : Error {
 
 std::atomic<pid_t> initialized{0};
 std::mutex devices_mutex;
-auto& devices_set = *new std::map<int, int>;  // how often each device was set without being reset
+auto& devices_set = *new std::map<int, int>;  // how often a thread has set each device, minus how often a thread has reset it
 
 Context context_of(int device) { return device < 0 ? 0 : 0xACE00000 + 256 * (static_cast<Context>(device) + 1); }
 
@@ -266,7 +266,7 @@ FAKE_EXPORT Error aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t 
   return settled(*stream);
 }
 
-// AscendCL has no such function. This one allocates memory of the device that the host can use, too.
+// AscendCL has no such function. This one allocates memory of the device that the host can use as well.
 FAKE_EXPORT Error fake_malloc_managed(void** memory, size_t bytes) {
   int device;
   if (const Error error = current(device)) return error;

@@ -1,4 +1,4 @@
-"""Compiles the stand-ins: build(folder) gives a dict of paths."""
+"""Compiles the stand-ins: build(folder) returns the paths of the libraries by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NCCL_VERSIONS = (21803, 22809, 23203)
 MACHINE = ("engine.cc", "hooks.cc", "tools.cc")
 COMMUNICATION = ("communicator.cc", "meeting.cc", "tools.cc")
 
-# For each name: the path in the folder, and the sources. A definition for the compiler may follow a source.
+# For each name: the library's path in the folder, and its sources. A source may be followed by a definition for the
+# compiler.
 LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cuda": ("libcuda.so.1", ("cuda.cc", "kernels.cc", *MACHINE)),
     **{
@@ -28,10 +29,10 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for version in NCCL_VERSIONS
     },
-    # The runtime under its old name and under its new one.
+    # AscendCL's runtime under its old name, and under its new name.
     "acl": ("libascendcl.so", ("acl.cc", *MACHINE)),
     "acl-rt": ("acl-rt/libacl_rt.so", ("acl.cc", *MACHINE)),
-    # HCCL as one library, as in older releases; and with the communicators in libhcomm.so, as in newer ones.
+    # HCCL as one library, as in older releases. Then HCCL with the communicators in libhcomm.so, as in newer releases.
     "hccl": ("hccl/libhccl.so", ("hccl.cc -DFAKE_ONE_LIBRARY", "hcomm.cc", *COMMUNICATION)),
     "hccl-split": ("hccl-split/libhccl.so", ("hccl.cc", "tools.cc")),
     "hcomm": ("hccl-split/libhcomm.so", ("hcomm.cc", *COMMUNICATION)),
@@ -50,7 +51,7 @@ def compiler() -> list[str]:
 
 
 def default_folder() -> Path:
-    """The folder for this user's builds, kept between runs."""
+    """Return the folder for this user's builds, which is kept between runs."""
     return Path(tempfile.gettempdir()) / f"mscomm-fakes-{os.getuid()}"
 
 
@@ -62,7 +63,7 @@ def _sweep(top: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run the commands, at most one per processor at a time."""
+    """Run the commands in parallel, at most one per processor."""
     waiting, running, failed = list(commands), [], []
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):

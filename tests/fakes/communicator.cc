@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::chrono::milliseconds look_again{3};
 
-// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued them. Then ranks that
-// issue launches of two communicators in different orders always hang. Otherwise they hang only sometimes.
+// With FAKE_ONE_AT_A_TIME=1 a device takes one launch at a time, in the order in which the host issued the launches. Then ranks
+// that issue launches of two communicators in different orders always hang. Without it, they hang only sometimes.
 class Turns {
  public:
   explicit Turns(int device) : device_(device) {
@@ -55,7 +55,7 @@ class Turns {
   uint64_t mine_;
 };
 
-// For each communicator, the thread that is inside a call on it, and how many nested calls these are.
+// For each communicator: the thread that is inside a call on the communicator, and how many nested calls the thread has made.
 std::mutex inside_mutex;
 std::map<const Communicator*, std::pair<std::thread::id, int>>& inside() {
   static auto& all = *new std::map<const Communicator*, std::pair<std::thread::id, int>>;
@@ -98,7 +98,7 @@ void Communicator::launch(std::vector<Operation> operations) {
   auto self = shared_from_this();
   auto work = std::make_shared<const std::vector<Operation>>(std::move(operations));
   if (first->capturing()) {
-    // A graph may run this again and again, so it gets its number each time that it runs.
+    // A graph may run this work again and again, so the work takes a new number each time that it runs.
     first->enqueue([self, work] {
       const uint64_t number = self->take_number();
       self->run(*work, number);
@@ -106,11 +106,11 @@ void Communicator::launch(std::vector<Operation> operations) {
     });
     return;
   }
-  // Two threads must not issue at once. If they do, this is counted as a violation; without the lock they would wait for each
-  // other's numbers.
+  // It is an error if two threads issue at once, and it is counted as a violation elsewhere. The lock keeps such threads from
+  // waiting for each other's numbers.
   std::lock_guard lock(issuing_);
   const uint64_t number = take_number();
-  // The launch has ended when the stream releases this.
+  // The stream releases this turn when the launch has ended.
   const std::shared_ptr<Turns> turn(new Turns(device), [self, number](Turns* own) {
     delete own;
     self->finish(number);
@@ -210,7 +210,7 @@ Communicator::Inside::Inside(Engine* engine, Communicator* communicator) : commu
     mine.first = me;
     ++mine.second;
   } else {
-    communicator_ = nullptr;  // counted above; the first thread stays the one inside
+    communicator_ = nullptr;  // the violation was counted above; the first thread remains the one that is inside
   }
 }
 

@@ -1,4 +1,5 @@
-// What the communication libraries of both vendors share: operations that run on streams in the order in which they were issued.
+// What the communication libraries of both vendors share: operations on streams, which run in the order in which they were
+// issued.
 #pragma once
 
 #include <atomic>
@@ -19,21 +20,22 @@ namespace fake {
 struct Operation {
   std::string name;
   bool collective = true;
-  Signature signature;  // for a message, only type and count
+  Signature signature;  // if the operation is a message, only type and count are used
   Buffer send, receive;
   bool scaled = false;
   uint64_t factor = 0;
   bool sends = false;
   int peer = -1;
   std::shared_ptr<Stream> stream;
-  // Failures that tests have asked for.
+  // The failures that a test has asked for.
   bool hangs = false, dies = false;
   int fails_later = 0;
 };
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  // fault: the vendor's error code for a wrong address. lost: its error code for a dead peer, if that is noticed.
+  // fault: the vendor's error code for a wrong address. lost: the vendor's error code for a dead peer, which is used only with
+  // FAKE_REMOTE_ERROR=1.
   Communicator(Engine& engine, const std::string& id, int size, int rank, int device, int fault, int lost);
   virtual ~Communicator();
 
@@ -42,7 +44,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting& meeting() { return meeting_; }
   Meeting::Watch watch();
 
-  // Makes one launch of these operations. It runs after the work that their streams have now, and before any later work.
+  // Makes one launch of these operations. The launch runs after all work that their streams have now, and before any later work.
   void launch(std::vector<Operation> operations);
   // Waits until all launches have ended. Returns false if the communicator was stopped.
   bool drain();
@@ -73,21 +75,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Meeting meeting_;
   const int fault_, lost_;
   std::atomic<bool> stopped_{false};
-  std::mutex issuing_;  // so that numbers have the same order as places in the stream
-  // Protects everything below.
+  std::mutex issuing_;  // so that launches take their numbers in the order of their places in the stream
+  // Protects the members below.
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t next_ = 0, done_ = 0;
-  std::set<uint64_t> early_;  // ended before their turn, because they were stopped
+  std::set<uint64_t> early_;  // launches that have ended before their turn, because they were stopped
   int running_ = 0;
 };
 
-// Applies the failures that the environment asks for: the operation can hang, fail later, or end the process. Returns the code
-// with which it must fail now, or 0.
+// Applies the failures that the environment asks for: the operation can hang, fail later, or end the process. If the operation
+// must fail now, returns the error code, otherwise 0.
 int inject(Operation& operation, int rank);
 
-// The engine of the vendor's runtime. The runtime is already loaded under one of these names, or lies beside this library, or is
-// where the loader finds it. Returns nullptr if there is none.
+// Returns the engine of the vendor's runtime, or nullptr if no runtime is found. The runtime may be loaded already under one of
+// these names. Otherwise it is looked for beside this library, and then by the loader.
 Engine* find_engine(std::initializer_list<const char*> sonames, const void* inside_this_library);
 
 }  // namespace fake

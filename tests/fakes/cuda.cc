@@ -1,4 +1,5 @@
-// libcuda.so.1 without a GPU: the driver's C ABI on the pretended machine of engine.h. It runs only the kernels of kernels.h.
+// libcuda.so.1 without a GPU: the CUDA driver's C ABI on the pretended machine of engine.h. The only kernels that it runs are
+// those of csrc/cuda (kernels.h).
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -61,14 +62,14 @@ constexpr struct {
     {captured_event, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
 };
 
-// The process that called cuInit. A forked child has no driver.
+// The process that called cuInit. The driver cannot be used in a forked child.
 std::atomic<pid_t> initialized{0};
 
 // How often the primary context of each device was retained.
 std::mutex retained_mutex;
 // Never destroyed, because threads of the tested library may still make calls when the process ends.
 auto& retained = *new std::map<Device, int>;
-thread_local std::vector<Device> contexts;  // -1: none
+thread_local std::vector<Device> contexts;  // this thread's stack of contexts, each as the number of its device; -1: no context
 
 int driver_version() { return static_cast<int>(number("FAKE_CUDA_VERSION", 13000)); }
 
@@ -84,7 +85,7 @@ Device device_of(Context context) {
 
 Result ready() { return initialized.load() == getpid() ? success : not_initialized; }
 
-// The device of the current context.
+// Gives the device of the current context.
 Result current(Device& device) {
   if (const Result result = ready()) return result;
   device = contexts.empty() ? -1 : contexts.back();
@@ -159,7 +160,7 @@ FAKE_EXPORT Result cuGetErrorString(Result code, const char** text) {
 FAKE_EXPORT Result cuInit(unsigned flags) {
   if (flags) return invalid_value;
   if (!engine().devices()) return no_device;
-  // A child of fork() has the parent's memory, but none of its threads.
+  // Like the real driver, this one cannot be used in a forked child.
   pid_t nobody = 0;
   if (!initialized.compare_exchange_strong(nobody, getpid()) && nobody != getpid()) return not_initialized;
   return success;
@@ -255,10 +256,10 @@ FAKE_EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device device
     case 50:
       *value = 0;
       break;  // PCI domain
-    case 83:  // managed memory, and
+    case 83:  // managed memory
     case 89:
       *value = 1;
-      break;  // host and device may use it at the same time
+      break;  // concurrent use of managed memory by host and device
     case 75:
       *value = capability / 10;
       break;
@@ -394,7 +395,7 @@ FAKE_EXPORT Result cuStreamIsCapturing(Handle handle, int* status) {
 namespace {
 
 // A rule of the driver: while a capture in global mode is under way, threads in global mode must not make calls that can be
-// unsafe for the capture. If a thread makes such a call, the capture ends. Every thread is in global mode at first.
+// unsafe for the capture. If a thread makes such a call, the capture ends. Every thread starts in global mode.
 enum { mode_global = 0, mode_relaxed = 2 };
 std::atomic<int> global_captures{0};
 thread_local int capture_mode = mode_global;
@@ -459,7 +460,7 @@ FAKE_EXPORT Result cuEventDestroy_v2(Handle handle) {
 FAKE_EXPORT Result cuEventRecord(Handle event, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
-  if (engine().event_device(event) != stream->device()) return invalid_handle;  // no such event, or one of another context
+  if (engine().event_device(event) != stream->device()) return invalid_handle;  // no such event, or an event of another context
   return engine().record(event, stream) ? success : invalid_handle;
 }
 
@@ -484,8 +485,8 @@ FAKE_EXPORT Result cuMemAlloc_v2(Pointer* memory, size_t bytes) {
   return success;
 }
 
-// Host and device can use this memory at any time. If the host reads it before the stream gets there, the host sees the old
-// value.
+// Host and device can use this memory at any time. If the host reads the memory before the stream has written it, the host sees
+// the old value.
 FAKE_EXPORT Result cuMemAllocManaged(Pointer* memory, size_t bytes, unsigned flags) {
   constexpr unsigned attach_global = 1, attach_host = 2;
   Device device;
@@ -503,7 +504,7 @@ FAKE_EXPORT Result cuMemFree_v2(Pointer memory) {
   return engine().release(memory) ? success : invalid_value;
 }
 
-// Frees in the order of the stream, in which a caching allocator gives a block to its next owner.
+// Frees the memory in stream order, as a caching allocator does.
 FAKE_EXPORT Result cuMemFreeAsync(Pointer memory, Handle handle) {
   std::shared_ptr<Stream> stream;
   if (const Result result = stream_of(handle, stream)) return result;
@@ -600,11 +601,11 @@ FAKE_EXPORT Result cuPointerGetAttribute(void* data, int which, Pointer memory) 
   if (const Result result = ready()) return result;
   if (!data) return invalid_value;
   const Buffer buffer = engine().find(memory, 0);
-  if (!buffer.allocation) return invalid_value;  // the host's own memory
+  if (!buffer.allocation) return invalid_value;  // plain memory of the host
   return attribute(buffer, which, data) ? success : invalid_value;
 }
 
-// An image serves all contexts, and a kernel's handle is also that of its function in any context.
+// An image serves all contexts. The handle of a kernel is also the handle of its function in every context.
 FAKE_EXPORT Result cuModuleLoadData(Handle* module, const void* image) {
   if (const Result result = current()) return result;
   if (!module || !image) return invalid_value;

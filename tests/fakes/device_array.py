@@ -1,5 +1,5 @@
-"""An array in the memory of a stand-in's device. Like arrays of frameworks, it is asynchronous, strided and hidden from
-the host.
+"""An array in the memory of a stand-in's device. Like the arrays of frameworks, it is asynchronous and strided, and the
+host cannot read it.
 
 use(path) chooses the library. Without it, arrays use FAKE_CUDA_LIBRARY, or else the CUDA stand-in that build.py makes.
 All work is enqueued on the calling thread's current stream (`with stream(handle):`), which at first is the legacy
@@ -31,12 +31,12 @@ class DeviceError(RuntimeError):
 
 
 class Cuda:
-    """The functions that arrays need, over libcuda.so.1."""
+    """The functions that arrays need from libcuda.so.1."""
 
     interface = "__cuda_array_interface__"
 
     def __init__(self, path: str | Path):
-        # RTLD_GLOBAL, as if a framework had loaded the driver: the tested library finds this one by its soname.
+        # RTLD_GLOBAL, as if a framework had loaded the driver: the tested library then finds this driver by its soname.
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.contexts: dict[int, c_uint64] = {}
         self.call("cuInit", c_uint(0))
@@ -120,7 +120,7 @@ class Cuda:
 
 
 class Acl:
-    """The functions that arrays need, over libascendcl.so.
+    """The functions that arrays need from libascendcl.so.
 
     Its arrays have no array interface, only the attributes ptr, shape, strides, dtype and device.
     """
@@ -130,7 +130,7 @@ class Acl:
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        if self.library.aclInit(None) not in (0, 100002):  # 100002: somebody else has already initialized it
+        if self.library.aclInit(None) not in (0, 100002):  # 100002: other code has initialised it already
             raise DeviceError("aclInit", -1, "?")
 
     def call(self, name: str, *arguments) -> None:
@@ -218,7 +218,7 @@ def runtime() -> Cuda | Acl:
 
 
 def counters() -> dict:
-    """The numbers of handles that exist, and the violations with their texts, from the library's fake_counters()."""
+    """Return the numbers of handles that exist, and the violations with their texts, from fake_counters()."""
     library = runtime().library
     library.fake_counters.restype = c_size_t
     text = ctypes.create_string_buffer(library.fake_counters(None, c_size_t(0)) + 4096)
@@ -247,7 +247,7 @@ def stream(handle: int):
 
 
 def new_stream(device: int = 0, blocking: bool = False) -> int:
-    """blocking: this stream and the legacy default one wait for each other, as with streams made without flags."""
+    """Return a new stream. If blocking, this stream and the legacy default one wait for each other, as in CUDA."""
     with runtime().on(device):
         return runtime().new_stream(blocking)
 
@@ -296,8 +296,8 @@ class DeviceArray:
 
     @classmethod
     def from_numpy(cls, array, device: int = 0, stream: int | None = None) -> DeviceArray:
-        """The copy is enqueued. Code that reads before the stream gets there sees junk."""
-        # Not ascontiguousarray, which would change the shape () to (1,).
+        """Return a copy of array on the device. The copy is only enqueued: code that reads it too early sees junk."""
+        # ascontiguousarray cannot be used, because it would change the shape () to (1,).
         array = np.asarray(array, order="C")
         made = cls.empty(array.shape, array.dtype, device)
         if array.nbytes:
@@ -363,7 +363,7 @@ class DeviceArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """Make the consumer's stream wait for the current one. With stream=-1 the consumer must do so itself."""
+        """Return a capsule. The consumer's stream waits for the current one, except with stream=-1."""
         if not runtime().interface:
             raise BufferError("an array of an Ascend device has no DLPack device here")
         if copy or (dl_device and tuple(dl_device) != self.__dlpack_device__()):
@@ -402,7 +402,7 @@ class DeviceArray:
         target.copy_(value if value.dtype == target.dtype else _computed(lambda x: x.astype(target.dtype), value))
 
     def view(self, dtype) -> DeviceArray:
-        """The bytes of a contiguous array, as a one-dimensional array of dtype."""
+        """Return the bytes of a contiguous array as a one-dimensional array of dtype."""
         dtype = np.dtype(dtype)
         size = self.nbytes // dtype.itemsize
         return type(self)(self._memory, self._offset, (size,), (dtype.itemsize,), dtype)
@@ -414,12 +414,12 @@ class DeviceArray:
         return _computed(np.subtract, self, other)
 
     def __imul__(self, factor: float) -> DeviceArray:
-        """Numbers of 16 bits are multiplied in float32, as in array libraries."""
+        """Multiply in place. Numbers of 16 bits are multiplied in float32, as in array libraries."""
         wide = np.float32 if self.itemsize == 2 else self.dtype.type
         return self.copy_(_computed(lambda x: (x.astype(wide) * wide(factor)).astype(x.dtype), self))
 
     def reshape(self, *shape) -> DeviceArray:
-        """A view if the array is contiguous, otherwise a copy."""
+        """Return a view if the array is contiguous, otherwise a copy."""
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if -1 in shape:
             rest = -int(np.prod(shape, dtype=np.int64))
@@ -467,7 +467,7 @@ class DeviceArray:
         return self
 
     def to_numpy(self) -> np.ndarray:
-        """Waits until the current stream has done the work that it has now."""
+        """Wait for the work that the current stream has now, then return a copy of the array on the host."""
         source = self.contiguous()
         host = np.empty(self.size * self.itemsize, np.uint8)
         with runtime().on(self.device):
@@ -482,7 +482,7 @@ class DeviceArray:
 
 
 def _computed(function, *operands) -> DeviceArray:
-    """Compute with NumPy from the operands, once the current stream has done the work that it has now."""
+    """Wait for the work that the current stream has now, then compute with NumPy. Return the result on the device."""
     arrays = [one for one in operands if isinstance(one, DeviceArray)]
     with np.errstate(all="ignore"):
         made = function(*(one.to_numpy() if isinstance(one, DeviceArray) else one for one in operands))
@@ -490,7 +490,7 @@ def _computed(function, *operands) -> DeviceArray:
 
 
 class namespace:
-    """Some of the functions that array libraries have, for these arrays."""
+    """Some functions of array libraries, for arrays of this module."""
 
     float16, bfloat16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -526,7 +526,7 @@ class _Tensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-_managed: dict[int, tuple] = {}  # what consumers hold, by the address that they pass to the deleter
+_managed: dict[int, tuple] = {}  # what consumers hold, by the address that a consumer passes to the deleter
 
 
 class _Managed(ctypes.Structure):
@@ -544,7 +544,7 @@ class _ManagedVersioned(ctypes.Structure):
     )
 
 
-# Our own prototypes, because those of ctypes.pythonapi are shared by all code that sets them.
+# Do not set prototypes on the functions of ctypes.pythonapi: these functions are shared by all code that uses them.
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
 _capsule_is = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _capsule_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -559,7 +559,7 @@ def _delete(address):
 
 @ctypes.PYFUNCTYPE(None, c_void_p)
 def _drop_capsule(capsule):
-    # Drop it only if nobody has consumed the capsule. A consumer renames it.
+    # Drop the tensor only if nobody has consumed the capsule. A consumer renames the capsule.
     for name in (_NAME, _NAME_VERSIONED):
         if _capsule_is(capsule, name):
             _managed.pop(_capsule_pointer(capsule, name), None)
@@ -578,7 +578,7 @@ def _capsule(array: DeviceArray, versioned: bool):
 
 
 class compute:
-    """Work like a framework's kernels do it: late, so that code that does not wait for the stream sees old values."""
+    """Work like that of a framework's kernels. It is late: code that does not wait for the stream sees old values."""
 
     @staticmethod
     def sleep(seconds: float, device: int = 0) -> None:
@@ -588,7 +588,7 @@ class compute:
     @staticmethod
     @contextlib.contextmanager
     def hold(device: int = 0):
-        """The current stream stops here until the block ends. So tests need not depend on timing."""
+        """Hold the current stream until the block ends, so that tests need not depend on timing."""
         library = runtime().library
         library.fake_hold.restype = c_int64
         with runtime().on(device):

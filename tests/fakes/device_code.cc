@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda, which the stand-in of the driver runs (see kernels.h). They are a library of their own, because they
-// are made of the sources that are tested. kernels.py builds this library.
+// The kernels of csrc/cuda, which the stand-in of the driver runs (see kernels.h). kernels.py builds a separate library from this
+// file, because it contains the sources that are tested.
 #include <iterator>
 #include <string_view>
 
@@ -44,7 +44,7 @@ __global__ void fake_addresses(int kernel, void* parameters, void (*visit)(void*
                                void* context) {
   auto& batch = *static_cast<Batch*>(parameters);
   const mscomm::Kernel& row = row_of(kernel);
-  // Bucket and residual must reach as far as the last part does.
+  // Bucket and residual must reach to the end of the last part.
   visit(context, &batch.bucket, batch.end_of(batch.count - 1) * row.bucket_bytes);
   if (batch.residual) visit(context, &batch.residual, batch.end_of(batch.count - 1) * sizeof(float));
   for (uint32_t i = 0; i < batch.count; i++)

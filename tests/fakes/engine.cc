@@ -26,12 +26,12 @@ using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr size_t grain = 512;  // addresses are multiples of this, as those of cuMemAlloc
+constexpr size_t grain = 512;  // addresses are multiples of this number, like those of cuMemAlloc
 // Fresh memory is filled with this byte, so that no code relies on zeros.
 constexpr unsigned char junk = 0xA5;
 constexpr size_t junk_bytes = 16 << 20;
 
-const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // of the host, which can access only whole pages
+const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // the host's page size: the host gets access to whole pages only
 
 size_t up(size_t bytes, size_t to = grain) { return (std::max<size_t>(bytes, 1) + to - 1) / to * to; }
 
@@ -43,7 +43,7 @@ struct Item {
   uint64_t number = 0;
 };
 
-// Protects the order of work between a device's legacy default stream and its other streams.
+// Protects the order between the work of a device's legacy default stream and the work of the device's other streams.
 std::mutex& order() {
   static auto& mutex = *new std::mutex;
   return mutex;
@@ -126,7 +126,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
       lock.unlock();
       if (item.delayed && delay.count() > 0) std::this_thread::sleep_for(delay);
       item.work();
-      item.work = nullptr;  // frees what the work holds before anybody sees that it is done
+      item.work = nullptr;  // frees what the work holds, before anybody can see that the work is done
       lock.lock();
       done_ = item.number;
       changed_.notify_all();
@@ -136,7 +136,7 @@ class Queue : public Stream, public std::enable_shared_from_this<Queue> {
 
   const int device_;
   const bool with_legacy_;
-  // Protects everything below.
+  // Protects the members below.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Item> items_;
@@ -149,7 +149,7 @@ struct Allocation {
   size_t bytes = 0;
   uint64_t id = 0;
   int device = -1;
-  int users = 0;  // how many pieces of running work have it open
+  int users = 0;  // how many pieces of work that are running now use this memory
   bool managed = false;
 
   size_t room() const { return up(bytes, managed ? page : grain); }
@@ -173,7 +173,7 @@ thread_local std::map<int, std::shared_ptr<Queue>> own_streams;
 class Machine : public Engine {
  public:
   Machine() {
-    // The kernel chooses the addresses, because TSan and ASan need certain ranges for themselves.
+    // The kernel chooses the addresses of this memory, because TSan and ASan need certain ranges for themselves.
     slice_ = static_cast<size_t>(number("FAKE_DEVICE_MB", 16384)) << 20;
     const int64_t devices = std::max<int64_t>(0, std::min<int64_t>(64, number("FAKE_DEVICES", 4)));
     devices_ = std::vector<Device>(static_cast<size_t>(devices));
@@ -198,8 +198,8 @@ class Machine : public Engine {
   int devices() const override { return static_cast<int>(devices_.size()); }
 
   Uuid uuid(int device) const override {
-    // A device has the same UUID in all processes of the host, as a real card has. With FAKE_DEVICE_UUID set, the devices are
-    // like those of another host.
+    // A device has the same UUID in all processes of the host, as a real card has. If FAKE_DEVICE_UUID is set, the devices get
+    // other UUIDs, as if they were on another host.
     const std::string name = text("FAKE_DEVICE_UUID", "stand-in") + "#" + std::to_string(device);
     Uuid uuid{};
     uint64_t hash = 1469598103934665603u;
@@ -328,7 +328,8 @@ class Machine : public Engine {
     return own;
   }
 
-  // All streams of a device but the legacy default one, also those that do not wait for the legacy default stream.
+  // All streams of a device except the legacy default stream. They include streams that do not wait for the legacy default
+  // stream.
   std::vector<std::shared_ptr<Queue>> queues(int device) {
     std::vector<std::shared_ptr<Queue>> all;
     auto& known = devices_[static_cast<size_t>(device)].queues;
@@ -455,7 +456,7 @@ class Machine : public Engine {
 
   char* shadow(Address address) const { return shadow_ + (address - seen_); }
 
-  // Sets what the host may do with this memory at the address that users see.
+  // Sets whether the host can read and write managed memory at this address.
   static void protect(Address address, size_t bytes, int how) {
     if (mprotect(reinterpret_cast<void*>(address), bytes, how)) die("mprotect");
   }
@@ -483,7 +484,8 @@ class Machine : public Engine {
     on.holes[address] = bytes;
   }
 
-  // A handle is never used twice, and is no address. So code that dereferences a handle, or uses a dead one, is noticed.
+  // A handle is never used twice, and is not an address. So a stand-in notices the use of a dead handle, and code that
+  // dereferences a handle crashes.
   Handle next_handle() { return 0x51000000 + 16 * ++handles_; }
 
   void note(const std::string& kind, const std::string& text) {
@@ -497,7 +499,7 @@ class Machine : public Engine {
   Address seen_ = 0;
   std::vector<Device> devices_;
 
-  // Protects everything below, and the holes of the devices. A thread that needs both locks takes order() first.
+  // Protects the members below, and `holes`, the free ranges of each device. A thread that needs both locks takes order() first.
   mutable std::mutex mutex_;
   std::map<Address, Allocation> allocations_;
   std::map<Handle, std::shared_ptr<Queue>> streams_;
@@ -516,8 +518,7 @@ Machine& machine() {
 }
 
 uint64_t Queue::enqueue(std::function<void()> work, bool delayed) {
-  // The legacy default stream waits for the other streams of the device and they wait for it, except streams that were made
-  // without this.
+  // The legacy default stream and the other streams of the device wait for each other, except for non-blocking streams.
   std::lock_guard lock(order());
   std::vector<std::shared_ptr<Queue>> before;
   const auto legacy = machine().legacy(device_);

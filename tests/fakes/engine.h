@@ -22,29 +22,29 @@ using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none:
 
 enum class Where { host, device };
 
-// An argument of work in a queue. It keeps which memory the address meant when the caller enqueued the work.
+// An argument of work in a queue. It notes which memory the address means at the time when the caller enqueues the work.
 struct Buffer {
   Address address = 0;
   size_t bytes = 0;
   Where where = Where::host;
   int device = -1;
-  uint64_t allocation = 0;  // 0: no allocation that the engine knows
+  uint64_t allocation = 0;  // 0: the address is in no allocation that the engine knows
   Address start = 0;        // where the allocation begins
   size_t length = 0;
-  bool managed = false;  // the host can use it, too
+  bool managed = false;  // the host can use the memory as well
 };
 
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual int device() const = 0;
-  // Enqueues work that the stream's own thread runs when its turn comes. Returns the work's number. `delayed`: the thread runs it
-  // only after FAKE_DELAY_US, so that code that does not wait for it is too early. A capturing stream keeps the work for its
-  // graph instead.
+  // Enqueues work that the stream's own thread runs when its turn comes. Returns the work's number. delayed: the thread waits
+  // FAKE_DELAY_US before it runs the work, so that code that does not wait for the work reads too early. A capturing stream does
+  // not run the work, but keeps it for its graph.
   virtual uint64_t enqueue(std::function<void()> work, bool delayed = true) = 0;
   virtual uint64_t tail() const = 0;
   virtual bool reached(uint64_t number) const = 0;
-  virtual bool wait(uint64_t number, Deadline deadline = {}) = 0;  // false: the deadline has passed
+  virtual bool wait(uint64_t number, Deadline deadline = {}) = 0;  // returns false if the deadline has passed
   virtual bool capturing() const = 0;
 };
 
@@ -70,10 +70,11 @@ class Engine {
   // Returns 0 if no memory is left. The host can read and write only managed memory. The memory is not zero.
   virtual Address allocate(int device, size_t bytes, bool managed = false) = 0;
   virtual bool release(Address address) = 0;
-  // The buffer at an address, which may be any address inside an allocation.
+  // Returns the buffer that begins at this address, which may be any address inside an allocation.
   virtual Buffer find(Address address, size_t bytes) const = 0;
-  // The bytes of a buffer, for work that runs now. If the buffer is not memory of that device, or was released meanwhile, returns
-  // nullptr and marks the device as broken. of_any: memory of another device is allowed, as for a copy.
+  // Returns the bytes of a buffer, for work that runs now. If the buffer is not memory of this device, or was released after the
+  // work was enqueued, returns nullptr and marks the device as broken. of_any: the memory may belong to any device, as for a
+  // copy.
   virtual std::shared_ptr<char> open(const Buffer& buffer, int device, bool of_any = false) = 0;
 
   virtual Handle create_stream(int device, bool with_legacy) = 0;
@@ -83,7 +84,7 @@ class Engine {
   virtual std::shared_ptr<Stream> stream(Handle handle, int device) = 0;
   virtual void wait_for(Stream& stream, const Mark& mark) = 0;
   virtual void set_capturing(Stream& stream, bool capturing) = 0;
-  // take_graph returns what was captured; launch_graph enqueues it again, as often as it is called.
+  // take_graph returns a graph of the captured work. launch_graph enqueues this work, and may be called again and again.
   virtual Handle take_graph(Stream& stream) = 0;
   virtual bool launch_graph(Handle graph, Stream& stream) = 0;
   virtual bool destroy_graph(Handle graph) = 0;
@@ -94,26 +95,26 @@ class Engine {
   virtual bool record(Handle handle, std::shared_ptr<Stream> stream) = 0;
   virtual std::optional<Mark> mark(Handle handle) const = 0;
 
-  // Whether work on the device has used a wrong address. Such a device stays unusable, as a real one does.
+  // Whether work on the device has used a wrong address. Such a device stays unusable, as a real device does.
   virtual bool broken(int device) const = 0;
 
-  // Counts a mistake that real hardware would not have reported, or that would have crashed it.
+  // Counts a violation: a mistake of the caller that a real device would not report, or that would crash the program.
   virtual void violation(const std::string& kind, const std::string& text) = 0;
   virtual void count(const std::string& kind, int64_t change) = 0;
   virtual std::string counters() const = 0;  // as JSON
 };
 
-// Only the runtime's library has this.
+// Returns the engine of the process. Only the vendor's runtime library defines this function.
 Engine& engine();
 
-// The number or text that this variable of the environment has; `otherwise` if it is not set.
+// Returns the value of this environment variable, as a number or as text; `otherwise` if the variable is not set.
 int64_t number(const char* name, int64_t otherwise);
 std::string text(const char* name, const std::string& otherwise);
 
-// Copies JSON to a C caller. Returns the size that it needs.
+// Copies JSON to a C caller's memory. Returns the size that the whole JSON needs.
 size_t hand_over(const std::string& json, char* to, size_t bytes);
 
-// Starts a thread that takes no signals. Nobody joins it, because it may wait for ever.
+// Starts a thread that takes no signals. No thread joins it, because it may wait for ever.
 void spawn(std::function<void()> body);
 
 }  // namespace fake

@@ -1,5 +1,5 @@
-// libhccl.so without an NPU: HCCL's collectives. The communicators are in hcomm.cc. With FAKE_ONE_LIBRARY they are in this
-// library, as in older releases of HCCL. Otherwise they are in libhcomm.so, which this library opens, as in newer releases.
+// libhccl.so without an NPU: HCCL's collectives. hcomm.cc has the communicators. If FAKE_ONE_LIBRARY is defined, hcomm.cc is part
+// of this library, as in older releases of HCCL. Otherwise it is in libhcomm.so, which this library opens, as in newer releases.
 #include <dlfcn.h>
 #include <unistd.h>
 

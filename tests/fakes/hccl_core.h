@@ -1,4 +1,4 @@
-// What libhccl.so needs of the library that has the communicators, which is libhcomm.so or libhccl.so itself.
+// What libhccl.so needs from the library that has the communicators, which is libhcomm.so or libhccl.so itself.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,8 @@ enum class What : int {
   reduce,
 };
 
-// One collective. count: the number of elements; if the array has a part for each rank, of one part.
+// One collective. count: the number of elements. If the array has a part for each rank, count is the number of elements in one
+// part.
 struct Wish {
   What what;
   const void* send;
@@ -44,7 +45,7 @@ struct Wish {
   int64_t root;  // -1: none
 };
 
-// Has the layout of HcclSendRecvItem.
+// This struct has the layout of HcclSendRecvItem.
 struct Item {
   int kind;  // 0: sends; 1: receives
   void* data;

@@ -38,7 +38,7 @@ class Rank:
         self.acl.call("aclrtResetDevice", ctypes.c_int(self.device))
 
     def info(self) -> bytes:
-        """Rank 0's root info. The other ranks get it through a file in the test's folder."""
+        """Return rank 0's root info. The other ranks get it through a file in the test's folder."""
         path = Path(os.environ["FAKE_DIR"]) / "info"
         if self.rank == 0:
             path.with_suffix(".part").write_bytes(self.hccl.root_info())
@@ -121,7 +121,7 @@ def collectives(r: Rank):
 
 @scenario
 def reductions(r: Rank):
-    """Which code each type and operator returns; if the code is 0, whether the result is right."""
+    """Return the code of a reduction for each type and operator or, if the code is 0, whether the result is right."""
     comm, found = r.init(), {}
     for name in TYPES:
         dtype = dtype_of(name)
@@ -153,7 +153,7 @@ def init_code(r: Rank):
 
 @scenario
 def runtime(r: Rank):
-    """What AscendCL itself promises, in one process."""
+    """Check what AscendCL itself promises, in one process."""
     library, found = r.acl.library, {}
     i32, handle = ctypes.c_int, ctypes.c_uint64
     found["twice"] = library.aclInit(None)
@@ -192,7 +192,7 @@ def runtime(r: Rank):
 
 @scenario
 def hang(r: Rank):
-    """Ranks disagree, die or are told to hang. Then the communicator is suspended and destroyed."""
+    """Make ranks disagree, die or hang. Then suspend and destroy the communicator."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)

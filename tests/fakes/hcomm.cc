@@ -1,7 +1,7 @@
-// HCCL's communicators without an NPU, on the libascendcl.so of acl.cc. They are in libhcomm.so, or in one libhccl.so together
-// with hccl.cc.
+// HCCL's communicators without an NPU, on the libascendcl.so of acl.cc. They are in libhcomm.so, or together with hccl.cc in one
+// libhccl.so.
 //
-// FAKE_ASCEND says which product it is: 910, A2 (the default), A3, 310P or 950.
+// FAKE_ASCEND says which product the device is: 910, A2 (the default), A3, 310P or 950.
 #include <unistd.h>
 
 #include <algorithm>
@@ -93,7 +93,8 @@ std::shared_ptr<HcclCommunicator> find(Comm handle) {
 // ---- communicators
 
 Result connect(HcclCommunicator& comm) {
-  // HCCL waits 120 s, or longer if its variable says so. Tests cannot wait so long, so they set a shorter time.
+  // HCCL waits 120 s, or longer if HCCL_CONNECT_TIMEOUT says so. Tests cannot wait so long, so FAKE_CONNECT_TIMEOUT_MS sets a
+  // shorter time.
   const int64_t seconds = std::max<int64_t>(120, number("HCCL_CONNECT_TIMEOUT", 120));
   const int64_t milliseconds = number("FAKE_CONNECT_TIMEOUT_MS", seconds * 1000);
   comm.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
@@ -112,7 +113,7 @@ Result connect(HcclCommunicator& comm) {
     for (size_t b = 0; b < a; ++b)
       if (!shares && cards[a].host == cards[b].host && cards[a].device == cards[b].device) return e_unavail;
   }
-  // A server takes 1, 2, 4 or 8 ranks. If there are fewer than 8, they must all be on cards 0 to 3 or all on cards 4 to 7.
+  // A server of a 910 takes 1, 2, 4 or 8 ranks. If there are fewer than 8, all must be on cards 0 to 3, or all on cards 4 to 7.
   if (profile() == "910" && ((comm.size & (comm.size - 1)) || comm.size > 8 || (comm.size < 8 && rings.size() > 1)))
     return e_para;
   return success;
@@ -251,7 +252,7 @@ FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(acl(
 
 FAKE_EXPORT Result HcclGetRootInfo(char* info) {
   if (!info) return e_ptr;
-  if (!acl() || acl()->current() < 0) return e_runtime;  // the info is that of the current device's server
+  if (!acl() || acl()->current() < 0) return e_runtime;  // the root info describes the current device's server
   memset(info, 0, root_info_bytes);
   std::random_device random;
   for (size_t i = 0; i < 64; ++i) info[i] = static_cast<char>(random());
@@ -264,7 +265,7 @@ FAKE_EXPORT Result HcclCommInitRootInfo(uint32_t size, const char* info, uint32_
   return create(comm, hex_id(info, root_info_bytes), size, rank);
 }
 
-// There is no abort. Destroying waits for the operations that are under way, unless the communicator was suspended.
+// There is no abort. HcclCommDestroy waits for the operations that are under way, unless the communicator was suspended.
 FAKE_EXPORT Result HcclCommDestroy(Comm handle) {
   const auto comm = find(handle);
   if (!comm) return handle ? e_para : e_ptr;

@@ -1,4 +1,4 @@
-// Functions that tests need of a vendor's runtime, besides the vendor's own functions.
+// Functions of a stand-in runtime that tests need in addition to the vendor's own functions.
 #include <unistd.h>
 
 #include <condition_variable>
@@ -15,13 +15,13 @@ namespace {
 constexpr int no_stream = 1, no_memory = 2;
 }
 
-// The communication library finds the engine by this function.
+// The stand-in of the communication library finds the engine by this function.
 FAKE_EXPORT Engine* fake_engine() { return &engine(); }
 
 // Writes the numbers of handles that exist, and the violations, as JSON. Returns how many bytes the JSON needs.
 FAKE_EXPORT size_t fake_counters(char* to, size_t bytes) { return hand_over(engine().counters(), to, bytes); }
 
-// The device whose managed memory contains that address; -1 if there is none.
+// Returns the device whose managed memory contains this address, or -1 if there is none.
 FAKE_EXPORT int fake_managed(Address address) {
   const Buffer buffer = engine().find(address, 0);
   return buffer.managed ? buffer.device : -1;
@@ -34,7 +34,7 @@ FAKE_EXPORT int fake_set_capturing(Handle handle, int capturing) {
   return 0;
 }
 
-// Does what a kernel of a framework would do: waits `delay_us`, then adds `add` to each of `count` floats.
+// Does what a framework's kernel might do: waits for `delay_us`, then adds `add` to each of `count` floats.
 FAKE_EXPORT int fake_compute(Address data, size_t count, float add, int delay_us, Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
   if (!stream) return no_stream;
@@ -49,7 +49,7 @@ FAKE_EXPORT int fake_compute(Address data, size_t count, float add, int delay_us
   return 0;
 }
 
-// Makes the stream do nothing for that long.
+// Makes the stream do nothing for this long.
 FAKE_EXPORT int fake_sleep(int microseconds, Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
   if (!stream) return no_stream;
@@ -64,7 +64,8 @@ auto& closed_gates = *new std::set<int64_t>;
 int64_t last_gate = 0;
 }  // namespace
 
-// Makes the stream wait until fake_release() is called with the number that this returns. Returns -1 if there is no such stream.
+// Makes the stream wait, and returns a number. The stream goes on when fake_release() is called with this number. Returns -1 if
+// there is no such stream.
 FAKE_EXPORT int64_t fake_hold(Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
   if (!stream) return -1;
@@ -88,8 +89,8 @@ FAKE_EXPORT int fake_release(int64_t gate) {
   return closed_gates.erase(gate) ? 0 : no_stream;
 }
 
-// Makes a strided copy, as a framework's kernel does. Shape and strides count elements of `size` bytes. There may be at most 8
-// dimensions.
+// Makes a strided copy, as a framework's kernel might do. Shape and strides count elements of `size` bytes. There may be at most
+// 8 dimensions.
 FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address from, const int64_t* from_strides,
                                   const int64_t* shape, int dimensions, int64_t size, Handle handle) {
   const auto stream = engine().stream(handle, engine().current());
@@ -103,7 +104,7 @@ FAKE_EXPORT int fake_copy_strided(Address to, const int64_t* to_strides, Address
   const auto target = engine().find(to, 1), source = engine().find(from, 1);
   if (!target.allocation || !source.allocation) return no_memory;
   stream->enqueue([=, device = stream->device()] {
-    // Open the whole allocations, because strides may go backwards.
+    // Open the whole allocations, because negative strides may lead to places before the address.
     const auto open = [&](const Buffer& one) {
       Buffer all = one;
       all.address = one.start;

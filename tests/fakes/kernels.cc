@@ -10,7 +10,7 @@ namespace fake {
 
 namespace {
 
-// The functions of the library made of device_code.cc.
+// The functions of the library that kernels.py builds from device_code.cc.
 struct Code {
   Code() {
     const std::string path = text("FAKE_CUDA_KERNELS", "");
@@ -22,9 +22,9 @@ struct Code {
     run = reinterpret_cast<decltype(run)>(dlsym(library, "fake_run"));
   }
   void* library = nullptr;
-  int (*kernel)(const char* name) = nullptr;  // its number, or -1
+  int (*kernel)(const char* name) = nullptr;  // returns the kernel's number, or -1 if there is none
   size_t (*parameter_bytes)() = nullptr;
-  // Calls `visit` for each address in the parameters, with the number of bytes that the kernel may touch there.
+  // Calls `visit` for each address in the parameters. `bytes` is how many bytes the kernel may touch from this address on.
   void (*addresses)(int kernel, void* parameters, void (*visit)(void* context, uint64_t* address, size_t bytes),
                     void* context) = nullptr;
   int (*run)(int kernel, const void* parameters, unsigned blocks, unsigned threads) = nullptr;
@@ -62,7 +62,7 @@ bool launch_kernel(Handle handle, unsigned blocks, unsigned threads, const void*
   code().addresses(kernel, batch->data(), find, &buffers);
   engine().count("launches", 1);
   stream->enqueue([=, device = stream->device()] {
-    std::vector<char> here = *batch;  // a copy, because a graph may run this again
+    std::vector<char> here = *batch;  // a copy, because a graph may run this batch again
     struct Open {
       std::vector<std::shared_ptr<char>> memory;
       const std::vector<Buffer>& buffers;

@@ -8,12 +8,13 @@
 
 namespace fake {
 
-// Whether this is an image made by nvcc, and this machine can run kernels.
+// Whether this is an image made by nvcc, and whether this machine can run kernels at all.
 bool can_run(const void* image);
-// The handle of the kernel with that name; 0 if there is none.
+// Returns the handle of the kernel with this name, or 0 if there is none.
 Handle kernel_named(const char* name);
-// Enqueues a launch. The parameters are copied now, and the memory that their addresses mean is looked up now. The memory is
-// opened when the stream gets there. Returns false if there is no such kernel, or if the launch cannot have this shape.
+// Enqueues a launch. The parameters are copied at once, and the allocations that their addresses mean are looked up at once. The
+// memory is opened only when the stream runs the launch. Returns false if there is no such kernel, or if the launch cannot have
+// this shape.
 bool launch_kernel(Handle kernel, unsigned blocks, unsigned threads, const void* parameters,
                    const std::shared_ptr<Stream>& stream);
 

@@ -13,12 +13,13 @@ CSRC, CORE = HERE.parent.parent / "csrc", HERE.parent / "core"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing"]
 
-# An image for a build without nvcc. It begins with the bytes of an image from nvcc that the stand-in checks.
+# An image for a build without nvcc. It begins with the same bytes as an image from nvcc. The stand-in checks only these
+# bytes.
 IMAGE = bytes.fromhex("50ed55ba") + b" a stand-in's"
 
 
 def build_kernels() -> Path:
-    """Return the path of the library, for FAKE_CUDA_KERNELS. Compiles it if the sources have changed."""
+    """Compile the library if its sources have changed. Return its path, for FAKE_CUDA_KERNELS."""
     found = compiler()
     command = [*(found.split() if isinstance(found, str) else found), *FLAGS, f"-I{CSRC}", f"-I{CORE}"]
     sources = [HERE / "device_code.cc", CORE / "cuda_on_cpu.h", *sorted((CSRC / "cuda").glob("*.*"))]

@@ -25,9 +25,10 @@ def launch(
     codes: dict | None = None,
     clean: bool = True,
 ) -> dict:
-    """Run the ranks and return their values, by rank. Ranks in `codes` must end with that exit status, without a value.
+    """Run the ranks. Return their values by rank. A rank in `codes` must end with the exit status given there, and has
+    no value.
 
-    clean: no handle, violation or file may be left. If false, each value comes with the counters.
+    clean: check that no handle, violation or file is left. If false, each value comes with the counters instead.
     """
     started, values = {}, {}
     try:

@@ -1,6 +1,6 @@
-"""Makes the test array one of mscomm's array libraries, like the modules in python/mscomm/arrays for real libraries.
+"""Lets mscomm take DeviceArray, as the modules in python/mscomm/arrays do for the arrays of real libraries.
 
-register() makes mscomm know it, as a row in mscomm.arrays.LIBRARIES would.
+register() adds this module to mscomm.arrays.LIBRARIES.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ users: list[tuple[int, int]] = []  # the calls of used(): an address, and the st
 
 
 def used(x: DeviceArray) -> None:
-    """Only notes the call: an allocation of the stand-in is freed in the order of its first stream alone."""
+    """Only note the call in `users`. The stand-in's memory is freed in the order of its first stream in any case."""
     users.append((x.ptr, device_array.current_stream()))
 
 

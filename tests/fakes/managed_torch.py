@@ -1,12 +1,12 @@
-"""PyTorch on a stand-in's device, without a GPU. It uses CPU tensors in managed memory, which mscomm takes for tensors
-of the device.
+"""PyTorch on a stand-in's device, without a GPU. The tensors are CPU tensors in managed memory. mscomm takes them for
+tensors of the device.
 
-When a rank of tests/devices.py imports this module, it comes between mscomm and mscomm.arrays.torch. A tensor whose
-memory is managed then is on this rank's device, and any other tensor is on the CPU. So PyTorch's own modules, autograd
-and optimizers work on memory of the device. But they work on the host and at once, while a GPU's kernels would wait for
-their turn in the stream. So settle() must be called before PyTorch reads what mscomm has enqueued, and before it writes
-what mscomm may still read. A tensor that PyTorch computes from a managed one is on the CPU. tensor() and module() put
-tensors on the device.
+A rank of tests/devices.py that imports this module replaces functions of mscomm.arrays.torch by the functions below.
+From then on, mscomm takes a tensor in managed memory for one on this rank's device, and any other tensor for one on the
+CPU. So PyTorch's own modules, autograd and optimizers work on memory of the device. But PyTorch works on the host and
+at once, while a GPU's kernels would wait for their turn in the stream. So settle() must be called before PyTorch reads
+what mscomm has enqueued, and before PyTorch writes what mscomm may still read. A tensor that PyTorch computes from a
+managed tensor is on the CPU. tensor() and module() put tensors on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mscomm.train.device_buckets import DeviceBucket
 
 
 class _Managed:
-    """An allocation over which NumPy can make an array. It lives as long as that array."""
+    """An allocation that NumPy can use as the memory of an array. It lives as long as the array."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = device_array._Memory(max(nbytes, 1), device(), managed=True)
@@ -45,24 +45,24 @@ class _Managed:
 
 
 def device() -> int:
-    """The number of this rank's device."""
+    """Return the number of this rank's device."""
     return int(os.environ["MSCOMM_RANK"])
 
 
 def settle() -> None:
-    """Wait until the device has done what the current stream has now."""
+    """Wait until the device has done all work that the current stream has now."""
     device_array.synchronize(device())
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     if not count:
-        return torch.empty(shape, dtype=dtype)  # without an address nobody could tell that it is managed
+        return torch.empty(shape, dtype=dtype)  # without an address, nobody could tell that it is managed
     return torch.from_numpy(np.asarray(_Managed(count * dtype.itemsize))).view(dtype).reshape(shape)
 
 
 def tensor(x: Any) -> torch.Tensor:
-    """A copy of an array, a tensor or numbers on this rank's device. The strides are the same if they leave no gaps."""
+    """Copy an array, a tensor or numbers to this rank's device. Strides without gaps stay the same."""
     if isinstance(x, torch.Tensor):
         settle()
         x = x.detach()
@@ -74,7 +74,7 @@ def tensor(x: Any) -> torch.Tensor:
 
 
 def module(made: torch.nn.Module) -> torch.nn.Module:
-    """The module on this rank's device, as made.cuda() would have it: its parameters, buffers and gradients."""
+    """Move the module's parameters, buffers and gradients to this rank's device, as made.cuda() would; return it."""
     made._apply(tensor)
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -138,18 +138,18 @@ def from_host(x: torch.Tensor, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def register() -> None:
-    """Let mscomm use the functions above for tensors on the device, and its own for all others."""
-    real.plain = None  # PyTorch itself takes all of them for tensors of the CPU
+    """Let mscomm use the functions above for tensors on the device, and its own functions for all other tensors."""
+    real.plain = None  # PyTorch's fast path would take all tensors for tensors of the CPU
     for mine in (memory, new, packed, assign, on_host, from_host):
         setattr(real, mine.__name__, _either(mine, getattr(real, mine.__name__)))
 
-    for name in ("scale", "_widen", "_narrow"):  # PyTorch computes in these, so they must settle first
+    for name in ("scale", "_widen", "_narrow"):  # PyTorch computes in these functions, so they must settle first
         setattr(DeviceBucket, name, _settled(getattr(DeviceBucket, name), before=True))
     Autograd._copy_out = _settled(Autograd._copy_out, before=True)  # type: ignore[method-assign]
 
 
 def settle_in_steps() -> None:
-    """Make GradientReducer wait for what it enqueues, for loops into which a test cannot put settle(), like Model's."""
+    """Make GradientReducer wait for what it enqueues. For loops where a test cannot call settle(), like Model's."""
     for name in ("wait", "zero_grad"):
         setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))
 
@@ -175,7 +175,7 @@ def _either(managed: Callable[..., Any], others: Callable[..., Any]) -> Callable
     return one
 
 
-if "MSCOMM_RANK" in os.environ:  # in a rank's process
+if "MSCOMM_RANK" in os.environ:  # this process is a rank
     register()
 else:
     before_joining.append(register)

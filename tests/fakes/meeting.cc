@@ -31,8 +31,8 @@ constexpr const char* file_prefix = "mscomm-fake-";
 enum : uint32_t { empty, seated, gone };
 
 uint64_t start_time(pid_t process) {
-  // Field 22 of stat. The process's name before it may contain any characters, so count from the name's end. A zombie counts as
-  // dead.
+  // The start time is field 22 of stat. The process's name, which comes before it, may contain any characters, so count the
+  // fields from the name's end. A zombie counts as dead.
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string all((std::istreambuf_iterator<char>(file)), {});
   const size_t end = all.rfind(')');
@@ -61,7 +61,7 @@ uint64_t hash_of(const void* data, size_t bytes, uint64_t seed) {
 }
 
 std::string hex_id(const void* data, size_t bytes) {
-  // All bytes count, so a rank whose id was cut off on the way meets nobody.
+  // The name depends on all bytes of the id. So a rank whose id was cut off on the way meets no other rank.
   char name[33];
   snprintf(name, sizeof name, "%016llx%016llx", static_cast<unsigned long long>(hash_of(data, bytes)),
            static_cast<unsigned long long>(hash_of(data, bytes, 0x9e3779b97f4a7c15)));
@@ -84,20 +84,20 @@ struct Meeting::Head {
   std::atomic<uint32_t> attached;
 };
 
-// The seat of one rank; only this rank writes it.
+// The seat of one rank. Only this rank writes to it.
 struct alignas(64) Meeting::Seat {
   std::atomic<uint32_t> state;
   int32_t process;
   uint64_t started;
   Card card;
-  std::atomic<uint64_t> called;  // the number of operations; `signature` is that of the last one
+  std::atomic<uint64_t> called;  // how many operations the rank has called; `signature` is that of the last one
   Signature signature;
-  std::atomic<uint64_t> published, taken;  // numbers of rounds; a round moves one chunk
+  std::atomic<uint64_t> published, taken;  // in rounds, each of which moves one chunk
   std::atomic<uint32_t> finished;
 };
 
 struct alignas(64) Meeting::Lane {
-  std::atomic<uint64_t> put, got;  // numbers of chunks
+  std::atomic<uint64_t> put, got;  // in chunks
   uint64_t message, bytes, type, here;
   char* data() { return reinterpret_cast<char*>(this) + sizeof(Lane); }
 };
@@ -165,7 +165,7 @@ bool Meeting::wait(const std::function<bool()>& there, const Watch& watch) {
   }
 }
 
-// Deletes files whose ranks have all died before all ranks had come.
+// Deletes the files of meetings to which not all ranks have come and whose ranks have all died.
 void Meeting::sweep() {
   DIR* all = opendir(folder().c_str());
   if (!all) return;
@@ -181,7 +181,7 @@ void Meeting::sweep() {
         pread(file, static_cast<void*>(&head), sizeof head, 0) == sizeof head && head.tag == file_tag) {
       bool dead = true;
       for (int rank = 0; rank < head.size; ++rank) {
-        // The first members of a Seat. A Seat itself cannot be copied.
+        // The first members of a Seat. Read only these, because a Seat cannot be copied.
         struct {
           uint32_t state;
           int32_t process;
@@ -217,7 +217,7 @@ bool Meeting::open() {
       }
       break;
     }
-    close(file_);  // the file was deleted while this rank opened it
+    close(file_);  // another rank deleted the file while this rank opened it
   }
   memory_ = static_cast<char*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0));
   if (memory_ == MAP_FAILED) abort();
@@ -287,7 +287,7 @@ bool Meeting::run(const Call& call, const Watch& watch) {
   };
   if (!wait([&] { return all([&](Seat& of) { return of.called.load() >= calls_; }); }, watch)) return false;
   if (!all([&](Seat& of) { return of.signature == sig; })) {
-    wait([] { return false; }, watch);  // for ever
+    wait([] { return false; }, watch);  // waits until stopped
     return false;
   }
 
@@ -316,7 +316,7 @@ bool Meeting::run(const Call& call, const Watch& watch) {
     mine.published.store(round);
     ring();
     if (!wait([&] { return all([&](Seat& of) { return of.published.load() >= round; }); }, watch)) return false;
-    // The range of this chunk that this rank takes, and its place in this rank's part.
+    // The range of elements in this chunk that this rank takes, and where the range begins in this rank's result.
     const size_t first = of_parts ? std::max(from, me * part) : from;
     const size_t last = of_parts ? std::min(to, (me + 1) * part) : to;
     if (takes && first < last) {
@@ -348,7 +348,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
   };
   std::vector<Progress> all;
   for (Message& message : messages) all.push_back({message, 0, 0, false, false, false});
-  // Messages of the rank to itself: the k-th message that it sends is the k-th that it receives.
+  // Messages of the rank to itself: the k-th message that it sends is the k-th message that it receives.
   for (auto& out : all) {
     if (!out.message.sends || out.message.peer != rank_) continue;
     for (auto& in : all) {
@@ -364,7 +364,7 @@ bool Meeting::run(std::vector<Message> messages, const Watch& watch) {
     one.number = one.message.sends ? ++sent_[peer] : ++received_[peer];
   }
 
-  // Moves one chunk for each peer and direction, in the order of the calls. Returns true if anything moved.
+  // Moves one chunk per peer and direction, in the order of the calls. Returns true if any chunk was moved.
   const auto advance = [&] {
     bool moved = false;
     std::vector<bool> busy_out(static_cast<size_t>(size_)), busy_in(static_cast<size_t>(size_));

@@ -1,9 +1,9 @@
-// Where the ranks of a communicator meet: a shared file that is named after the unique id. The ranks are processes, or threads of
-// one process.
+// A meeting of the ranks of a communicator: a shared file that is named after the unique id. The ranks are processes, or threads
+// of one process.
 //
-// A rank may be killed at any point, so there are no locks, which a killed rank would never release. There are only counters that
-// one rank writes. Waits check every few milliseconds whether the rank's own communicator was stopped. If a rank never comes, or
-// comes with another operation, the others wait for ever, as with the real libraries.
+// A rank may be killed at any point, and would never release a lock. So there are no locks, only counters, each of which is
+// written by one rank. Each wait checks every few milliseconds whether the rank's own communicator was stopped. If a rank never
+// comes, or comes with another operation, the others wait for ever, as with the real libraries.
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ struct Call {
   const char* send = nullptr;
   char* receive = nullptr;
   bool scaled = false;
-  uint64_t factor = 0;  // the bits of a number of the type
+  uint64_t factor = 0;  // the bits of the factor as a number of the type
 };
 
 struct Message {
@@ -46,7 +46,7 @@ struct Message {
   Type type = Type::u8;
 };
 
-// What a rank tells about itself when it joins.
+// What a rank tells the other ranks about itself when it joins.
 struct Card {
   Uuid device{};
   uint64_t host = 0;
@@ -55,8 +55,8 @@ struct Card {
 
 class Meeting {
  public:
-  // `stopped` is asked in each wait; true ends the wait. `lost` is called at most once, when a peer is found dead or gone. It is
-  // called only with FAKE_REMOTE_ERROR=1; otherwise nobody notices such a peer.
+  // Each wait calls `stopped` again and again, and ends if it returns true. `lost` is called at most once, when a peer is found
+  // dead or gone, and only with FAKE_REMOTE_ERROR=1. Without that setting, the stand-in does not look for dead peers.
   struct Watch {
     std::function<bool()> stopped;
     std::function<void(int peer)> lost;
@@ -67,14 +67,14 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Waits until all ranks have come. After that cards() has all cards. Returns false when stopped.
+  // Waits until all ranks have come. After that cards() returns all cards. Returns false if stopped.
   bool join(const Card& card, const Watch& watch);
   std::vector<Card> cards() const;
 
-  // Runs a collective, or a list of messages. Returns false when stopped; then the memory to receive into is incomplete.
+  // Runs a collective, or a list of messages. If stopped, returns false, and the received data is incomplete.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
-  // Waits until every rank for which `counts` is true has said that it is done, or has left.
+  // Waits until every rank for which `counts` returns true has finished too, or has left.
   bool finish(const std::function<bool(int)>& counts, const Watch& watch);
 
   void leave();
@@ -101,21 +101,21 @@ class Meeting {
   char* memory_ = nullptr;
   bool seated_ = false;
   uint64_t calls_ = 0, rounds_ = 0;
-  std::vector<uint64_t> sent_, received_;  // numbers of messages, by peer
+  std::vector<uint64_t> sent_, received_;  // how many messages, by peer
   std::atomic<bool> told_{false};
 };
 
-// A failure that the environment asks for. "all_reduce:3:2" means the third all_reduce of this process, with code 2. "@1" at the
-// end means only on rank 1.
+// A failure that the environment asks for. "all_reduce:3:2" asks that the third all_reduce of this process fails with code 2.
+// "@1" at the end restricts the failure to rank 1.
 struct Injection {
   std::string operation;
   int nth = 0;
   int code = 0;
   int rank = -1;
 };
-// The failure that variable `name` asks for in the operation's nth call; nullptr if there is none.
+// Returns the failure that the environment variable `name` asks for in the operation's nth call; nullptr if there is none.
 const Injection* injected(const char* name, const std::string& operation, int nth, int rank);
-// How often the operation was called in this process, this call included.
+// Counts a call of the operation. Returns how often this process has called it, including this call.
 int called(const std::string& operation);
 
 uint64_t hash_of(const void* data, size_t bytes, uint64_t seed = 1469598103934665603u);

@@ -1,6 +1,6 @@
 // libnccl.so.2 without a GPU: NCCL's C ABI and behaviour, on the libcuda.so.1 of cuda.cc and the meetings of meeting.h.
 //
-// FAKE_NCCL_VERSION says which version it is. It lacks the types and settings that came later.
+// FAKE_NCCL_VERSION says which version of NCCL this is. The types and settings of later versions are missing.
 #include <arpa/inet.h>
 #include <unistd.h>
 
@@ -47,7 +47,7 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t of NCCL 2.32. `size` says how many bytes of it the caller has, and `config_bytes` says how many this version
+// ncclConfig_t of NCCL 2.32. `size` says how many of its bytes the caller has. config_bytes says how many of them this version
 // knows.
 struct Config {
   size_t size;
@@ -88,7 +88,7 @@ constexpr Config undefined_config() {
   return config;
 }
 
-// The whole process has one text, as in NCCL.
+// The text of the last error. As in NCCL, the whole process has only one.
 std::mutex last_error_mutex;
 char last_error[1024];
 
@@ -116,7 +116,7 @@ class Comm : public Communicator {
 
   bool blocking() const { return config.blocking != 0; }
 
-  // Runs the rest of a call in the background, while the caller polls.
+  // Runs `body`, which is the rest of a call, in the background, while the caller polls.
   void go_on(std::function<Result()> body) {
     start_polls();
     spawn([this, self = shared_from_this(), body = std::move(body)] { end_polls(body()); });
@@ -130,7 +130,7 @@ class Comm : public Communicator {
     if (result) error.compare_exchange_strong(none, result);
     --background;
   }
-  // Whether the next call is allowed: not until polling has returned success.
+  // Returns success if the next call is allowed: only after polling has returned success.
   Result state() {
     if (error) return error;
     return background || polls > 0 ? in_progress : success;
@@ -147,7 +147,7 @@ class Comm : public Communicator {
   const Config config;
   std::atomic<int> background{0}, polls{0};
   std::atomic<bool> finalized{false};
-  std::vector<uint64_t> hosts;  // by rank
+  std::vector<uint64_t> hosts;  // the host of each rank
 };
 
 using Handle = fake::Handle;
@@ -158,7 +158,7 @@ std::map<Handle, std::shared_ptr<Comm>>& comms() {
   return all;
 }
 
-// Makes a handle whose number was never used before.
+// Returns a handle whose number was never used before.
 Handle handle_of(std::shared_ptr<Comm> comm) {
   static Handle last = 0x4e000000;
   std::lock_guard lock(comms_mutex);
@@ -211,7 +211,7 @@ struct Group {
   Result error = success;
   std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operations;
   std::vector<Init> inits;
-  // A thread that has begun a group with a communicator is inside that communicator until the group ends.
+  // A thread that has begun a group with a communicator is inside this communicator until the group ends.
   std::vector<std::unique_ptr<Communicator::Inside>> inside;
 };
 thread_local Group group;
@@ -248,9 +248,9 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
     return success;
   }
   for (auto& [comm, all] : by_comm) comm->start_polls();
-  // A single thread launches everything, in the order in which the communicators came in the group.
+  // A single thread launches everything, in the order in which the group's calls came to the communicators.
   spawn([by_comm = std::move(by_comm)]() mutable {
-    // When the caller's call returns, nothing of it is on the stream yet.
+    // When the caller's call returns, none of its operations is on the stream yet.
     std::this_thread::sleep_for(std::chrono::microseconds(number("FAKE_DELAY_US", 300)));
     for (auto& [comm, all] : by_comm) {
       comm->launch(std::move(all));
@@ -260,7 +260,7 @@ Result launch(std::vector<std::pair<std::shared_ptr<Comm>, Operation>> operation
   return in_progress;
 }
 
-// Starts them all at the same time, because they wait for each other.
+// Starts all inits at the same time, because they wait for each other.
 Result start(std::vector<Init> inits) {
   bool blocks = true;
   for (const Init& init : inits)
@@ -341,7 +341,7 @@ Result read_config(const Config* given, Config& config) {
     const int of = static_cast<int>(config.version);
     if (bytes < bytes_of_config(std::min(of, version)))
       if (cuda()) cuda()->violation("config", "a configuration has fewer bytes than its version says");
-    // The nccl.h of the caller did not have these members yet.
+    // The caller's nccl.h is too old to have these members.
     if (of < 21700) {
       config.cga_cluster_size = config.min_ctas = config.max_ctas = undefined;
       config.net_name = nullptr;
@@ -387,7 +387,7 @@ Result read_config(const Config* given, Config& config) {
   return success;
 }
 
-// Meets the other ranks and checks whether all ranks fit together.
+// Meets the other ranks, and checks whether all ranks fit together.
 Result connect(Comm& comm) {
   Card card;
   card.device = cuda()->uuid(comm.device);
@@ -517,7 +517,7 @@ Result enqueue(Kind kind, const Arguments& given) {
     operation.send = cuda()->find(reinterpret_cast<Address>(given.send), kind == Kind::reduce_scatter ? size * part : part);
   if (receives)
     operation.receive = cuda()->find(reinterpret_cast<Address>(given.receive), kind == Kind::all_gather ? size * part : part);
-  if (!given.count) return success;  // nothing is sent at all
+  if (!given.count) return success;  // an empty collective does nothing at all
   check_overlap(*comm, operation);
   return add(comm, std::move(operation));
 }
@@ -558,7 +558,7 @@ FAKE_EXPORT Result ncclGetVersion(int* to) {
 FAKE_EXPORT Result ncclGetUniqueId(UniqueId* id) {
   if (!id) return invalid_argument;
   memset(id, 0, sizeof *id);
-  // Make the id look like a real one: a number, then the address at which the ranks would meet.
+  // Make the id look like a real one: a random number, then the address at which the ranks would meet.
   std::random_device random;
   for (int i = 0; i < 8; ++i) id->bytes[i] = static_cast<char>(random());
   sockaddr_in address{};
@@ -606,7 +606,7 @@ FAKE_EXPORT Result ncclCommInitRank(Handle* comm, int size, UniqueId id, int ran
 }
 
 namespace {
-// The host's ranks finalize together, after all of their operations.
+// Waits until all ranks of this host have ended their operations and finalize as well.
 Result finalize(Comm& comm) {
   if (!comm.drain()) return success;  // the communicator was aborted
   const uint64_t here = this_host();

@@ -89,7 +89,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """Has each function under its name without "nccl", as in `nccl.AllReduce(...)`. Errors raise NcclError."""
+    """Has each function of NCCL under its name without "nccl", as in `nccl.AllReduce(...)`. Errors raise NcclError."""
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path))
@@ -112,7 +112,7 @@ class Nccl:
         return self.library.ncclGetLastError(c_uint64(0)).decode()
 
     def code(self, name: str, *arguments) -> int:
-        """The code that this function returns, even if it is an error."""
+        """Return the code that the function returns, even if it is an error."""
         try:
             return getattr(self, name)(*arguments)
         except NcclError as error:
@@ -143,7 +143,7 @@ class Nccl:
         return error.value
 
     def wait(self, comm: int, seconds: float = 60) -> int:
-        """Polls until the communicator is no longer in progress, or the time is over."""
+        """Poll until the communicator is no longer in progress, or the time is over. Return its state."""
         end = time.monotonic() + seconds
         while (state := self.state(comm)) == IN_PROGRESS and time.monotonic() < end:
             time.sleep(0.002)

@@ -1,4 +1,4 @@
-// Reductions as the devices do them: the result of every step is rounded to the type.
+// Reductions in the way in which devices do them: the result of every step is rounded to the type.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,8 @@ struct Small {
     const double size = std::fabs(static_cast<double>(value));
     const unsigned largest = infinite ? (static_cast<unsigned>(top - 1) << mantissa_bits) | ones
                                       : (static_cast<unsigned>(top) << mantissa_bits) | (ones - 1);
-    const Bits beyond = static_cast<Bits>(infinite ? static_cast<unsigned>(top) << mantissa_bits : largest);  // saturates
+    // Values beyond the largest number become infinite. If the type has no infinity, they become the largest number.
+    const Bits beyond = static_cast<Bits>(infinite ? static_cast<unsigned>(top) << mantissa_bits : largest);
     if (std::isinf(value)) return {static_cast<Bits>(sign | beyond)};
     if (size == 0) return {sign};
     int exponent = std::max(std::ilogb(size), 1 - bias);
@@ -107,7 +108,7 @@ T rounded(double value) {
 template <typename T>
 T folded(Fold fold, T a, T b) {
   if constexpr (std::is_integral_v<T>) {
-    using Unsigned = std::make_unsigned_t<T>;  // wraps on overflow, which is undefined for signed types
+    using Unsigned = std::make_unsigned_t<T>;  // unsigned numbers wrap on overflow, which is undefined for signed types
     const auto x = static_cast<uint64_t>(static_cast<Unsigned>(a)), y = static_cast<uint64_t>(static_cast<Unsigned>(b));
     switch (fold) {
       case Fold::prod:
@@ -169,7 +170,7 @@ void with_type(Type type, Body body) {
   }
 }
 
-// Folds `with` into `into`: into = into op with.
+// Combines the numbers of `with` into those of `into`: into = into op with.
 inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t bytes) {
   with_type(type, [&]<typename T>(T) {
     for (size_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
@@ -182,8 +183,8 @@ inline void fold_into(Type type, Fold fold, char* into, const char* with, size_t
   });
 }
 
-// Multiplies all numbers by `factor`, which has the same type. Used only for floats, which are scaled before the sum to get an
-// average.
+// Multiplies all numbers by `factor`, which has the same type. Used only for floats: to get an average, they are scaled before
+// the sum.
 inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   with_type(type, [&]<typename T>(T) {
     T by;
@@ -197,7 +198,7 @@ inline void scale(Type type, char* data, size_t bytes, const void* factor) {
   });
 }
 
-// Divides integers, rounding towards zero: this makes an average of their sum.
+// Divides integers, rounding towards zero. Used to get an average from the sum of integers.
 inline void divide(Type type, char* data, size_t bytes, int by) {
   with_type(type, [&]<typename T>(T) {
     if constexpr (std::is_integral_v<T>) {
@@ -214,7 +215,7 @@ inline void divide(Type type, char* data, size_t bytes, int by) {
 
 inline bool is_integer(Type type) { return type <= Type::u64; }
 
-// 1/n as a number of that type, in the first of eight bytes.
+// Returns 1/n as a number of this type, in the first of eight bytes.
 inline uint64_t reciprocal(Type type, int n) {
   uint64_t bits = 0;
   with_type(type, [&]<typename T>(T) {

@@ -1,6 +1,6 @@
 """What the ranks of tests/test_fakes.py run, each in a process: python -m fakes.scenarios NAME RANK SIZE ARGUMENTS.
 
-A scenario gets a Rank and returns what it has found, which main() prints as JSON.
+A scenario is called with a Rank and returns what it has found. main() prints this value as JSON.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ scenarios = {}
 
 
 def scenario(body):
-    """The scenario runs with the rank's device current and a stream of its own. The counters come with its value."""
+    """Register a scenario. It runs on the rank's device and stream, and returns its value with the counters."""
 
     @functools.wraps(body)
     def run(rank: Rank):
@@ -102,7 +102,7 @@ def source(rank: int, count: int, dtype) -> np.ndarray:
 
 @scenario
 def collectives(r: Rank):
-    """Each collective, in and out of place, compared with numpy."""
+    """Compare each collective, in place and not in place, with NumPy."""
     n, me, count, nccl, comm = r.size, r.rank, r.arguments.get("count", 1001), r.nccl, r.init()
     f32, f, s = np.float32, TYPES["float32"], r.stream
     inputs = [source(q, count, f32) for q in range(n)]
@@ -149,7 +149,7 @@ def collectives(r: Rank):
 
 @scenario
 def dtypes(r: Rank):
-    """Every type and operator. Results must be rounded to the type at each step, in the order of the ranks."""
+    """Check every type and operator. Results must be rounded to the type at each step, in the order of the ranks."""
     comm, bad = r.init(), []
     rng = np.random.default_rng(1)
     for name in TYPES:
@@ -164,7 +164,7 @@ def dtypes(r: Rank):
             x = r.array(data[r.rank])
             r.all_reduce(x, comm, op)
             with np.errstate(all="ignore"):
-                # For avg, floats are scaled before the sum, as in NCCL. Integers are divided after it.
+                # For avg, floats are scaled before the sum, as in NCCL. Integers are divided after the sum.
                 share = dtype.type(1.0 / r.size) if dtype.kind not in "iu" else None
                 inputs = [(one * share).astype(dtype) for one in data] if op == "avg" and share is not None else data
                 fold = {"prod": np.multiply, "max": np.maximum, "min": np.minimum}.get(op, np.add)
@@ -185,7 +185,7 @@ def dtypes(r: Rank):
 
 @scenario
 def is_late(r: Rank):
-    """When the call returns, the result is not there yet. When the stream has done its work, it is."""
+    """Look for the result too early, when the call has returned, and in time, when the stream has done its work."""
     comm = r.init()
     x = r.array(np.ones(10, np.float32))
     da.synchronize(r.device)
@@ -208,7 +208,7 @@ def is_late(r: Rank):
 
 @scenario
 def late_producer(r: Rank):
-    """A kernel has not run yet. An operation on another stream, which does not wait for it, takes the old values."""
+    """Enqueue a late kernel. An operation on another stream does not wait for the kernel, and reads the old values."""
     comm = r.init()
     x = r.array(np.zeros(4, np.float32))
     da.synchronize(r.device)
@@ -233,8 +233,8 @@ def reads_device_memory(r: Rank):
 
 @scenario
 def managed(r: Rank):
-    """Managed memory: host and device can use it until it is freed. Only the device can use the memory beside it."""
-    r.array(np.ones(1))  # so that the device's memory has an odd piece before it
+    """Use managed memory, which host and device can use until it is freed. The memory beside it is not managed."""
+    r.array(np.ones(1))  # leaves an odd amount of device memory in front of the managed memory
     memory = da._Memory(20, r.device, managed=True)
     values = (ctypes.c_float * 5).from_address(memory.pointer)
     values[:] = [1, 2, 3, 4, 5]
@@ -257,7 +257,7 @@ def managed(r: Rank):
 
 @scenario
 def mismatches(r: Rank):
-    """Each kind of disagreement with rank 1. All ranks hang until they abort; then the stream goes on."""
+    """Let rank 1 disagree in each possible way. All ranks hang until they abort, and then the stream goes on."""
     f32, f64 = np.float32, np.float64
     me, odd = r.nccl, r.rank == 1
     cases = {
@@ -291,7 +291,7 @@ def mismatches(r: Rank):
 
 @scenario
 def dies(r: Rank):
-    """Rank 1 kills itself, because of FAKE_DIE. The value is what the others see."""
+    """Run on while FAKE_DIE kills rank 1. Return what the other ranks see."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -335,7 +335,7 @@ def non_blocking(r: Rank):
 
 @scenario
 def somebody_is_missing(r: Rank):
-    """This rank comes, but another rank never does."""
+    """Join a communicator that another rank never joins."""
     comm = r.init(given=config(blocking=0))
     state = r.nccl.wait(comm, 0.5)
     files = [name for name in os.listdir(os.environ["FAKE_DIR"]) if name.startswith("mscomm-fake-")]
@@ -347,7 +347,7 @@ def somebody_is_missing(r: Rank):
 
 @scenario
 def init_codes(r: Rank):
-    """The code and the text of init, blocking or not."""
+    """Return the code and the error text of init, for a blocking or a non-blocking communicator."""
     given = config(blocking=0) if r.arguments.get("non_blocking") else None
     comm = ctypes.c_uint64(1)
     which = r.arguments.get("which")
@@ -384,7 +384,7 @@ def groups(r: Rank):
     found["before"] = float(out.to_numpy()[0])
     nccl.GroupEnd()
     found["after"] = float(out.to_numpy()[0]) == n * (n + 1) / 2
-    # Send to all ranks and receive from all. All-to-all is made in this way before NCCL 2.28.
+    # Send to all ranks and receive from all ranks. Before NCCL 2.28, an all-to-all must be made in this way.
     w, o = r.array(np.arange(n * 3, dtype=np.float32) + 100 * me), r.empty(n * 3)
     nccl.GroupStart()
     for peer in range(n):
@@ -394,7 +394,7 @@ def groups(r: Rank):
     found["all_to_all"] = np.array_equal(
         o.to_numpy(), np.concatenate([np.arange(me * 3, me * 3 + 3) + 100 * q for q in range(n)]).astype(np.float32)
     )
-    # Two streams of one group wait for each other.
+    # In a group with two streams, the operations wait for the earlier work of both streams.
     other = da.new_stream(r.device)
     with da.stream(other):
         compute.add(x, 10.0, delay=0.2)
@@ -406,7 +406,7 @@ def groups(r: Rank):
     nccl.GroupEnd()
     found["joined"] = float(out.to_numpy()[0]) == n * (n + 1) / 2 + 10 * n
     da.synchronize(r.device, other)
-    # An error of one call is the error of the whole group, and no call of the group runs.
+    # The error of one call is the error of the whole group, and then no call of the group runs.
     nccl.GroupStart()
     found["member"] = nccl.code("AllReduce", x.ptr, out.ptr, 8, 99, 0, comm, s)
     nccl.AllReduce(x.ptr, out.ptr, 8, f, 0, comm, s)
@@ -424,7 +424,7 @@ def groups(r: Rank):
 
 @scenario
 def exchange_without_group(r: Rank):
-    """Both ranks send first, so neither gets to its receive."""
+    """Send first on both ranks, so that neither rank gets to its receive."""
     comm = r.init()
     x, out = r.array(np.ones(8, np.float32)), r.empty(8)
     r.nccl.Send(x.ptr, 8, 7, 1 - r.rank, comm, r.stream)
@@ -436,7 +436,7 @@ def exchange_without_group(r: Rank):
 
 @scenario
 def two_all_reduces(r: Rank):
-    """Two all_reduces. The tests make the second one fail or hang."""
+    """Call all_reduce twice. The tests make the second call fail or hang."""
     comm = r.init()
     x = r.array(np.ones(8, np.float32))
     r.all_reduce(x, comm)
@@ -455,7 +455,7 @@ def two_all_reduces(r: Rank):
 
 @scenario
 def configurations(r: Rank):
-    """Which configurations NCCL accepts. The tests run this with one rank."""
+    """Return which configurations NCCL accepts. The tests run this with one rank."""
     tries = {
         "good": config(),
         "magic": config(magic=1),
@@ -478,7 +478,7 @@ def configurations(r: Rank):
 
 @scenario
 def two_communicators(r: Rank):
-    """Use two communicators on two streams; rank 1 calls them in the other order."""
+    """Call two communicators on two streams, on rank 1 in the opposite order. Return whether both calls end."""
     comms, streams = [r.init(0), r.init(1)], [r.stream, da.new_stream(r.device)]
     x = r.array(np.ones(8, np.float32))
     da.synchronize(r.device)
@@ -496,7 +496,7 @@ def two_communicators(r: Rank):
 
 @scenario
 def grouped_communicators(r: Rank):
-    """Several communicators in one group, on one stream. On all ranks they run in the order of the group."""
+    """Call several communicators in one group, on one stream. On all ranks they run in the order of the calls."""
     comms = [r.init(i, config(blocking=0)) for i in range(3)]
     for comm in comms:
         r.nccl.wait(comm)
@@ -516,11 +516,12 @@ def grouped_communicators(r: Rank):
 
 @scenario
 def misuse(r: Rank):
-    """Misuse that only a stand-in reports."""
+    """Make a mistake that only a stand-in reports."""
     nccl, comm = r.nccl, r.init()
     what = r.arguments["what"]
     if what == "threads":
-        # One thread is in a call that waits for the stream. Meanwhile another thread makes calls.
+        # One thread is in a call that waits for the stream. Meanwhile another thread makes calls on the same
+        # communicator.
         x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
         with compute.hold(r.device):
@@ -532,7 +533,7 @@ def misuse(r: Rank):
                 nccl.code("AllReduce", x.ptr, x.ptr, 8, 7, 2, comm, r.stream)
         thread.join()
     elif what == "grouped":
-        # One thread has begun a group. Meanwhile another thread makes a call.
+        # One thread has begun a group. Meanwhile another thread makes a call on the same communicator.
         x = r.array(np.ones(8, np.float32))
         da.synchronize(r.device)
         nccl.GroupStart()
@@ -570,7 +571,7 @@ def misuse(r: Rank):
 
 @scenario
 def captured(r: Rank):
-    """A graph of one collective, launched three times."""
+    """Capture one collective in a graph, and launch the graph three times."""
     comm = r.init()
     library, s = r.cuda.library, ctypes.c_uint64(r.stream)
     x = r.array(np.ones(4, np.float32))
@@ -592,7 +593,7 @@ def captured(r: Rank):
 
 @scenario
 def driver(r: Rank):
-    """What the driver itself promises, in one process."""
+    """Check what the driver itself promises, in one process."""
     library, found = r.cuda.library, {}
     u64, i32 = ctypes.c_uint64, ctypes.c_int
 
@@ -657,7 +658,7 @@ def driver(r: Rank):
 
 @scenario
 def arrays(r: Rank):
-    """DeviceArray, compared with numpy."""
+    """Compare DeviceArray with NumPy."""
     a = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
     x = r.array(a)
     bad = []
@@ -705,7 +706,7 @@ def arrays(r: Rank):
 
 @scenario
 def dlpack(r: Rank):
-    """A capsule describes the array and holds it, and the consumer's stream waits for the current one."""
+    """Check that a capsule describes and holds the array, and that the consumer's stream waits for the current one."""
     x = r.array(np.arange(12, dtype=EXTRA.get("bfloat16", np.float16)).reshape(3, 4))[:, ::2]
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     get = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -732,7 +733,7 @@ def dlpack(r: Rank):
 
 @scenario
 def together(r: Rank):
-    """Ranks that are threads of this process, in one group of one thread."""
+    """Let one thread be all ranks, each on its own device. It makes the calls of all ranks in one group."""
     n, nccl = 3, r.nccl
     comms, places = [], [ctypes.c_uint64() for _ in range(n)]
     from fakes.nccl_calls import UniqueId
