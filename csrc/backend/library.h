@@ -95,7 +95,8 @@ class Vendor {
 
   // Returns why the library cannot reduce elements of this type by this operation, or "" if it can.
   virtual std::string refuses(Dtype dtype, Op op) const = 0;
-  // Makes the id of a new group. One rank of the group calls this with its device current, and gives the id to the others.
+  // Makes the id of a new group. One rank of the group calls this while its device is the thread's current one, and gives the id
+  // to the others.
   virtual std::string make_id() = 0;
   // Joins the group with this id, as this rank, on this device, which must be the thread's current one. The group can be used
   // once busy() has returned false.

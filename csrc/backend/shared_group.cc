@@ -17,7 +17,7 @@ constexpr auto call_takes_at_most = 1s;
 
 // Keeps a group that cannot be freed. It then lives until the process ends.
 void leave_behind(std::unique_ptr<VendorGroup> group) {
-  static std::mutex mutex;  // protects left
+  static std::mutex mutex;  // protects `left`
   static auto& left = *new std::vector<std::unique_ptr<VendorGroup>>;
   const std::lock_guard lock(mutex);
   left.push_back(std::move(group));

@@ -16,8 +16,8 @@ namespace {
 using namespace std::chrono_literals;
 
 // After a call we ask the library, for this long and without a pause, whether it has set up the call. This is about the time that
-// the library needs if it sets up calls in a thread. After that we sleep between questions, although each sleep takes 50 us
-// longer than asked for.
+// the library needs if it sets up calls in a thread. Only after that do we sleep between questions, because each sleep takes 50
+// us longer than asked for.
 constexpr auto asks_at_once = 200us;
 
 // Each device of the process has one turn, which a group holds while it enqueues a call, so groups do not enqueue on a device at

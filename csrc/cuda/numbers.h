@@ -60,8 +60,8 @@ constexpr Float16 narrow<Float16, float>(float x) {
   return {static_cast<uint16_t>(sign | (is_nan(x) ? quiet_nan : rounded))};
 }
 
-// The largest number of the narrow type that is not above x. x must be positive. For example, take the largest number of the type
-// divided by the number of ranks as x: then a sum over the ranks cannot overflow.
+// The largest number of the narrow type that is not above x. x must be positive. For example, a sum over n ranks cannot overflow
+// if no rank gives more than floor_to(largest / n), where `largest` is the type's largest number.
 template <class To>
 constexpr float floor_to(float x) {
   To made = narrow<To>(x);

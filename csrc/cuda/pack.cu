@@ -54,9 +54,9 @@ struct Scaled {
   __device__ To operator()(From x, float&) const { return narrow<To>(one_nan(widen(x) * scale)); }
 };
 
-// Keeps what rounding and the limit `largest` take away from a value, and adds it to the value of the next time. Infinities and
-// NaN are passed on unchanged, because other code looks for them. For these nothing is kept. python/mscomm/train/buckets.py does
-// the same on the CPU.
+// Moves an element with error feedback: keeps what rounding and the limit `largest` take away from the value, and adds it when
+// the same element is moved the next time. Infinities and NaN are passed on unchanged, because other code looks for them. Nothing
+// is kept for them. python/mscomm/train/buckets.py does the same on the CPU.
 template <class To_>
 struct Owing {
   using From = float;

@@ -117,7 +117,8 @@ class Acl final : public Runtime {
     return event;
   }
   void destroy_event(EventHandle event) noexcept override { (void)functions_.destroy_event(event); }
-  // An older event must be reset before it is used again. That is not possible while something waits for the event.
+  // An event from aclrtCreateEventWithFlag must be reset before it is used again. That is not possible while something waits for
+  // the event. An event from aclrtCreateEventExWithFlag needs no reset.
   bool events_can_be_used_again() const override { return functions_.create_event_ex != nullptr; }
   void leave_captures_alone() override {}
   int device_of(const void*) override { return -1; }
@@ -165,7 +166,7 @@ class Acl final : public Runtime {
     if (old) (void)functions_.set_context(old);
   }
 
-  // Returns the device's default context, which all libraries share that do not make their own. It is kept until the process
+  // Returns the device's default context. All libraries that make no context of their own share it. It is kept until the process
   // ends.
   Context context_of(int device) {
     if (device < 0 || device >= devices())

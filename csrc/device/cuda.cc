@@ -241,7 +241,7 @@ class Cuda final : public Runtime {
   }
 
   struct Used {
-    Context context = nullptr;  // the primary one, which the CUDA runtime of all array libraries uses too
+    Context context = nullptr;  // the device's primary context, which array libraries use as well
     int multiprocessors = 0;
     std::array<Function, mscomm::kernels.size()> functions{};
     std::string without;  // why the device has no kernels; "" if it has them
@@ -264,7 +264,7 @@ class Cuda final : public Runtime {
     return *place;
   }
 
-  // Loads all kernels for the current device. If that fails, returns why. A device without kernels is no error: it packs by
+  // Loads all kernels for the current device. If that fails, returns why. This is no error: a device without kernels packs by
   // copies.
   std::string load_kernels(Device device, Used& to) {
     if (image_.bytes.empty()) return "this mscomm was built without nvcc";

@@ -1,4 +1,4 @@
-// Tests that check() refuses every size, count, root and operation with which an algorithm could go wrong.
+// Tests that check() refuses every size, count, root and operation that could make an algorithm fail.
 #include <climits>
 
 #include "check.h"

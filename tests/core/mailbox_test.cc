@@ -97,7 +97,7 @@ bool has(const std::string& text, const std::string& part) {
   return found;
 }
 
-constexpr size_t large = 1u << 18;  // 2 MiB: messages of this size are announced
+constexpr size_t large = 1u << 18;  // 2 MiB: a message of this size is announced before its data is sent
 
 void messages_of_one_tag_keep_their_order() {
   Group group(2);

@@ -27,8 +27,8 @@ using namespace mscomm;
 
 namespace {
 
-// Starts a call in which the given number of allocations succeed and the next one fails. Checks that a later call does not wait
-// for it. Returns false if the call made too few allocations to fail.
+// Starts a call in which an allocation fails after `allocation` allocations have succeeded. Checks that a later call does not
+// wait for the failed call. Returns false if no allocation failed.
 bool start_fails_at(int allocation) {
   auto peers = std::make_shared<Peers>(0, std::vector<std::string>{"rank 0"}, std::vector{0}, std::vector{-1}, nullptr);
   Recorder recorder;

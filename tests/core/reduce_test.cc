@@ -1,5 +1,5 @@
-// Compares every reduction at every level with naive arithmetic that shares no code with it. Integers are computed in __int128,
-// float32 in double, and float16 and bfloat16 by their definition (sign, exponent, fraction).
+// Compares every reduction, at every level of vector instructions, with naive arithmetic that shares no code with it. Integers
+// are computed in __int128, float32 in double, and float16 and bfloat16 by their definition (sign, exponent, fraction).
 #include "base/reduce.h"
 
 #include <algorithm>

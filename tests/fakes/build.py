@@ -82,7 +82,7 @@ def build(
     """Compile the libraries that do not exist yet. Returns paths by name: "cuda", "nccl-22809", ...
 
     "nccl" is the default version of NCCL. Several processes may build at once: each works in a folder of its own and
-    then moves the finished libraries.
+    then moves the finished libraries to their place.
     """
     command = [*compiler(), "-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
     command += flags

@@ -199,7 +199,7 @@ class Acl:
 
 
 def use(path: str | Path, kind: type[Cuda] | type[Acl] | None = None) -> Cuda | Acl:
-    """Use this library for all arrays of the process."""
+    """Use this library for all arrays of the process. Return an object that offers its functions."""
     global _runtime
     _runtime = (kind or (Cuda if Path(path).name.startswith("libcuda") else Acl))(path)
     return _runtime

@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda, which the stand-in of the driver runs (see kernels.h). kernels.py builds a separate library from this
-// file, because it contains the sources that are tested.
+// The kernels of csrc/cuda, which the stand-in of the driver runs (see kernels.h). The stand-in itself contains no tested code,
+// so kernels.py builds a separate library from this file.
 #include <iterator>
 #include <string_view>
 

@@ -1,7 +1,7 @@
 // The pretended machine that the stand-ins of both vendors share: devices, their memory, streams and events.
 //
-// A vendor's runtime (libcuda.so.1, libascendcl.so) holds the only engine of the process. The vendor's communication library
-// finds the engine there by fake_engine(). Both libraries are built from these sources, so an abstract class can be the interface
+// A vendor's runtime (libcuda.so.1, libascendcl.so) holds the only engine of the process. The vendor's communication library gets
+// this engine by calling fake_engine(). Both libraries are built from these sources, so an abstract class can be the interface
 // between them.
 #pragma once
 

@@ -1,4 +1,5 @@
-// Functions of a stand-in runtime that tests need in addition to the vendor's own functions.
+// Functions that a stand-in runtime has in addition to the vendor's own. Tests call them, and the stand-in of the communication
+// library calls fake_engine().
 #include <unistd.h>
 
 #include <condition_variable>

@@ -66,7 +66,7 @@ users: list[tuple[int, int]] = []  # the calls of used(): an address, and the st
 
 
 def used(x: DeviceArray) -> None:
-    """Only note the call in `users`. The stand-in's memory is freed in the order of its first stream in any case."""
+    """Only note the call in `users`. It does not change when memory is freed: in the order of its first stream."""
     users.append((x.ptr, device_array.current_stream()))
 
 

@@ -149,7 +149,7 @@ def register() -> None:
 
 
 def settle_in_steps() -> None:
-    """Make GradientReducer wait for what it enqueues. For loops where a test cannot call settle(), like Model's."""
+    """Make GradientReducer wait for what it enqueues, because a test cannot call settle() in loops like Model's."""
     for name in ("wait", "zero_grad"):
         setattr(GradientReducer, name, _settled(getattr(GradientReducer, name), before=False))
 

@@ -92,12 +92,13 @@ struct alignas(64) Meeting::Seat {
   Card card;
   std::atomic<uint64_t> called;  // how many operations the rank has called; `signature` is that of the last one
   Signature signature;
-  std::atomic<uint64_t> published, taken;  // in rounds, each of which moves one chunk
+  // The last round in which this rank has published data, and the last round in which it has read the data of the others.
+  std::atomic<uint64_t> published, taken;
   std::atomic<uint32_t> finished;
 };
 
 struct alignas(64) Meeting::Lane {
-  std::atomic<uint64_t> put, got;  // in chunks
+  std::atomic<uint64_t> put, got;  // how many chunks the sender has put here, and how many of them the receiver has got
   uint64_t message, bytes, type, here;
   char* data() { return reinterpret_cast<char*>(this) + sizeof(Lane); }
 };
@@ -165,7 +166,7 @@ bool Meeting::wait(const std::function<bool()>& there, const Watch& watch) {
   }
 }
 
-// Deletes the files of meetings to which not all ranks have come and whose ranks have all died.
+// Deletes the files of meetings that are incomplete and whose ranks have all died.
 void Meeting::sweep() {
   DIR* all = opendir(folder().c_str());
   if (!all) return;

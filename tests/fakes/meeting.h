@@ -74,7 +74,7 @@ class Meeting {
   // Runs a collective, or a list of messages. If stopped, returns false, and the received data is incomplete.
   bool run(const Call& call, const Watch& watch);
   bool run(std::vector<Message> messages, const Watch& watch);
-  // Waits until every rank for which `counts` returns true has finished too, or has left.
+  // Waits until every rank for which `counts` returns true has called finish() too, or has left.
   bool finish(const std::function<bool(int)>& counts, const Watch& watch);
 
   void leave();

@@ -89,7 +89,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """Has each function of NCCL under its name without "nccl", as in `nccl.AllReduce(...)`. Errors raise NcclError."""
+    """Offers each function of NCCL under its name without "nccl": `nccl.AllReduce(...)`. Errors raise NcclError."""
 
     def __init__(self, path: str | Path):
         self.library = ctypes.CDLL(str(path))

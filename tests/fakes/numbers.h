@@ -108,7 +108,7 @@ T rounded(double value) {
 template <typename T>
 T folded(Fold fold, T a, T b) {
   if constexpr (std::is_integral_v<T>) {
-    using Unsigned = std::make_unsigned_t<T>;  // unsigned numbers wrap on overflow, which is undefined for signed types
+    using Unsigned = std::make_unsigned_t<T>;  // unsigned, because the overflow of signed numbers is undefined
     const auto x = static_cast<uint64_t>(static_cast<Unsigned>(a)), y = static_cast<uint64_t>(static_cast<Unsigned>(b));
     switch (fold) {
       case Fold::prod:

@@ -185,7 +185,7 @@ def dtypes(r: Rank):
 
 @scenario
 def is_late(r: Rank):
-    """Look for the result too early, when the call has returned, and in time, when the stream has done its work."""
+    """Read the result when the call has returned, which is too early, and again when the stream has done its work."""
     comm = r.init()
     x = r.array(np.ones(10, np.float32))
     da.synchronize(r.device)
