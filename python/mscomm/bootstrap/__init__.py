@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from mscomm.bootstrap.invitation import Found, Launcher
 
-# The order matters: a launcher may have been started by one further down the list, and then knows more about the ranks.
+# A launcher comes before all launchers that may have started it, because it knows more about the ranks than they do.
 LAUNCHERS = (
     "launcher",
     "ms_cluster",
@@ -28,7 +28,7 @@ LAUNCHERS = (
 def find(
     env: Mapping[str, str], init_method: Any = None, rank: int | None = None, world_size: int | None = None
 ) -> Launcher | None:
-    """The launcher that init's arguments describe, or else the one that started this process; None for a job of one."""
+    """The launcher that init's arguments describe, else the launcher of this process; None for a job of one rank."""
     if init_method not in (None, "env://") or rank is not None or world_size is not None:
         from mscomm.bootstrap import by_hand
 
@@ -45,7 +45,7 @@ def _detected(env: Mapping[str, str]) -> Found | None:
 
 
 class Announced(NamedTuple):
-    """What a launcher says about a process, which may not have joined yet. None where the launcher says nothing."""
+    """What a launcher says about a process, which may not have joined yet. None: the launcher does not say."""
 
     launcher: str
     rank: int | None

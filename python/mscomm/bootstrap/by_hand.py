@@ -54,7 +54,7 @@ class _Tcp:
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         if (host, port) in self._used:
-            # The previous job's hub may still serve its other ranks, and would take us for one of them.
+            # The previous job's hub may still serve other ranks of that job, and would take us for one of these.
             raise ValueError(f"init: this process has joined a job at {host}, port {port} before; use another port")
         self._used.add((host, port))
         self._place = Seat(rank, size, None, one_host=False)
@@ -69,7 +69,7 @@ class _Tcp:
 
 
 class _Communicator:
-    """Rank 0 sends its address by Bcast; MPI has no timeout for it. Every rank of the communicator must call init()."""
+    """Rank 0 sends its address by Bcast, which has no timeout. Every rank of the communicator must call init()."""
 
     NAME = "MPI communicator"
 

@@ -30,7 +30,7 @@ class Invitation:
     node_id: str | None
     launcher: str
     hub: subprocess.Popen[bytes] | None = None
-    where: str = "the scheduler"  # what messages call the hub
+    where: str = "the scheduler"  # the name of the hub in messages
     device: int | None = None  # the accelerator's number, if the launcher gives one
 
 
@@ -47,8 +47,9 @@ class Launcher(Protocol):
 
 
 class Found(Launcher, Protocol):
-    """What each launcher module of this folder offers."""
+    """What each launcher module of this folder contains."""
 
     PLACE: tuple[tuple[str, ...], tuple[str, ...]]
-    """The variables that give the rank, and those that give the number of ranks; of each, the first that is set counts.
+    """The variables that give the rank, and those that give the number of ranks; of each list, the first variable that
+    is set counts.
     """

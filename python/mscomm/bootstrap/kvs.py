@@ -32,23 +32,23 @@ _FAILED = "mscomm1,failed"
 
 
 class Names(NamedTuple):
-    """The names of the variables that tell a rank its place. In each list, the first that is set counts."""
+    """The variables that tell a rank its place. In each list of names, the first variable that is set counts."""
 
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]  # with several hosts, Slurm writes for example "4(x2)", which counts as no number
+    local_size: tuple[str, ...]  # with several hosts, Slurm writes for example "4(x2)", which is not a number
 
 
 class Store(NamedTuple):
-    """One key of the launcher's store. Rank 0 calls `publish`, the others call `fetch`; both stop at the deadline."""
+    """One entry of the launcher's store. Rank 0 calls `publish`, the others call `fetch`; both stop at the deadline."""
 
     publish: Callable[[str, Deadline], object]
     fetch: Callable[[Deadline], str]
 
 
 def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
-    """The place that the variables give; BackendUnavailable if they are invalid."""
+    """This process's place in the job, which the variables give; BackendUnavailable if they are invalid."""
     rank, size, local_rank, local_size = (_first(env, group) for group in names)
     if rank is None or size is None or not 0 <= rank < size:
         said = ", ".join(f"{name}={env.get(name)}" for group in names[:2] for name in group)
@@ -57,7 +57,7 @@ def place(env: Mapping[str, str], names: Names, launcher: str) -> Seat:
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The first of the variables that is set, if it is a number."""
+    """The value of the first of these variables that is set; None if it is not a number, or none is set."""
     text = next((env[name] for name in names if name in env), "")
     return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
@@ -65,7 +65,7 @@ def _first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 def join(
     launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
-    """The connection to this job's hub, which rank 0 starts."""
+    """Connect to this job's hub, which rank 0 starts."""
     if seat.rank == 0:
         return _host(launcher, seat, store, env, deadline, permit_plain)
     published = store.fetch(deadline)
@@ -89,8 +89,8 @@ def join(
 def _host(
     launcher: str, seat: Seat, store: Store, env: Mapping[str, str], deadline: Deadline, permit_plain: bool
 ) -> Invitation:
-    """Rank 0's part. The others may get the address before the hub's process runs; until then, their connections wait
-    in the listener's backlog.
+    """Rank 0's part. The others may get the address before the hub's process runs. Until it runs, their connections
+    wait in the listener's backlog.
     """
     try:
         process, address, key, text = _open(launcher, seat, env, deadline, permit_plain)

@@ -1,4 +1,5 @@
-"""Joins under our own launcher, `mscomm run`. MSCOMM_* variables give the rank, which also inherits a descriptor.
+"""Joins under our own launcher, `mscomm run`. MSCOMM_* variables tell the process its rank, and it inherits a
+descriptor.
 
 On one host, this descriptor is the control link itself. Over several hosts, the rank reads the job's key from it, and
 MSCOMM_SCHED is the address at which the launcher of node 0 listens.
@@ -21,7 +22,7 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "mscomm run"
 PLACE = (("MSCOMM_RANK",), ("MSCOMM_WORLD_SIZE",))
-_taken: set[int] = set()  # descriptors that this process has used; other files may have these numbers now
+_taken: set[int] = set()  # descriptors that this process has used; their numbers may belong to other files now
 SCHED, KEY_FD, CONTROL_FD = "MSCOMM_SCHED", "MSCOMM_KEY_FD", "MSCOMM_CONTROL_FD"
 VARIABLES = ("MSCOMM_RANK", "MSCOMM_WORLD_SIZE", "MSCOMM_LOCAL_RANK", "MSCOMM_LOCAL_WORLD_SIZE", CONTROL_FD)
 
@@ -90,7 +91,7 @@ def _adopt(fd: int, name: str) -> socket.socket:
     except OSError as error:
         raise BackendUnavailable(f"mscomm run: {name}={fd}: {error.strerror}; {advice}") from error
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
-        sock.detach()  # it is not our socket: leave it open
+        sock.detach()  # leave the descriptor open, because it is not ours
         raise BackendUnavailable(f"mscomm run: {name}={fd} is not a unix stream socket; {advice}")
     require_same_user(sock)
     return sock

@@ -26,7 +26,7 @@ from mscomm.cluster.hub import Hub
 from mscomm.errors import BackendUnavailable
 
 NAME = "MS_* cluster"
-PLACE = ((), ("MS_WORKER_NUM",))  # the scheduler assigns the ranks
+PLACE = ((), ("MS_WORKER_NUM",))  # no variable gives the rank: the scheduler assigns it
 
 
 class Settings(NamedTuple):
@@ -125,7 +125,7 @@ def serve(env: Mapping[str, str], *, permit_plain: bool = False) -> NoReturn:
         host, port = listener.getsockname()[:2]
         try:
             # Several schedulers could bind the port before one of them listens, and each would write its key file. An
-            # abstract unix name can be bound only once. It is known in the same network namespace as the port, and is
+            # abstract unix name can be bound only once. Like the port, it belongs to the network namespace. It is
             # free again when the process ends.
             claim.bind(f"\0mscomm-sched-{host}-{port}")
         except OSError as error:
@@ -191,7 +191,7 @@ def _log(text: str) -> None:
 
 
 def _stop_on_sigterm(stop: Callable[[], None]) -> None:
-    """Make SIGTERM stop the scheduler normally, so that it removes its key file."""
+    """Make the scheduler stop as usual at SIGTERM, so that it removes its key file before it ends."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: stop())
 

@@ -1,9 +1,9 @@
 """Joins under MPICH's Hydra and Intel MPI: speaks their PMI-1 text protocol over PMI_FD (or PMI_PORT).
 
 An MPI library in this process may speak PMI-1 over the same descriptor, before us or after us. So we leave the
-descriptor open with its flags unchanged, and read nothing but the answers to our own questions. We send `finalize` only
-at exit, because a later MPI_Init would fail with a broken pipe. At exit we must send it, unless MPI does: Hydra kills
-the other ranks if a rank that spoke to it ends without `finalize`. With PMI_PORT (`mpirun -pmi-port`), we open a new
+descriptor open with its flags unchanged, and read only the answers to our own questions. We send `finalize` only at
+exit, because a later MPI_Init would fail with a broken pipe. At exit, MPI or we must send it, because Hydra kills the
+other ranks if a rank that spoke to it ends without `finalize`. With PMI_PORT (`mpirun -pmi-port`), we open a new
 connection instead. Hydra then forgets MPI's connection, so PMI_PORT works only for processes without MPI.
 """
 
@@ -150,7 +150,7 @@ def _process_manager(env: Mapping[str, str], deadline: Deadline) -> Iterator[tup
 
 
 def _inherited(text: str) -> int:
-    """PMI_FD's descriptor. It must be an open socket: a grandchild of mpirun may inherit only the variable."""
+    """The descriptor in PMI_FD. Checks it, because a child of a rank may have inherited only the variable."""
     try:
         fd = int(text)
         if stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -1,6 +1,7 @@
-"""Joins under launchers with PMIx: Open MPI 4 and 5, PRRTE, Slurm and LSF. One string goes through PMIx's store.
+"""Joins under launchers with PMIx: Open MPI 4 and 5, PRRTE, Slurm and LSF. Rank 0 sends one string through PMIx's
+store.
 
-A short-lived helper process does that, because PMIx_Init and PMIx_Finalize in this process would break an MPI_Init
+A short-lived helper process talks to PMIx, because PMIx_Init and PMIx_Finalize in this process would break an MPI_Init
 before or after them. The helper is a C++ program, csrc/tools/pmix_helper.cc. It takes 50 ms for 8 ranks on 2 cores,
 while Python with ctypes takes 110 ms.
 """
@@ -31,7 +32,7 @@ _NAMES = kvs.Names(
 )
 PLACE = (_NAMES.rank, _NAMES.size)
 _HELPER = os.path.join(os.path.dirname(__file__), "pmix_helper")
-_TIMED_OUT = 75  # the helper's exit status if rank 0 put nothing in time
+_TIMED_OUT = 75  # the helper's exit status if rank 0 has stored nothing in time
 _ANSWER_MAX = 4096
 _calls = itertools.count()  # a process that joins again, after release(), uses a new key
 _connections: list[int] = []  # the last helper's connection, kept open until the next helper (pmix_helper.cc says why)
@@ -56,7 +57,7 @@ def accept(env: Mapping[str, str], deadline: Deadline, permit_plain: bool) -> In
 
 
 def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline: Deadline) -> str:
-    """Run the helper and return the value it got. The text goes to its stdin, because everybody can read argv."""
+    """Run the helper and return what it prints. It gets the text through stdin, because everybody can read its argv."""
     timeout_s = max(1, math.ceil(deadline.left()))
     command = [_HELPER, what, key, str(timeout_s), *libraries(env)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,8 +101,8 @@ def _run_helper(env: Mapping[str, str], what: str, key: str, text: str, deadline
 
 
 def libraries(env: Mapping[str, str]) -> list[str]:
-    """Where to look for libpmix, best first: at PMIX_PREFIX, which fits the server; on the loader's path; beside the
-    daemon that started us; beside mpirun; in this Python's environment.
+    """Where to look for libpmix, best place first: in PMIX_PREFIX, whose libpmix fits the server; on the loader's path;
+    beside the daemon that started us; beside mpirun; in this Python's environment.
 
     On a host where mpirun started a daemon, PMIX_PREFIX and PATH may not lead to libpmix, but the daemon is our parent.
     """

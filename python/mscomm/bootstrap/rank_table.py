@@ -1,9 +1,9 @@
 """Joins with Ascend's rank table: reads RANK_TABLE_FILE, RANK_ID and, if they are set, RANK_SIZE and DEVICE_ID.
 
-With one server, the ranks meet at a unix socket, and server_id is not used. With several, they meet on rank 0's server,
-at MSCOMM_PORT or at one of eight ports that are derived from the table. The server_id of that server must then be an
-address or a name that the others can resolve. An error in the table or in these variables raises ValueError; if the
-ranks do not meet, BackendUnavailable is raised.
+With one server, the ranks meet at a unix socket, and server_id is not used. With several servers, they meet on rank 0's
+server, at MSCOMM_PORT or at one of eight ports that are derived from the table. The server_id of that server must then
+be an address or a name that the others can resolve. An error in the table or in these variables raises ValueError; if
+the ranks do not meet, BackendUnavailable is raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether the variables name a table, or need one. If they need one and name none, accept() says so.
+    """Whether the variables name a rank table, or require one. If they require one and name none, accept() raises.
 
     RANK_ID=0 and RANK_SIZE=1 need no table, because MindSpore's scripts for one device set them for a job of one.
     """

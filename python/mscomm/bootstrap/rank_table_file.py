@@ -1,10 +1,10 @@
 """Reads and writes Ascend's rank table, a JSON file that says which rank runs on which server and device.
 
-Reading is strict on every backend. A contradiction is an error, and so is anything that HCCL's documents do not allow;
-the message gives the place. Examples are a field that is missing or has another type, a number out of range, and a
-rank, device or address that occurs twice. If a table is unambiguous and only HCCL refuses it, mscomm accepts it and
-adds a remark, because the CPU core needs neither the order of the servers nor the addresses of network cards.
-`unfit_for_910` finds what HCCL in general can run, but Atlas 910 cannot. Unknown fields are ignored.
+Reading is strict on every backend. Contradictions are errors, and so are values that HCCL's documents do not allow; the
+message gives the place. Examples are a field that is missing or has another type, a number out of range, and a rank,
+device or address that occurs twice. Some things that HCCL refuses only lead to a remark, for example a wrong order of
+the servers or missing addresses of network cards, because the CPU core needs neither.
+`unfit_for_910` finds what HCCL allows but Atlas 910 servers cannot run. Unknown fields are ignored.
 
     >>> from mscomm.bootstrap.rank_table_file import Server, make, parse
     >>> text = make([Server("10.0.0.1", [0, 1]), Server("10.0.0.2", [0, 1])])
@@ -30,7 +30,7 @@ LARGEST_BYTES = 16 << 20  # enough for about 100,000 ranks
 LONGEST_SERVER_ID = 63  # characters
 MOST_DEVICES = 1024  # on one server
 VERSIONS = ("1.0", "1.2")
-MOST_PROBLEMS = 100  # how many are reported for one table; a file that is no rank table can have one in each line
+MOST_PROBLEMS = 100  # the most errors reported for a table; a file that is no rank table may have one per line
 # HCCL's other kinds of tables, recognised by the key that holds their servers.
 _OTHER_KINDS = {
     "group_list": "this is the older template, with group_list",
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table without errors. `digest` is the same for copies that differ only in white space and the order of keys."""
+    """A table without errors. `digest`: equal for copies that differ only in white space and in the order of keys."""
 
     version: str
     seats: list[Seat]  # in the order of the ranks
@@ -68,7 +68,7 @@ class Table(NamedTuple):
 
     @property
     def servers(self) -> list[str]:
-        """Each server_id once, in the order of the ranks."""
+        """Each server_id once, in the order of the servers' first ranks."""
         return list(dict.fromkeys(seat.server for seat in self.seats))
 
 
@@ -82,7 +82,7 @@ class InvalidTable(ValueError):
 
 
 def load(path: str, named_by: str = "") -> Table:
-    """The table in a file; InvalidTable, which is a ValueError, if it cannot be read or has an error.
+    """The table in a file. Raises InvalidTable, a ValueError, if the file cannot be read or the table has an error.
 
     named_by: the variable that names the file, for the message if the file cannot be read.
     """
@@ -106,11 +106,11 @@ def parse(content: bytes, path: str) -> Table:
     return Table(document["version"], seats, _remarks(seats, document["version"], walk.unquoted), digest)
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- reading the file --------------------------------------------------------------------------------------------------
 
 
 def _content(path: str) -> bytes:
-    """The bytes of a regular file, or only one byte more than allowed if it is too long. Does not block on a FIFO."""
+    """The bytes of a regular file, or only the first LARGEST_BYTES + 1 of them. Does not block on a FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -170,7 +170,7 @@ def _why(text: str, error: json.JSONDecodeError) -> str:
     return f"{error.msg[:1].lower()}{error.msg[1:]}, where {_shown(rest[:12])} stands"
 
 
-# -- its rules ---------------------------------------------------------------------------------------------------------
+# -- checking the table ------------------------------------------------------------------------------------------------
 
 
 class _EnoughError(Exception):
@@ -178,7 +178,7 @@ class _EnoughError(Exception):
 
 
 class _Walk:
-    """One pass over a table. It collects the ranks, and the errors in the order of the file."""
+    """One pass over a table. It collects the ranks, and the errors in the order in which the file has them."""
 
     def __init__(self) -> None:
         self.errors: list[Problem] = []
@@ -214,7 +214,7 @@ class _Walk:
             self._super_pods(table)
 
     def _server_count(self, table: _Object, servers: int) -> None:
-        if "server_count" not in table and table.get("version") == "1.2":  # in version 1.2 it is optional
+        if "server_count" not in table and table.get("version") == "1.2":  # version 1.2 does not need server_count
             return
         count = self._number(table, "", "server_count", 1, 1 << 20, "the number of servers")
         if count is not None and count != servers:
@@ -312,7 +312,7 @@ class _Walk:
             self.error(f"{at}.server_id", f"no server of the table's server_list has the server_id {_shown(name)}")
         self._once("member", name, f"{at}.server_id", f"server {_shown(name)}")
 
-    # -- fields
+    # -- checks of one field
 
     def _is_object(self, value: Any, at: str, expected: str) -> bool:
         if not isinstance(value, _Object):
@@ -323,12 +323,12 @@ class _Walk:
         return True
 
     def _get(self, holder: _Object, at: str, key: str, kinds: tuple[type, ...], expected: str) -> Any:
-        """holder[key] if it has one of these types; else note an error and return None."""
+        """holder[key] if its type is one of `kinds`; otherwise notes an error and returns None."""
         where = f"{at}.{key}".lstrip(".")
         if key not in holder:
             there = ", ".join(_shown(other) for other in list(holder)[:8])
             self.error(where, f"it is missing{f' (there is {there})' if there else ''}; expected {expected}")
-        elif type(holder[key]) not in kinds:  # isinstance would take a bool for an int
+        elif type(holder[key]) not in kinds:  # not isinstance, to which a bool is an int
             self.error(where, f"it is {_shown(holder[key])}; expected {expected}")
         else:
             return holder[key]
@@ -365,7 +365,7 @@ class _Walk:
         return None
 
     def _once(self, kind: str, value: Any, where: str, name: str) -> bool:
-        """Whether this value is the first of its kind; else note an error."""
+        """Whether this value has not occurred before among those of its kind. If it has, notes an error."""
         first = self._places.setdefault((kind, value), where)
         if first != where:
             self.error(where, f"{name} is there twice; it is at {first}, too")
@@ -396,7 +396,7 @@ def is_host(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """The value as messages show it: null, true and false as in JSON, and a long text cut off."""
+    """The value as text for messages: null, true and false as in JSON, and a long text cut off."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, str):
@@ -449,7 +449,7 @@ def unfit_for_910(seats: Sequence[Seat]) -> list[Problem]:
     return found
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- writing a table ---------------------------------------------------------------------------------------------------
 
 
 class Server(NamedTuple):
@@ -461,9 +461,9 @@ class Server(NamedTuple):
 
 
 def make(servers: Iterable[Server]) -> str:
-    """The text of a table of version 1.0. It sorts the servers as HCCL wants them, and numbers the ranks in that order.
+    """The text of a table of version 1.0. The servers are sorted as HCCL wants, and the ranks numbered in that order.
 
-    InvalidTable if the servers make no valid table, for example if a server_id is there twice.
+    InvalidTable if the servers make no valid table, for example if a server_id occurs twice.
     """
     ranked = sorted(servers, key=lambda server: server.server_id)
     ranks = itertools.count()

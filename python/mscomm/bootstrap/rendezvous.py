@@ -1,9 +1,9 @@
-"""Lets the ranks meet at a place that each can work out. Rank 0 starts the hub there, the others connect, in any order.
+"""Lets the ranks meet at an address that each can work out. Rank 0 starts the hub there, and the others connect to it.
 
 Launchers without a key-value store share this code. If all ranks are on one host, they meet at an abstract unix socket
 whose name is derived from the job; the key is in a file that only this user can read. Ranks on several hosts meet at a
-TCP port of rank 0's host. Rank 0 takes the first free one of a few ports; the others try these in turn, and the hello
-tells them which one is their job's.
+TCP port of rank 0's host. Rank 0 takes the first free one of a few ports; the others try these ports in turn, and the
+hello tells them which port belongs to their job.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     import psutil
 
 _RETRY_S = (0.02, 0.2)  # the first pause between attempts to connect, and the longest
-_ATTEMPT_S = 5.0  # for one address, if there are several: one behind a firewall must not use up all the time
+_ATTEMPT_S = 5.0  # for each of several addresses: one behind a firewall could otherwise use up all the time
 _SAYS_WAITING_AFTER_S = 10.0
 _LAST_JOB_S = 5.0  # how long to retry to listen, because the previous job's hub may hold the address for a moment
 _HIGH_PORTS = range(61440, 1 << 16)  # above Linux's ephemeral ports, 32768 to 60999
-_TELL_S = 2.0  # how long to try to reach a hub that has bound the address but may not listen yet
-_SILENCES = 3  # give up when a listener has closed this often without an answer; the last job's hub may do it once
+_TELL_S = 2.0  # how long to try to reach the hub at a taken address, which may not listen yet
+_SILENCES = 3  # give up after this many connections without an answer; the hub of the last job may cause one
 
 
 class Seat(NamedTuple):
@@ -50,10 +50,10 @@ class Seat(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where the ranks meet. `job` must differ from that of every other job that might use the same place."""
+    """Where the ranks meet. `job` must differ from that of every other job that might use the same address."""
 
     job: str
-    host: str = ""  # rank 0's host, as the others reach it
+    host: str = ""  # the name or address of rank 0's host
     ports: Sequence[int] = ()
     key_path: str = ""  # a file on a shared file system, in which rank 0 leaves the key if the user gave none
 
@@ -61,7 +61,7 @@ class Spot(NamedTuple):
 def meet(
     launcher: str, seat: Seat, spot: Spot, env: Mapping[str, str], deadline: Deadline, permit_plain: bool, advice: str
 ) -> Invitation:
-    """Connect to this job's hub, which rank 0 starts. `advice`: for the error message, what the user should check."""
+    """Connect to this job's hub, which rank 0 starts. `advice`: what the user should check, for the error message."""
     if seat.one_host and (job_id := environment.read("MSCOMM_JOB_ID", env)):
         spot = spot._replace(job=f"{spot.job} {job_id}")  # jobs with different ids then use different sockets
     if seat.rank == 0:
@@ -104,7 +104,7 @@ def number(launcher: str, env: Mapping[str, str], name: str, low: int, high: int
 
 
 def ports_after(port: int, env: Mapping[str, str]) -> Sequence[int]:
-    """The ports for the hub if `port` belongs to another program: eight of MSCOMM_PORTS, else the eight after it."""
+    """The ports for the hub if `port` is another program's: eight of MSCOMM_PORTS, else the eight after `port`."""
     if allowed := environment.read("MSCOMM_PORTS", env):
         return _eight_of(allowed, str(port))
     return range(port + 1, port + 9) if port + 8 < 1 << 16 else range(port - 8, port)
@@ -124,11 +124,11 @@ def _eight_of(ports: range, job: str) -> range:
 
 
 def port_range(ports: Sequence[int]) -> str:
-    """The ports as messages name them."""
+    """The ports as text for messages."""
     return f"ports {ports[0]} to {ports[-1]}" if len(ports) > 1 else f"port {ports[0]}"
 
 
-# -- the other ranks
+# -- ranks other than 0: reaching the hub
 def reach(
     targets: Sequence[links.Address],
     deadline: Deadline,
@@ -140,12 +140,12 @@ def reach(
 ) -> socket.socket:
     """Connect to the targets in turn, until one listens and passes `admit`, which does the hello. Returns the socket.
 
-    Retries until the deadline, because the listener may start after us. Then raises BackendUnavailable: "<absent>
-    within 3 s: what was tried. <advice>". If there is only one target, an Error from `admit` is raised at once, unless
-    the listener closed without an answer.
+    Retries until the deadline, because the listener may start after us. At the deadline, raises BackendUnavailable:
+    "<absent> within 3 s: what was tried. <advice>". If there is only one target, an Error from `admit` is raised at
+    once, unless the listener closed without an answer.
     """
     started, pause_s, said, silences = time.monotonic(), _RETRY_S[0], False, 0
-    heard: dict[links.Address, str] = {}  # by target that once listened: why it failed; it may not listen any more
+    heard: dict[links.Address, str] = {}  # by target: why its last hello failed; the target may not listen any more
     while True:
         problems = {}
         for target in targets:
@@ -176,7 +176,7 @@ def reach(
         if waited_s > _SAYS_WAITING_AFTER_S and not said:
             said = True
             print(f"mscomm: still waiting: {absent}: {what}", file=sys.stderr, flush=True)
-        time.sleep(min(pause_s, deadline.left()))  # a port that nobody listens on gives no event to wait for
+        time.sleep(min(pause_s, deadline.left()))  # no event tells when somebody begins to listen
         pause_s = min(2 * pause_s, _RETRY_S[1])
 
 
@@ -190,14 +190,14 @@ def _connect(target: links.Address, deadline: Deadline, source: str | None) -> s
 
 
 def words(error: OSError) -> str:
-    """What messages say about the error."""
+    """The error as text for messages."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     return error.strerror or str(error)
 
 
 def _summary(problems: Mapping[links.Address, str]) -> str:
-    """Names each different problem once. If there are several, it also names the ports that have it."""
+    """Each different problem once, as text. If there are several problems, each is shown with its ports."""
     different = list(dict.fromkeys(problems.values()))
     if len(different) == 1:
         return different[0]
@@ -205,7 +205,7 @@ def _summary(problems: Mapping[links.Address, str]) -> str:
     return "; ".join(f"port {', '.join(ports)}: {text}" for text, ports in by_port.items())
 
 
-# -- rank 0
+# -- rank 0: starting the hub
 
 
 def _host(
@@ -251,7 +251,7 @@ def _contend_at(spot: Spot, env: Mapping[str, str], permit_plain: bool) -> str:
 
 
 def _open(seat: Seat, spot: Spot, env: Mapping[str, str], permit_plain: bool) -> tuple[socket.socket, bytes]:
-    """A socket that listens at the spot, at its first free port, and the job's key."""
+    """A socket that listens at the first free port of the spot, and the job's key."""
     for port in (0,) if seat.one_host else spot.ports:
         with contextlib.ExitStack() as failing:
             try:
@@ -282,7 +282,7 @@ def own_address(host: str, env: Mapping[str, str]) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to exactly this address of this host; OSError from the kernel or the resolver."""
+    """A socket bound to exactly this address of this host. OSError if the kernel or the resolver refuses."""
     return _bound(*_resolve(host, port))
 
 
@@ -310,12 +310,12 @@ def is_loopback_name(host: str) -> bool:
         return host == "localhost"
 
 
-# -- two jobs at one place
+# -- two jobs at one address
 
 
 def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, str]) -> str:
-    """Called when the address is taken. If a hub holds it, tell that hub that another job wanted it. Returns what
-    messages say about the holder.
+    """Call this if the address is taken. If a hub listens there, tells that hub that another job wanted the address.
+    Returns text for messages about the process that listens.
 
     Ranks of both jobs may have joined that hub, which cannot tell them apart. key: returns the hub's key; called once
     the hub listens.
@@ -330,7 +330,7 @@ def contend(host: str, port: int, key: Callable[[], bytes], env: Mapping[str, st
         links.greet(sock, key(), links.LAUNCHER, links.newcomer(env), deadline)
 
     words = {"t": "rival", "who": who, "seconds": max(0.0, time.time() - me.create_time())}
-    # An error means that there is no hub, or that it refuses our ranks too and so need not be told.
+    # An error means that no hub listens, or that the hub refuses our ranks as well. Then nobody need be told.
     with contextlib.suppress(Error, OSError), reach([(host, port)], deadline, admit, "", "") as sock:
         Frames(sock).send(words, deadline)
     return _holder(host, port)
@@ -352,11 +352,11 @@ def _holder(host: str, port: int) -> str:
 
 
 def _words_of(process: psutil.Process) -> str:
-    words = " ".join(" ".join(process.cmdline()).split())  # the script of python -c may have several lines
+    words = " ".join(" ".join(process.cmdline()).split())  # a script of python -c may have several lines
     return f"pid {process.pid} ({words if len(words) < 100 else words[:97] + '...'})"
 
 
-# -- the key
+# -- the key of the job
 
 
 def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_plain: bool) -> bytes:
@@ -375,7 +375,7 @@ def _new_key(spot: Spot, address: links.Address, env: Mapping[str, str], permit_
 
 
 def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -> bytes:
-    """The key that _new_key() gave rank 0, for a rank that is connected. FileNotFoundError if there is no file yet."""
+    """The key that _new_key() gave rank 0. Call this after connecting. FileNotFoundError if the file is missing."""
     path = _path(spot, address)
     if users := environment.read("MSCOMM_JOB_KEY_FILE", env):
         key = security.read_key(users)
@@ -390,7 +390,7 @@ def _key(spot: Spot, address: Any, env: Mapping[str, str], permit_plain: bool) -
 
 
 def _path(spot: Spot, address: Any) -> str:
-    """The file in which rank 0 leaves the key; "" if there is none that all other ranks, and nobody else, can read."""
+    """The file in which rank 0 leaves the key; "" if no file can be read by all other ranks and by nobody else."""
     if not isinstance(address, tuple):
         return security.key_path(_unix_name(spot.job)[1:])
     if security.is_loopback(address[0]):
@@ -399,11 +399,11 @@ def _path(spot: Spot, address: Any) -> str:
 
 
 def _remove(file: security.KeyFile, pid: int) -> None:
-    if os.getpid() == pid:  # not in a forked child
+    if os.getpid() == pid:  # a forked child must not remove the file
         file.remove()
 
 
-# -- names
+# -- names and addresses
 
 
 def _unix_name(job: str) -> str:

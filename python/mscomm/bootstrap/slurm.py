@@ -1,7 +1,7 @@
 """Joins under Slurm's srun without an MPI plugin, by the variables of a job step. The step's first node runs task 0.
 
 With --mpi=pmix or --mpi=pmi2, pmix.py or pmi.py is used instead. Over several nodes, the key is in the file that
-MSCOMM_JOB_KEY_FILE names, or else in one that rank 0 writes to ~/.mscomm, which the nodes must share.
+MSCOMM_JOB_KEY_FILE names, or else in a file that rank 0 writes to ~/.mscomm, which all nodes must share.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mscomm.errors import BackendUnavailable
 
 NAME = "Slurm"
 PLACE = (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-_SPECIAL_STEPS = 0xFFFFFFF0  # this and higher step numbers are batch scripts, interactive shells and the like, not srun
+_SPECIAL_STEPS = 0xFFFFFFF0  # from here on, steps are not of srun, but batch scripts, interactive shells and the like
 _calls = itertools.count()
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks. SLURM_PROCID alone is not enough: the batch script has
-    it too.
+    """Whether srun started this process as one of several tasks. SLURM_PROCID alone does not show this, because the
+    batch script has it too.
     """
     step, tasks = (env.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
     return (

@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Imports a subcommand's module, which defines it as `command`, only when that subcommand is used."""
+    """Imports the module of a subcommand, which contains it as `command`, only when the subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -67,7 +67,7 @@ def command(ranks: int | None, vs: str, **options: Any) -> None:
 
 
 def _plan(vs: str, **options: Any) -> Any:
-    """The options as a Plan; ClickException for invalid options, before any rank is started."""
+    """The options as a Plan, checked before any rank is started. ClickException if an option is invalid."""
     from mscomm.bench import plan
     from mscomm.bench.contenders import available
     from mscomm.bench.peers import PEERS, SINGLE
@@ -145,8 +145,8 @@ def _check_peers(plan: Any) -> None:
 
 
 def _start(ranks: int) -> int:
-    """Run this command again as so many ranks under `mscomm run`, and return its exit status. Removes the prefix from
-    rank 0's lines.
+    """Run this command again under `mscomm run`, as so many ranks. Removes the rank prefix from the lines of rank 0.
+    Returns the exit status.
     """
     line = [sys.executable, "-m", "mscomm", "run", "-n", str(ranks), "-m", "mscomm", *sys.argv[1:]]
     launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, errors="replace")
@@ -156,7 +156,7 @@ def _start(ranks: int) -> int:
         launcher.send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends it to the launcher, which ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C from the terminal too, and ends the ranks
     with launcher.stdout:
         for text in launcher.stdout:
             click.echo(text.removeprefix("[0] "), nl=False)

@@ -1,6 +1,6 @@
 """`mscomm data make`: writes real images in CIFAR-10's binary format. They come from packages; nothing is downloaded.
 
-They are not CIFAR-10 but handwritten digits, grey and enlarged. They are for tests, examples and a first try.
+The images are not those of CIFAR-10, but enlarged grey handwritten digits, for tests, examples and a first try.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mscomm.dataset.cifar10 import CHANNELS, CLASSES, SIDE, TEST, TRAIN
 
 META, ABOUT = "batches.meta.txt", "about.txt"
 _CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_TEST_OF = 6  # every sixth image goes to the test set, as many as in CIFAR-10
+_TEST_OF = 6  # every sixth image goes to the test set, the same share as in CIFAR-10
 _SHUFFLE_SEED = 10  # shuffles the images, which may be sorted by label; any fixed number will do
 _SLOW = 3000  # from this many images on, a progress bar is shown
 
@@ -158,7 +158,7 @@ def _record(image: Array, label: int, tick: Callable[[], None]) -> bytes:
 
 
 def _progress(stack: contextlib.ExitStack, total: int) -> Callable[[], None]:
-    """A function to call after each image, which advances the progress bar if there is one."""
+    """A function that advances the progress bar, if there is one. Call it after each image."""
     if total < _SLOW or not sys.stderr.isatty():
         return lambda: None
     from rich.console import Console
@@ -178,7 +178,7 @@ def _save(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def _put(partial: Path, folder: Path) -> bool | None:
-    """Rename the finished folder. Returns False if the same files are there already, None if other files are."""
+    """Rename `partial` to `folder`. Returns False if `folder` already has the same files, None if it has others."""
     try:
         partial.rename(folder)  # this also replaces an empty folder
     except OSError:
@@ -198,7 +198,7 @@ def _contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """The process's umask. It can only be read by setting it, so this sets it twice."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -42,7 +42,8 @@ _LIBRARIES = {
     "hccl": ("MSCOMM_HCCL_LIBRARY", "MSCOMM_ACL_LIBRARY"),
 }
 
-# Both ranks of a self-test run this: 7 elements, because 7 is not divisible by 2. With "tcp" they count as two hosts.
+# Both ranks of a self-test run this. It uses 7 elements, which 2 ranks cannot share equally. With "tcp", the ranks
+# count as two hosts.
 SELF_TEST = """
 import os, statistics, sys, time
 import numpy as np
@@ -84,7 +85,7 @@ class Mpirun(NamedTuple):
 
     path: str
     flavour: str  # "Open MPI", "MPICH", "Intel MPI", or "unknown"
-    command: str  # how to call it: just "mpirun" if PATH leads to it
+    command: str  # how to call it: its path, or just "mpirun" if PATH leads to it
     version: str
 
 
@@ -124,7 +125,7 @@ def sections(ranks: int, env: Mapping[str, str], verbose: bool = False) -> dict[
 
 
 def show(console: Console, title: str, findings: list[Finding]) -> None:
-    """Print a table on a terminal, else lines that grep and cut can handle."""
+    """Print the findings: as a table on a terminal, otherwise as lines that grep and cut can handle."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -155,7 +156,7 @@ def versions() -> Iterator[Finding]:
 
 
 def core() -> Finding:
-    """Whether the compiled core can be loaded."""
+    """The finding that says whether the compiled core can be loaded."""
     try:
         module = importlib.import_module("mscomm._core")
     except ImportError as error:
@@ -164,7 +165,7 @@ def core() -> Finding:
 
 
 def version(package: str) -> Finding:
-    """The version of a package that mscomm needs."""
+    """The version of a package that mscomm needs; a fault if the package is missing."""
     from importlib import metadata
 
     try:
@@ -175,7 +176,7 @@ def version(package: str) -> Finding:
 
 
 def optional(package: str, what: str) -> Finding:
-    """The version of a package that mscomm can do without. It is not imported: torch takes seconds."""
+    """The version of a package that mscomm can do without. The package is not imported, because torch takes seconds."""
     from importlib import metadata
 
     try:
@@ -191,14 +192,14 @@ def backends(env: Mapping[str, str], verbose: bool) -> Iterator[Finding]:
 
         for name in accelerators.NAMES:
             found = accelerator(name)
-            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user gave a file: show its error
+            named = any(env.get(variable) for variable in _LIBRARIES[name])  # the user named a library: show its error
             if found.startswith("cannot open ") and not (verbose or named):
                 found = "not installed (mscomm doctor -v tells where it was looked for)"
             yield Finding(name, found)
 
 
 def accelerator(name: str) -> str:
-    """The accelerator's libraries and devices, or why there are none."""
+    """The accelerator's libraries and devices as text, or why they cannot be used."""
     from mscomm import accelerators
     from mscomm.errors import Error
 
@@ -214,7 +215,7 @@ def accelerator(name: str) -> str:
 
 
 def kernels(runtime: _core.Runtime) -> str:
-    """What the device says about its kernels. This fails if another process has the device for itself alone."""
+    """Which kernels run on device 0, as text. Not known while another process has exclusive use of the device."""
     from mscomm.errors import Error
 
     try:
@@ -237,7 +238,7 @@ def machine(ranks: int, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
-    """A line that says whether OMP_NUM_THREADS fits the CPUs if there are that many ranks."""
+    """A text that says whether OMP_NUM_THREADS fits the CPUs if this host runs that many ranks."""
     fitting = max(1, int(cpus // ranks))
     if omp_num_threads is None:
         return f"OMP_NUM_THREADS unset: `mscomm run -n {ranks}` sets {fitting}; under mpirun set it yourself"
@@ -251,8 +252,8 @@ def threads(ranks: int, cpus: float, omp_num_threads: str | None) -> str:
 
 
 def descriptors(ranks: int, soft: int, hard: int) -> Finding:
-    """Whether a process may open enough files for its links to so many ranks."""
-    needed = 64 + 4 * ranks  # in `mscomm run` and in each rank: a link, a pidfd, pipes or memory for each rank
+    """Whether a process may open enough descriptors for its links to so many ranks."""
+    needed = 64 + 4 * ranks  # `mscomm run` and each rank need about 4 per rank: links, a pidfd, pipes or memory
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft}"
     if soft != resource.RLIM_INFINITY and soft < needed:
         allowed = "as root" if hard != resource.RLIM_INFINITY and hard < needed else "here"
@@ -320,7 +321,7 @@ def address(env: Mapping[str, str], interface_of: Mapping[str, str]) -> Finding:
             return Finding(what, f"{own} ({interface_of[own]}), by MS_WORKER_IP")
         return Finding(what, f"MS_WORKER_IP={own}: no interface of this host has it", fault=True)
     try:
-        # No host has the address 192.0.2.1. Packets to it would take the route out of this network.
+        # No host has the address 192.0.2.1, so packets to it would take the route out of this network.
         chosen = route_to(scheduler or "192.0.2.1")
     except OSError as error:
         if scheduler:
@@ -353,7 +354,7 @@ def memory(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def shared_memory(env: Mapping[str, str]) -> Finding:
-    """Whether the ranks of this host can share memory, and which kind."""
+    """The finding that says whether the ranks of this host can share memory, and which kind of memory."""
     from mscomm import Error, _core
 
     try:
@@ -376,7 +377,7 @@ def populates() -> bool:
 
 
 def pidfd() -> str:
-    """Whether a rank can watch another rank's process."""
+    """A text that says whether a rank can watch the process of another rank."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -385,7 +386,7 @@ def pidfd() -> str:
 
 
 def vm_readv() -> str:
-    """Whether one process may read another's memory."""
+    """A text that says whether a process may read the memory of another process."""
 
     class Piece(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
@@ -477,7 +478,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def try_two_ranks(what: str, script: str, argument: str) -> Finding:
-    """Run the script as two ranks. Returns what it printed, or what went wrong."""
+    """Run the script as two ranks. The finding has what the script printed, or what went wrong."""
     line = [sys.executable, "-m", "mscomm", "run", "-n", "2", sys.executable, "-c", script, argument]
     try:
         done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=SELF_TEST_S)

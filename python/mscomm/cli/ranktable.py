@@ -1,4 +1,4 @@
-"""`mscomm ranktable`: writes Ascend's rank tables, lists the errors of one, and prints the ranks of this host."""
+"""`mscomm ranktable`: writes and checks Ascend's rank tables, and prints the ranks of this host."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mscomm.cluster import interfaces
 if TYPE_CHECKING:
     from rich.console import Console
 
-HCCN = Path("/etc/hccn.conf")  # in it Ascend's driver keeps the IP addresses of this host's devices
+HCCN = Path("/etc/hccn.conf")  # the file in which Ascend's driver keeps the IP addresses of this host's devices
 
 
 def _devices(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
-    """The device numbers of --devices: 8 means 0 to 7; 4-7 or 0,2 means just these."""
+    """The device numbers that --devices gives: 8 means 0 to 7; 4-7 means 4 to 7; 0,2 means 0 and 2."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
         raise click.BadParameter(f"{text!r}: give their number, as 8, or which, as 4-7 or 0,2")
     if text.isdecimal():
@@ -51,7 +51,7 @@ def command() -> None:
     pass
 
 
-# -- make --------------------------------------------------------------------------------------------------------------
+# -- mscomm ranktable make ---------------------------------------------------------------------------------------------
 
 
 @command.command("make")
@@ -116,7 +116,7 @@ def make_command(
 
 
 def _dealt(device_ips: Sequence[str], servers: int, devices: list[int]) -> list[dict[int, str]]:
-    """The given addresses, dealt out to the devices of each server in order."""
+    """The given addresses by device, one dict for each server. The addresses go to servers and devices in order."""
     per = len(devices)
     if len(device_ips) != servers * per:
         raise click.UsageError(f"{len(device_ips)} times --device-ip for {servers * per} devices; give one for each")
@@ -132,7 +132,7 @@ def _hccn_files(given: Sequence[Path], servers: int) -> Sequence[Path | None]:
 
 
 def _hccn(path: Path | None, devices: list[int]) -> dict[int, str]:
-    """The addresses of these devices, from a file with lines like address_0=192.1.27.6; {} without a file."""
+    """The IP addresses of these devices, from a file with lines like address_0=192.1.27.6; {} if no file is given."""
     if path is None:
         return {}
     try:
@@ -168,7 +168,7 @@ def _write(path: Path, text: str, force: bool) -> None:
         raise click.ClickException(f"{path}: {error.strerror}") from error
 
 
-# -- check -------------------------------------------------------------------------------------------------------------
+# -- mscomm ranktable check --------------------------------------------------------------------------------------------
 
 
 @command.command("check")
@@ -212,7 +212,7 @@ def _check(console: Console, name: str, product: str | None) -> bool:
 
 
 def _show(console: Console, name: str, table: Table) -> None:
-    """Print a table on a terminal, else one line per rank."""
+    """Print the ranks: as a table on a terminal, otherwise as one line per rank."""
     from rich.markup import escape
     from rich.table import Table as Grid
 
@@ -228,7 +228,7 @@ def _show(console: Console, name: str, table: Table) -> None:
     console.print(grid)
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
+# -- mscomm ranktable ranks --------------------------------------------------------------------------------------------
 
 
 @command.command("ranks")
@@ -252,7 +252,7 @@ def ranks_command(file: str, server: str | None, size: int | None) -> None:
 
 
 def here(table: Table, file: str, server: str | None = None) -> list[Seat]:
-    """The ranks of this host: those of the given server, or of the only one, or of the one with this host's address."""
+    """The ranks of this host: of the given server, or of the only one, or of the server with this host's address."""
     found = [server] if server else table.servers
     if not server and len(found) > 1:
         own = {interface.address for interface in interfaces.interfaces()}

@@ -1,8 +1,9 @@
 """`mscomm run --hosts`: this host runs the hub, and ssh starts a launcher on each other host.
 
 Everything that such a launcher needs, including the job's key, goes through ssh's stdin, so that none of it is on a
-command line or in an environment. After that, each byte on stdin is the number of a signal for its ranks, and the end
-of stdin ends them. The launcher's output (its ranks' lines with their prefixes) comes back through ssh.
+command line or in an environment. After that, each byte on stdin is the number of a signal for the launcher's ranks,
+and the end of stdin ends these ranks. The launcher's output (its ranks' lines with their prefixes) comes back through
+ssh.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from mscomm.launching.output import Output, Stream
 from mscomm.launching.parts import Node0, Say
 from mscomm.launching.processes import DRAIN_S
 
-HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")  # the prefixes of variables
-_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # not handed over: they belong to one host
-_ENDS_S = 10.0  # how long a launcher may take after its stdin was closed: it sends SIGTERM, and SIGKILL after 7 s
+# The ranks of other hosts also get the variables of this host that have these prefixes.
+HANDED_OVER = ("MSCOMM_", "MS_", "OMP_", "NCCL_", "HCCL_", "GLOO_", "PYTHON")
+_OF_ONE_HOST = ("MSCOMM_HOST_ID", "MSCOMM_SSH", "MSCOMM_JOB_KEY_FILE")  # the exceptions: these belong to one host
+_ENDS_S = 10.0  # how long a launcher may take to end after its stdin is closed; it kills its ranks after 7 s
 LENGTH = struct.Struct("<I")  # the first bytes on a launcher's stdin: the length of what follows
 MOST_BYTES = 1 << 20
 
@@ -94,7 +96,7 @@ def _host(text: str, where: str) -> tuple[str, int | None]:
 
 
 def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Share]:
-    """The ranks that each host gets, in the list's order. each: -n, for hosts without a number of their own."""
+    """The ranks that each host gets, in the list's order. each: the number of -n, for hosts listed without a number."""
     slots: dict[str, int] = {}
     for name, number in hosts:
         if number is None and each is None:
@@ -108,7 +110,7 @@ def shares(hosts: Sequence[tuple[str, int | None]], each: int | None) -> list[Sh
 
 
 def own_place(hosts: Sequence[Share]) -> int:
-    """The index of this host: the first of the list whose name or address is this host's."""
+    """The index of this host: the first host of the list that has a name or address of this host."""
     for place, host in enumerate(hosts):
         if host.address == socket.gethostname() or _is_here(host.address):
             return place
@@ -120,7 +122,7 @@ def _is_here(name: str) -> bool:
     try:
         rendezvous.bind(name, 0).close()
         return True
-    except OSError:  # another host has the address, or the name is unknown, which ssh will report
+    except OSError:  # another host has the address, or the name is unknown; ssh will report that
         return False
 
 
@@ -139,7 +141,7 @@ class Hosts(Node0):
         restarts: bool,
         task: Mapping[str, Any],
     ) -> None:
-        """task: the script and the options, which are the same on every host."""
+        """task: the script and those options that are the same on every host."""
         super().__init__(1, hosts[-1].ranks.stop, hosts[own].address, port or 0, False, topo_timeout_s, restarts, "")
         self.first = hosts[own].ranks.start
         self._layout = "--hosts"
@@ -213,12 +215,12 @@ class Hosts(Node0):
         return super().over()
 
     def _ended(self, agent: _Agent, status: int) -> None:
-        """An ssh process has ended. If its launcher never reached the hub, report its ranks to the hub as ended;
-        otherwise that launcher has reported them itself.
+        """An ssh process has ended. If the launcher that it started never reached the hub, report that launcher's ranks
+        to the hub as ended; otherwise the launcher has reported them itself.
         """
         if not self._hub.attends(agent.share.ranks):
             why = f"no rank could be started on host {agent.share.name}: ssh ended with status {status}"
-            if status == 255:  # an error of ssh itself
+            if status == 255:  # ssh itself failed
                 advice = f"Does this work without a question: {shlex.join(agent.command[:-1])} true"
             else:
                 advice = f"Every host needs mscomm for the same Python, {sys.executable}"
@@ -227,18 +229,20 @@ class Hosts(Node0):
                 self._hub.process_ended(rank, why, badly=True)
 
     def needed(self, well: bool) -> bool:
-        """True until the other hosts' launchers have ended and all their output has come."""
+        """Whether to wait for the other hosts' launchers and their output. After a failure, only for a limited time."""
         self.over()
         if not well or super().over():
             self._until = min(self._until, time.monotonic() + _ENDS_S)
-        if all(agent.told for agent in self._agents):  # a process that ssh left behind may keep its output open
+        # When every ssh process has ended, wait only a little for its output: a process that ssh left behind may keep
+        # the output open.
+        if all(agent.told for agent in self._agents):
             self._until = min(self._until, time.monotonic() + DRAIN_S)
         busy = any(not agent.told or not agent.read for agent in self._agents)
         return busy and time.monotonic() < self._until
 
 
 class _Agent:
-    """The ssh process for one other host. told: whether its end has been noticed."""
+    """The ssh process for one other host. told: whether we have noticed and handled its end."""
 
     def __init__(self, ssh: Sequence[str], share: Share, task: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(task))
@@ -257,7 +261,7 @@ class _Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches only this process, which passes it on through stdin
+            start_new_session=True,  # so Ctrl-C reaches only this process, which passes it on through stdin
         )
         self._write(LENGTH.pack(len(body)) + body)
 
@@ -277,12 +281,12 @@ class _Agent:
     def _write(self, data: bytes) -> None:
         assert self.process.stdin
         rest = memoryview(data)
-        with contextlib.suppress(OSError, ValueError):  # ssh has ended; over() looks at its status
+        with contextlib.suppress(OSError, ValueError):  # ssh has ended; over() handles that
             while rest:
                 rest = rest[self.process.stdin.write(rest) :]
 
     def hang_up(self) -> None:
-        """Close stdin of the ssh process. The launcher on the other host then ends its ranks, and itself."""
+        """Close stdin of the ssh process. Then the launcher on the other host ends its ranks and itself."""
         assert self.process.stdin
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -310,5 +314,5 @@ class _Passed(Stream):
 
 
 def handed_over(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the ranks of other hosts get too."""
+    """The variables of this environment that the ranks of other hosts also get."""
     return {name: text for name, text in env.items() if name.startswith(HANDED_OVER) and name not in _OF_ONE_HOST}

@@ -1,4 +1,4 @@
-"""`mscomm run`: start and watch the ranks of a job on this host, or this host's ranks of a job on several."""
+"""`mscomm run`: starts and watches the ranks of a job: all of them, or on several hosts those of this host."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def command(
         os.environ["MS_TOPO_TIMEOUT"] = str(cluster_time_out if cluster_time_out >= 0 else float("inf"))
     try:
         topo_timeout_s = join_timeout_s(os.environ)
-        read("MSCOMM_TRACEBACK", os.environ)  # report a wrong value now, not when Launch reads it
+        read("MSCOMM_TRACEBACK", os.environ)  # report a wrong value now, before Launch reads it
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     from mscomm.errors import Error
@@ -205,7 +205,7 @@ def _shares(
     master_addr: str | None,
     worker_num: int | None,
 ) -> tuple[list[Share], int]:
-    """The hosts of --hosts or --hostfile with their ranks, and the index of this host; ([], 0) without both options."""
+    """The hosts of --hosts or --hostfile with their ranks, and the index of this host; ([], 0) if neither is given."""
     if hosts is None and hostfile is None:
         return [], 0
     from mscomm.cli import remote
@@ -226,7 +226,7 @@ def _shares(
 def prepare(
     script: str, args: tuple[str, ...], module: bool, local: int, log_dir: Path | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that each rank of this host runs, and its environment; ClickException if it cannot be started."""
+    """The command and the environment of each rank of this host; ClickException if the command cannot be started."""
     line = command_line(script, args, module)
     if log_dir:
         try:
@@ -237,7 +237,7 @@ def prepare(
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream, so that none of our descriptors gets its number."""
+    """Open /dev/null for each closed standard stream, so that no other descriptor gets the number of the stream."""
     while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
         continue
     os.close(fd)
@@ -246,7 +246,7 @@ def _open_standard_streams() -> None:
 def sizes(
     per_node: str | None, worker_num: int | None, local_worker_num: int | None, nnodes: str | None
 ) -> tuple[int, int]:
-    """The number of ranks on this host and the number of hosts, from torchrun's options and msrun's."""
+    """The number of ranks on this host and the number of hosts, from the options of torchrun and msrun."""
     local = {"-n": _per_node(per_node), "--local_worker_num": local_worker_num}
     given = {name: value for name, value in local.items() if value is not None}
     count = _nnodes(nnodes)
@@ -292,7 +292,7 @@ def _nnodes(text: str | None) -> int | None:
 def nodes_of(
     env: Mapping[str, str], count: int, node_rank: int | None, master_addr: str | None, master_port: int | None
 ) -> Nodes:
-    """The hosts, from the options, else from the PET_* variables; ClickException if one is missing or wrong."""
+    """The hosts, from the options, else from the PET_* variables; ClickException if a value is missing or wrong."""
     if count == 1:
         return Nodes(1, 0, "", 0)
     text = env.get("PET_NODE_RANK", "")
@@ -316,7 +316,7 @@ def nodes_of(
 
 
 def _for_the_others(nodes: Nodes, local: int, rest: list[str]) -> str:
-    """The message that says what to type on the other hosts."""
+    """The message that tells the user what to type on the other hosts."""
     others = "1" if nodes.number == 2 else "K"
     words = ["mscomm", "run", "--nnodes", str(nodes.number), "--node-rank", others, "--master-addr", nodes.host]
     words += ["--master-port", str(nodes.port), "-n", str(local), *rest]
@@ -353,7 +353,7 @@ def environment(size: int, log_dir: Path | None) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(max(1, cpus // size))
         threads = env["OMP_NUM_THREADS"]
         click.echo(f"mscomm run: OMP_NUM_THREADS={threads} for each rank ({cpus} CPUs, {size} ranks)", err=True)
-    env.setdefault("PYTHONUNBUFFERED", "1")  # show lines when they are printed, and lose none if the rank is killed
+    env.setdefault("PYTHONUNBUFFERED", "1")  # show each line when it is printed, and lose no line if the rank is killed
     if log_dir:
         env.setdefault("MSCOMM_RECORD", str(log_dir.absolute()))
     return env

@@ -1,4 +1,4 @@
-"""The launcher that ssh starts on another host for `mscomm run --hosts`. It gets all that it needs through stdin."""
+"""The launcher that ssh starts on another host for `mscomm run --hosts`. All that it needs comes through stdin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(task: Mapping[str, Any]) -> int:
             os.chdir(task["cwd"])
             line, env = run.prepare(task["script"], tuple(task["args"]), task["module"], len(ranks), log_dir)
         except (click.ClickException, OSError):
-            with ExitStack() as stack:  # connect to node 0, so that it learns the reason and ends the job
+            with ExitStack() as stack:  # open() connects to node 0; leaving the block tells node 0 the error
                 part.open(stack, lambda text: None, lambda text: None)
                 raise
         return Launch(line, len(ranks), env, part, log_dir, task["max_restarts"]).run()
@@ -72,7 +72,7 @@ def _read(count: int) -> bytes:
 
 
 def _obey() -> None:
-    """Send this process the signals whose numbers come through stdin, and SIGTERM when stdin is closed."""
+    """Send to this process the signals whose numbers come through stdin, and SIGTERM when stdin is closed."""
     while number := os.read(0, 1):
         os.kill(os.getpid(), number[0])
     os.kill(os.getpid(), signal.SIGTERM)

@@ -31,11 +31,11 @@ class RecordedCall(NamedTuple):
     state: str  # "inside", "done" or "failed"
     began_s: float  # Unix time
     took_s: float  # 0 if the rank was still inside the call
-    line: str  # the user's line, such as "train.py:41"; "" if it is not known
+    line: str  # the line of the user's program, such as "train.py:41"; "" if it is not known
 
 
 class Record(NamedTuple):
-    """What one rank recorded, in one file for each group that failed."""
+    """What one rank recorded. The rank writes one file for each group that failed; this has the calls of all."""
 
     rank: int
     size: int  # the number of ranks in the world; 0 if there is no record of the world group
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 
 
 class Late(NamedTuple):
-    """One call, with the rank that made it last, and how long the others waited."""
+    """One call, the rank that made it last, and how long the other ranks waited for this rank."""
 
     group: str
     number: int
@@ -52,7 +52,7 @@ class Late(NamedTuple):
     call: str
     line: str
     after_first_s: float
-    waited_s: float  # the sum of the others' waits
+    waited_s: float  # the sum over all other ranks
 
 
 class _ShowUnlessNamed(click.Group):
@@ -113,11 +113,11 @@ def merge(folder: Path, output: Path) -> None:
     click.echo(f"{output}: {calls} calls of {len(records)} ranks")
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading the records -----------------------------------------------------------------------------------------------
 
 
 def _records(folder: Path) -> list[Record]:
-    """All readable records, by rank. Complaints about other files go to stderr."""
+    """All readable records, in the order of the ranks. Complaints about unreadable files go to stderr."""
     records, complaints = read(folder)
     for complaint in complaints:
         click.echo(f"mscomm trace: {complaint}", err=True)
@@ -130,7 +130,7 @@ def _records(folder: Path) -> list[Record]:
 
 
 def read(folder: Path) -> tuple[list[Record], list[str]]:
-    """The records of the folder by rank, and the complaints about the files that are left out."""
+    """The records of the folder in the order of the ranks, and complaints about the files that are left out."""
     records: dict[int, Record] = {}
     complaints = []
     # Shorter names first: a rank's record of the world comes before its records of other groups.
@@ -148,7 +148,7 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
 
 
 def parse(data: bytes) -> Record:
-    """The record in a file's bytes. Raises ValueError, which says what is wrong with it."""
+    """The record in a file's bytes. Raises a ValueError that says what is wrong with the file."""
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -235,9 +235,10 @@ def _end(records: list[Record]) -> Iterator[str]:
 
 
 def lateness(records: list[Record]) -> list[Late]:
-    """Which rank came last, for each call that every recorded rank has reached and at least two records contain."""
+    """Which rank came last to each call. Leaves out calls that only one record contains, and calls that a recorded rank
+    has not reached."""
     arrivals: dict[tuple[str, int], list[tuple[float, int, RecordedCall]]] = defaultdict(list)
-    reached: dict[str, int] = {}  # by group: the last number that all its ranks have reached
+    reached: dict[str, int] = {}  # by group: the last call number that all recorded ranks have reached
     for record in records:
         for group, number in {call.group: call.number for call in record.calls}.items():
             reached[group] = min(reached.get(group, number), number)
@@ -254,7 +255,7 @@ def lateness(records: list[Record]) -> list[Late]:
 
 
 def _ranking(late: list[Late]) -> Iterator[str]:
-    """Lines that say how often, and how long, the others waited for each rank, over all calls."""
+    """Lines that say, for each rank, how often and how long the other ranks waited for it, over all calls."""
     yield "Who the others waited for, over all calls:"
     times = Counter(entry.rank for entry in late)
     waited_s: dict[int, float] = defaultdict(float)
@@ -293,7 +294,7 @@ def chrome(records: list[Record]) -> dict[str, Any]:
                 "tid": threads[call.group],
                 "args": {"call": call.call, "state": call.state, "line": call.line},
             }
-            if call.state == "inside":  # an event without an end is drawn to the end of the trace
+            if call.state == "inside":  # the call has no end: viewers draw it up to the end of the trace
                 event["ph"] = "B"
                 del event["dur"]
             events.append(event)
@@ -313,7 +314,7 @@ def chrome(records: list[Record]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_s": start_s}}
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- names, times and tables -------------------------------------------------------------------------------------------
 
 
 def _named(entry: RecordedCall | Late) -> str:
@@ -341,7 +342,7 @@ def _clock(began_s: float) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
-    """A table with columns of the needed width; the first `right` columns are right-aligned."""
+    """The lines of a table, with columns as wide as needed. The first `right` columns are aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

@@ -1,7 +1,8 @@
 """Sets up an epoch and its groups: gathers facts about this rank, shares memory with the ranks of its host, and
 connects the ranks of a group.
 
-A listener is open only during one exchange. Between exchanges, no socket listens and no memfd is open.
+A listener is open only while an epoch, a group or a message link is set up. At all other times, no socket listens and
+no memfd is open.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from mscomm.cluster.member import Member, Welcome
 from mscomm.errors import Error, PeerLost
 
 _HUGE_PAGE = 2 << 20
-_LARGE = 1 << 40  # bytes; for longer messages, the choice of the algorithm does not change any more
-_ADDRESS_SPACE = 1 << 46  # bytes that the heaps of one host may map together; a process has 2^47
+_LARGE = 1 << 40  # bytes; all messages of at least this length use the same algorithm
+_ADDRESS_SPACE = 1 << 46  # bytes that the heaps may take in each process, whose address space has 2^47
 
 
 # -- facts about this rank
@@ -41,7 +42,7 @@ class Asked(NamedTuple):
 
 
 def facts(asked: Asked, size: int, algo: str, memory: socket.socket) -> dict[str, Any]:
-    """What this rank tells the others about itself. memory: the listener at which the ranks of its host reach it."""
+    """What this rank tells the others about itself. memory: where this rank listens for the other ranks of its host."""
     return {
         "version": package_version(),
         "backend": asked.backend,
@@ -70,7 +71,7 @@ def host_id() -> str:
 
 
 def cpu_quota() -> float:
-    """How many CPUs' time the cgroup allows; inf without a limit. Reads cgroup v2's cpu.max or v1's cfs quota."""
+    """How many CPUs the cgroup lets its processes use; inf without a limit. Reads the CPU quota of cgroup v2 or v1."""
     for path, read in (
         ("/sys/fs/cgroup/cpu.max", lambda text: text.split()),
         (
@@ -85,12 +86,12 @@ def cpu_quota() -> float:
 
 
 def can_spin(members: Sequence[dict[str, Any]]) -> bool:
-    """Whether there is a CPU for each of these ranks, which are all the ranks of one host."""
+    """Whether each of these ranks can have a CPU of its own. `members`: the facts of all ranks of one host."""
     return len(members) <= cpus_of(members)
 
 
 def cpus_of(members: Sequence[dict[str, Any]]) -> float:
-    """How many CPUs these ranks of one host have together: those in any of their masks, at most the smallest quota."""
+    """How many CPUs these ranks of one host have together: the CPUs in their masks, at most the smallest quota."""
     cpus = {cpu for member in members for cpu in member["cpus"]}
     return float(min(len(cpus), *(member["quota"] for member in members)))
 
@@ -98,8 +99,8 @@ def cpus_of(members: Sequence[dict[str, Any]]) -> float:
 def forced_algorithms(algo: str) -> list[str]:
     """The algorithm that `algo` names for each collective, "" if it names none.
 
-    algo: like "all_reduce=ring,broadcast=tree", or one name for every collective that has such an algorithm. ValueError
-    if an item names no algorithm.
+    algo: for example "all_reduce=ring,broadcast=tree", or just "ring" for every collective that has an algorithm of
+    this name. ValueError if an item names no algorithm.
     """
     known = {(what, name) for what, name, _ in _core.algorithms()}
     names = {name for _, name in known}
@@ -142,8 +143,9 @@ def chosen(core: _core.Group) -> dict[str, str]:
 
 
 class Founded(NamedTuple):
-    """A group's core. `control`: the control memory that this rank lent to the group for `control_ranks` ranks, or None
-    if another rank lent it or the group has none."""
+    """A group's core. `control`: the control memory that this rank lent to the group for `control_ranks` ranks. It is
+    None if another rank lent the memory, or if the group has no control memory.
+    """
 
     core: _core.Group
     control: int | None
@@ -189,9 +191,10 @@ class Epoch:
         all_came: Callable[[], None],
         forced: list[str],
     ) -> Founded:
-        """Make a group of these ranks, which include this one. All of them must call this. group: its id for the hub.
+        """Make a group of these ranks, which include this rank. All of them must call this. group: its id at the hub.
 
-        all_came: called when all ranks have come; from then on the id is used up. forced: see forced_algorithms.
+        all_came: called when all ranks have come; from then on, no other group may use the id.
+        forced: see forced_algorithms.
         """
         hosts = _numbered([self.hosts[rank] for rank in ranks])
         me = ranks.index(self.rank)
@@ -241,13 +244,14 @@ class Epoch:
         except BaseException as error:
             if control is not None and not met:
                 assert self.heap
-                # If the hub has not refused the meeting, it may have told the others to use this memory.
+                # Unless the hub refused the meeting, it may have told the other ranks to use this memory. Then never
+                # use it for another group.
                 if came and self.member and not self.member.was_refused(group):
                     self.heap.abandon_control(control, len(at_home))
                 else:
                     self.heap.release_control(control, 0)
             if self.member and not isinstance(error, Error):
-                # The others must not wait for a rank that could not set itself up.
+                # This rank could not set itself up: tell the others, so that they do not wait for it.
                 if met:
                     text = f"rank {self.rank}: group {name}: {type(error).__name__}: {error}"
                     self.member.report("Aborted", text, [self.rank], group)
@@ -292,7 +296,7 @@ class Epoch:
         told: dict[int, dict[str, Any]],
         deadline: Deadline,
     ) -> list[int]:
-        """Descriptors of authenticated connections to all ranks, in the order of `ranks`; -1 for this rank.
+        """Connect to all ranks. Returns the authenticated descriptors in the order of `ranks`; -1 for this rank.
 
         Of two ranks, the later one in `ranks` connects to the other, over a unix socket if both are on one host.
         """
@@ -311,7 +315,7 @@ class Epoch:
         return fds
 
     def call(self, rank: int, addresses: list[Any], purpose: int, deadline: Deadline) -> int:
-        """The descriptor of a connection to the rank, at that one of its addresses that this rank can use."""
+        """Connect to the rank, at the first of these addresses that this rank can use. Returns the descriptor."""
         at_home = self.hosts[rank] == self.hosts[self.rank]
         address = next((one for one in addresses if isinstance(one, (str, bytes)) == at_home), None)
         if address is None:
@@ -332,8 +336,8 @@ class Epoch:
     def invite(self, group: str, rank: int, deadline: Deadline, check: Callable[[], None]) -> int:
         """Ask the rank to connect, whatever its program is doing. Returns the descriptor of the connection.
 
-        The connection carries the group's messages from this rank to that one. check: called at least every 100 ms; it
-        may raise to end the wait.
+        The connection carries the group's messages from this rank to the other rank. check: called at least every
+        100 ms; it may raise to end the wait.
         """
         assert self.member
         with self._listener(self.hosts[rank] == self.hosts[self.rank]) as listener:
@@ -345,7 +349,7 @@ class Epoch:
 def share(
     member: Member, welcome: Welcome, memory: socket.socket, forced: list[str], deadline: Deadline, asked: str
 ) -> Epoch:
-    """Set up what all groups of this epoch need. Every rank calls this.
+    """Set up what all groups of this epoch need, and return the Epoch. Every rank calls this.
 
     memory: the listener that facts() was given. asked: the backend's name, or "auto".
     """
@@ -390,7 +394,7 @@ def share(
 
 
 def choose(asked: str, rank: int, everyone: Sequence[dict[str, Any]]) -> Accelerator | None:
-    """This rank's accelerator, for the backend that follows from all ranks' facts; None if that is the CPU core."""
+    """Choose the backend from all ranks' facts. Returns this rank's accelerator for it; None for the CPU core."""
     chosen = accelerators.choose(asked, everyone, plan.hosts(everyone), rank_names(everyone))
     if rank == 0 and (asked == "auto" or chosen.backend != accelerators.CPU):
         log.info(f"backend {chosen.backend}: {chosen.reason}")
@@ -424,7 +428,7 @@ def _tell_hosts(rank: int, hosts: list[int], everyone: Sequence[dict[str, Any]])
 
 
 def _warn_of_threads(here: Sequence[dict[str, Any]]) -> None:
-    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only its lowest rank calls this."""
+    """Warn if the ranks of this host have more OpenMP threads than CPUs. Only the lowest of them calls this."""
     try:
         threads = environment.read("OMP_NUM_THREADS", os.environ)
     except ValueError as error:
@@ -457,7 +461,7 @@ def alone(asked: Asked) -> Epoch:
 
 
 def rank_names(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """What messages call the ranks."""
+    """How each rank is named in messages for the user."""
     return [f"rank {rank} (pid {fact['pid']} on host {fact['hostname']})" for rank, fact in enumerate(everyone)]
 
 
@@ -474,7 +478,7 @@ def unix_listener() -> socket.socket:
 
 
 def _numbers(ranks: list[int]) -> str:
-    """The ranks as messages name them: "0 to 7" if they are consecutive, otherwise each of them."""
+    """The ranks as text for the log: "0 to 7" if they are three or more consecutive ranks, otherwise each of them."""
     whole = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
     return f"{ranks[0]} to {ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
 
@@ -486,7 +490,7 @@ def _numbered(hosts: list[int]) -> list[int]:
 
 
 def _needed(hosts: list[int], me: int) -> list[bool]:
-    """The listeners that a rank needs for later ranks: True stands for one for its own host, False for other hosts."""
+    """Which listeners a rank needs for later ranks: True means one for its own host, False one for the other hosts."""
     return sorted({host == hosts[me] for host in hosts[me + 1 :]})
 
 
@@ -507,7 +511,7 @@ def _exchange_memory(
     member: Member,
     closing: contextlib.ExitStack,
 ) -> list[int]:
-    """The heaps' descriptors, in the order of neighbours.
+    """The descriptors of the heaps of all neighbours, in the same order.
 
     The first rank collects all descriptors and sends them to the others, so each of the others needs one connection.
     """
@@ -536,8 +540,8 @@ def _exchange_memory(
 
 
 def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]], names: list[str]) -> list[int]:
-    """By rank, a descriptor that shows the core at once that a process of this host has ended. -1 for this rank, for
-    ranks of other hosts, and before Linux 5.3.
+    """By rank, a descriptor that tells the core at once that the process of a rank of this host has ended. -1 for this
+    rank, for ranks of other hosts, and before Linux 5.3.
     """
     fds = [-1] * len(everyone)
     with _closing_unless_done(fds):
@@ -557,7 +561,7 @@ def _pidfds(rank: int, neighbours: list[int], everyone: Sequence[dict[str, Any]]
 
 @contextlib.contextmanager
 def _reaching(peer: int, where: str = "") -> Iterator[None]:
-    """Turn an error on the way to a peer into a symptom, a PeerLost that names the peer. The hub finds the cause.
+    """Turn an error while connecting to a peer into a symptom: a PeerLost that names the peer. The hub finds the cause.
 
     If this process lacks descriptors or memory, no peer is to blame, and the error is raised unchanged.
     """

@@ -1,4 +1,4 @@
-"""Deadlines. A call that waits makes one when it begins, and passes it down to every wait inside it."""
+"""Deadlines. A call that waits makes a deadline when it begins, and passes the deadline on to every wait inside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mscomm import environment
 
 
 class Deadline:
-    """A point in monotonic time, `seconds` after it was made. With `inf` it never passes."""
+    """A point in monotonic time, `seconds` after this object was made. With `inf`, the deadline never passes."""
 
     __slots__ = ("at", "seconds")
 
@@ -30,11 +30,11 @@ class Deadline:
         return min(max(0.0, self.at - time.monotonic()), 3600.0)
 
     def rest(self) -> float:
-        """The seconds until the deadline passes, possibly `inf`. Use this to pass the time on, and left() to wait."""
+        """The seconds until the deadline passes, possibly `inf`. To wait, use left() instead."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
-        """The earlier of this deadline and `seconds` from now."""
+        """A deadline `seconds` from now, or this deadline if it is earlier."""
         sooner = Deadline(seconds)
         return sooner if sooner.at < self.at else self
 

@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def encode(frame: Frame, limit: int) -> bytes:
-    """The control frame as bytes; Error if it is longer than the other end accepts."""
+    """The control frame as bytes. limit: the most bytes that the other end accepts; Error if the frame is longer."""
     body: bytes = msgpack.packb(frame, use_bin_type=True)
     if len(body) > limit:
         raise Error(f"control frame {frame.get('t')!r} has {len(body)} bytes, the limit is {limit}")
@@ -84,7 +84,7 @@ class Frames:
                     wait(self.sock, select.POLLOUT, deadline)
 
     def receive(self, deadline: Deadline) -> Frame | None:
-        """The next frame, or None if the other end has closed. Raises Error for an invalid one, and closes the link."""
+        """The next frame, or None if the other end has closed. An invalid frame closes the link and raises Error."""
         while not self._held:
             frames = self.arrived()
             if frames is None:
@@ -95,7 +95,7 @@ class Frames:
         return self._held.pop(0)
 
     def arrived(self) -> list[Frame] | None:
-        """The frames that have come so far, without waiting. None and errors mean the same as in receive()."""
+        """The frames that have come so far, possibly none; None if the other end has closed. Errors as in receive()."""
         try:
             received = self.sock.recv(64 << 10)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The hello that opens every connection; docs/design/0001-call.md has its table. The caller does all I/O.
+"""The hello that opens every connection; docs/design/0001-call.md lists its messages. The caller does all I/O.
 
 Both ends prove that they know the job's key, the acceptor first. Every message has a fixed size, so a peer that has
 proved nothing yet cannot decide how much is parsed or allocated.
@@ -61,15 +61,17 @@ _Script = Generator[tuple[bytes, int], bytes, None]
 
 
 class Hello:
-    """One end of a hello. Send `feed(b"")`; then, until `done`, read up to `needs` bytes and send what `feed` returns.
+    """One end of a hello. Send what `feed(b"")` returns. Then, until `done`, read up to `needs` bytes, give them to
+    `feed`, and send what it returns.
 
-    `feed` raises an Error that says what is wrong with the peer. An acceptor that refuses a peer first answers it: then
-    `refusal` is set when the hello is `done`, and the caller sends the answer before it closes the connection.
+    `feed` raises an Error that says what is wrong with the peer. An acceptor that refuses a peer must still tell the
+    peer so: `refusal` is then set when the hello is `done`, and the caller sends the answer before it closes the
+    connection.
     """
 
     def __init__(self, script: Callable[[Hello], _Script]) -> None:
         self.peer = Identity()
-        self.purpose = 0  # on an acceptor: the purpose that the peer asked for
+        self.purpose = 0  # for an acceptor: the purpose that the peer gave
         self.refusal: Error | None = None
         self.heard = False  # a whole message has come, so the other end speaks this protocol
         self._script = script(self)
@@ -78,7 +80,7 @@ class Hello:
 
     @classmethod
     def connector(cls, key: bytes, purpose: int, mine: Identity) -> Hello:
-        """The hello of the end that connects. `mine`: what it says about itself."""
+        """The hello of the end that connects. `mine`: what this end says about itself."""
         return cls(lambda hello: _connector(hello, key, purpose, mine))
 
     @classmethod

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0  # when, and then how often, to tell the user which ranks the job waits for
 _UNPROVEN_EVERY_S = 10.0
 _DISMISS_S = 1.0
-_CONTESTED_S = 5.0  # if two jobs use one port: how long the hub stays, to tell the processes why they cannot join
+_CONTESTED_S = 5.0  # if two jobs use one port: for how long the hub tells every process that joins why it cannot join
 
 
 class Outcome(NamedTuple):
@@ -48,7 +48,7 @@ class _Group:
         self.ranks = ranks
         self.judge = judge
         self.announced = False
-        self.announcement = ""  # the text of the verdict that was sent to its ranks
+        self.announcement = ""  # the text of the verdict that was sent to the group
         self.closed: set[int] = set()
         self.rejoining: set[int] = set()  # those of `closed` that left because the world had failed
 
@@ -66,10 +66,11 @@ class Hub:
     `ranks_known`: each member says which rank it is; otherwise the hub assigns ranks (plan.assign_ranks). `watched`: a
     launcher calls process_ended() for each rank. `restarts`: lost ranks may be restarted; a launcher then says for each
     process that ended whether it restarts the rank. `named`: the job's name, which every hello must carry
-    (links.job_of). `log` gets short lines for people; it must not raise.
+    (links.job_of). `log` gets short lines for people, and must not raise.
 
-    `nodes`: the ranks of each other host whose launcher will connect, by that host's name in messages. `layout`: the
-    options that give each launcher its ranks, equal on all hosts. `tell` gets lines for a user who is waiting.
+    `nodes`: the ranks of each of the other hosts, whose launchers will connect, by the host's name in messages.
+    `layout`: the options that give each launcher its ranks, equal on all hosts. `tell` gets lines for a user who is
+    waiting.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class Hub:
         self._tell = tell or (lambda text: None)
         self._tell_at: float | None = None  # when to tell the user next which hosts and ranks the job waits for
         self._turned_away = ""  # text about the last connection that was turned away, until the user has been told
-        self._unproven = 0  # the number of connections without the job's key since the user was last told of them
+        self._unproven = 0  # how many connections without the job's key have come since the user was last told of them
         self._unproven_at = 0.0  # when the user may next be told of them
         self._listening = False
         self._own: set[int] = set()  # ranks that this host's launcher started, and whose links were adopted
-        self._attended: set[int] = set()  # ranks whose launcher, on another host, has connected
-        self._absent: dict[int, str] = {}  # by rank: how it ended, if that was before any rank had joined
+        self._attended: set[int] = set()  # ranks of other hosts whose launcher has connected
+        self._absent: dict[int, str] = {}  # by rank: how its process ended, if that was before any rank joined
         self._starter_gone = False
-        self._ended_well: set[int] = set()  # ranks whose process ended with status 0 and, if it had joined, after bye
-        self._ended_badly: dict[int, str] = {}  # by rank: how it ended, if not well and without a restart
+        self._ended_well: set[int] = set()  # ranks whose process ended with status 0 and, if it joined, said bye before
+        self._ended_badly: dict[int, str] = {}  # by rank: how its process ended, if it failed and is not restarted
         self._started_again: set[int] = set()  # ranks that were lost in this epoch and are restarted
         self._over: Verdict | None = None
         self._aborted: Verdict | None = None  # why all groups of this epoch, also later ones, are aborted
@@ -119,20 +120,20 @@ class Hub:
         self._welcomed = False
         self._ready: set[int] = set()
         self._never_began: str | None = None
-        self._contested_until = 0.0  # if two jobs want this port: until then, every process that joins is told so
+        self._contested_until = 0.0  # if two jobs want this port: until when to refuse processes that join
         self._groups: dict[str, _Group] = {}
         self._world = self._open_group(world_id(0), range(size))
         self._meetings = Meetings(self._roster.gone, self._roster.name)
         self._selector = selectors.DefaultSelector()
         self._board: Switchboard[Link] = Switchboard(self._selector, self._handle, self._ended)
-        mine = Identity(named, self._version)  # a process that joins knows the job by this name, and no epoch yet
+        mine = Identity(named, self._version)  # without an epoch, which a process that joins does not know yet
         self._launchers: Switchboard[_Launcher] = Switchboard(
             self._selector, self._handle_launcher, self._launcher_gone
         )
         self._door = Door(
             self._selector, key, OF_THE_HUB, mine, range(size), self._enter, self._log, self._note_turned_away
         )
-        # Another thread appends an order here and sends a byte. The byte wakes the hub's thread, which runs the order.
+        # Requests: another thread appends a function here and sends a byte, which wakes the hub's thread to call it.
         self._orders: deque[Callable[[], None]] = deque()
         self._stopped = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -160,7 +161,7 @@ class Hub:
         self._board.write(self._board.add(Link(sock, rank, adopted=True)), self._key)
 
     def started_by(self, rank: int, pidfd: int) -> None:
-        """This rank's process has started the hub: watch it, and expect no more connections once it has ended."""
+        """Watch the process of this rank, which has started the hub. Once it has ended, expect no more connections."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._starter_ended(rank, pidfd))
 
     def process_ended(self, rank: int, how: str, *, badly: bool = False, again: bool = False) -> None:
@@ -177,7 +178,7 @@ class Hub:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The job's first failure, or with restarts the failure that ended the job. Any thread may read this."""
+        """The job's first failure; if ranks are restarted, the failure that ended the job. Any thread may read this."""
         return self._over if self._restarts else self._world.judge.verdict
 
     @property
@@ -187,11 +188,11 @@ class Hub:
 
     @property
     def attended(self) -> int:
-        """How many ranks have a launcher on another host that has connected. Any thread may read this."""
+        """How many ranks belong to launchers of other hosts that have connected. Any thread may read this."""
         return len(self._attended)
 
     def attends(self, ranks: range) -> bool:
-        """Whether the launcher of these ranks, on another host, has connected. Any thread may call this."""
+        """Whether the launcher of these ranks of another host has connected. Any thread may call this."""
         return self._attended.issuperset(ranks)
 
     @property
@@ -230,7 +231,7 @@ class Hub:
         if any(link.joined or link.adopted for link in self._board.lines):
             return False
         if self._welcomed or self._world.announced or self._never_began is not None:
-            return True  # ignore connections that said hello and never joined
+            return True  # ignore links on which nobody has joined
         if self._board.lines or self._door.expire() is not None:
             return False
         return self._starter_gone or not self._listening
@@ -290,7 +291,7 @@ class Hub:
             self._give_up(end)
 
     def _give_up(self, verdict: Verdict) -> None:
-        """Note that the job cannot go on, and tell it to the launchers and the ranks that wait for the next epoch."""
+        """Note that the job cannot go on. Tell the launchers, and the ranks that wait for the next epoch."""
         self._over = verdict
         self._log(f"the job cannot go on: {verdict.text}")
         self._begin_epoch()
@@ -340,7 +341,7 @@ class Hub:
         self._wake_r.close()
         self._wake_w.close()
 
-    # -- orders of other threads
+    # -- requests from other threads
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
@@ -403,7 +404,7 @@ class Hub:
         return [group for group in self._groups.values() if group is self._world or rank in group.ranks]
 
     def _members(self, group: _Group) -> list[int]:
-        """The ranks of the group that could answer a question."""
+        """The ranks that are still in the group and have an open control link, so that the hub can ask them."""
         return [
             link.number
             for link in self._roster
@@ -428,7 +429,7 @@ class Hub:
         group.judge.left(link.number, number, time.monotonic(), destroyed=True)
         self._broadcast({"t": "left", "group": name, "rank": link.number, "number": number}, staying)
 
-    # -- what members say
+    # -- control frames from the ranks
 
     def _enter(self, sock: socket.socket, peer: Identity, purpose: int) -> None:
         if purpose == LAUNCHER:
@@ -476,7 +477,7 @@ class Hub:
     def _abort_epoch(self, verdict: Verdict) -> None:
         """Abort all groups of this epoch, including groups that are still to be made."""
         if self._aborted is None:
-            # Do not leave this to _look(): a link may end before that, and the meetings would then end with PeerLost.
+            # Do not wait for _look() to do this: if a link ended before that, the meetings would end with PeerLost.
             self._aborted = verdict
             self._answer(self._meetings.clear(verdict.kind, verdict.text, verdict.ranks))
 
@@ -503,7 +504,7 @@ class Hub:
         answers = self._meetings.come(link.number, key, name, ranks, _field(frame, "facts", dict), survivors)
         if frame.get("founds") and any(answer.frame["t"] == "met" for answer in answers):
             group = self._world if key == world_id(self._epoch) else self._open_group(key, frozenset(ranks))
-            for other in self._roster:  # a rank may have left the job before the group existed
+            for other in self._roster:  # tell the judge of ranks that left the job before the group existed
                 if other.left and other.number in group.ranks:
                     group.judge.left(other.number, 0, time.monotonic())
         self._answer(answers)
@@ -553,12 +554,12 @@ class Hub:
         link.facts = _field(frame, "facts", dict)
         link.rejoin_key = _field(frame, "key", str)
         link.waits = True
-        if len(self._ready) < self._roster.size:  # the others' set-up waits for this rank, so end it
+        if len(self._ready) < self._roster.size:  # others still wait for this rank in their set-up: make it fail
             text = f"{link} gave up its set-up, and waits for the next epoch"
             now = time.monotonic()
             self._world.judge.failed(link.number, "PeerLost", [link.number], text, 0, self._members(self._world), now)
         self._begin_epoch()
-        self._answer(self._meetings.look())  # ranks that are still in this epoch may wait for this one in a meeting
+        self._answer(self._meetings.look())  # other ranks may wait for this rank in a meeting of this epoch
 
     def _handle_unrejoin(self, link: Link, frame: Frame) -> None:
         """A rank's wait for the next epoch has timed out, unless that epoch has begun in the meantime."""
@@ -586,7 +587,7 @@ class Hub:
             return
         verdict = self._world.judge.verdict
         if self._restarts and not self._watched and verdict and link.number in verdict.ranks:
-            self._board.end(link, "left after its failure")  # nobody will say how its process ended
+            self._board.end(link, "left after its failure")  # lost, because no launcher will say how its process ended
             return
         link.left, link.waits = True, False
         numbers = _field(frame, "numbers", dict)
@@ -629,7 +630,7 @@ class Hub:
             self._welcome()
 
     def _welcome(self) -> None:
-        """Tell each rank its number and the facts of all, once all have joined."""
+        """All ranks have joined: tell each of them its number and the facts of all ranks."""
         self._topo_until = None
         try:
             self._roster.assign()
@@ -695,7 +696,7 @@ class Hub:
         if link.left or (link.rank is None and not link.joined):
             return
         if not link.joined and any(other.rank == link.rank for other in self._roster):
-            return  # it was a second connection for a rank that has joined
+            return  # the rank has joined over another link
         how = how or ("ended without release" if link.joined else "ended before it joined")
         self._lost(link.number, str(link), how)
 
@@ -799,7 +800,7 @@ class Hub:
         self._give_up(Verdict("Aborted", (), (), why))
 
     def _objection(self, ranks: range, layout: str) -> str | None:
-        """Why this launcher may not start these ranks; None if it may."""
+        """Why the launcher that asks may not start these ranks; None if it may."""
         if layout != self._layout:
             return f"it was started with {layout}, and node 0 with {self._layout}; give every node the same"
         if not 0 <= ranks.start < ranks.stop <= self._roster.size:
@@ -817,7 +818,7 @@ class Hub:
         self._launchers.write(launcher, encode({"t": "state", "over": over}, FROM_HUB_BYTES))
 
     def _launcher_gone(self, launcher: _Launcher, how: str) -> None:
-        """A launcher has ended, so nobody starts or restarts its ranks any more. Those that have joined may run on."""
+        """A launcher has ended, so nobody starts or restarts its ranks any more. Ranks that have joined may go on."""
         self._without_launcher(launcher, f"the launcher of {launcher.name} has ended")
 
     def _without_launcher(self, launcher: _Launcher, why: str) -> None:
@@ -829,8 +830,8 @@ class Hub:
                 self._process_ended(rank, why, badly=True, again=False)
 
     def _dismiss_launchers(self) -> None:
-        """Tell the launchers that the job is over, and let them close their links first. If we closed a link that has
-        unread data, the kernel could reset it, and the launcher would miss the message.
+        """Tell the launchers that the job is over, and wait until they have closed their links. If the hub
+        closed first, with unread data, the kernel could reset the link, and the launcher would miss the message.
         """
         for launcher in list(self._launchers.lines):
             self._launchers.write(launcher, encode({"t": "end"}, FROM_HUB_BYTES))
@@ -841,7 +842,7 @@ class Hub:
         for launcher in list(self._launchers.lines):
             self._launchers.drop(launcher)
 
-    # -- what the hub says
+    # -- control frames to the ranks
 
     def _send(self, link: Link, frame: Frame) -> None:
         self._board.write(link, encode(frame, FROM_HUB_BYTES))
@@ -889,7 +890,7 @@ _HANDLERS: dict[str, Callable[[Hub, Link, Frame], None]] = {
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """The ranks as messages name them: rank 3; ranks 2, 3; ranks 8 to 15."""
+    """The ranks as text: rank 3; ranks 2, 3; ranks 8 to 15."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -16,7 +16,7 @@ import msgpack
 from mscomm.cluster.hello import UNKNOWN_JOB, package_version
 from mscomm.cluster.hub import Hub
 
-_spawned: list[subprocess.Popen[bytes]] = []  # the next spawn() reaps those that have ended
+_spawned: list[subprocess.Popen[bytes]] = []  # our hubs; the next spawn() reaps those that have ended
 
 
 class _Detached(subprocess.Popen[bytes]):
@@ -45,7 +45,7 @@ def spawn(
         stack.callback(os.close, writer)
         os.write(writer, key)  # this cannot block, because an empty pipe has room for 32 bytes
         passed = [listener.fileno(), reader]
-        with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox offers no pidfds
+        with contextlib.suppress(OSError, AttributeError):  # the kernel, Python or a sandbox may not offer pidfds
             passed.append(os.pidfd_open(os.getpid()))
             stack.callback(os.close, passed[-1])
         # If our standard streams are closed, these descriptors may be 0 to 2, which the child needs for its streams.

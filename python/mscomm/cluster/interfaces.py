@@ -38,10 +38,11 @@ class _Rule(NamedTuple):
 
 
 def listen_address(control: socket.socket, env: Mapping[str, str] = os.environ) -> str:
-    """The address where this rank listens for data: the chosen interface's, else the one from which it reaches the hub.
+    """The address where this rank listens for data. A variable can choose the interface; otherwise, it is the address
+    of this rank's end of the link to the hub.
 
-    If the hub is on loopback or at a unix socket, all ranks are on this host. Then this is a loopback address, unless
-    MSCOMM_SOCKET_IFNAME chooses another. ValueError if a variable matches no interface.
+    If the hub is on loopback or at a unix socket, all ranks are on this host. Then the result is a loopback address,
+    unless MSCOMM_SOCKET_IFNAME chooses another. ValueError if a variable matches no interface.
     """
     own = "127.0.0.1"
     if control.family in (socket.AF_INET, socket.AF_INET6):
@@ -67,7 +68,7 @@ def host_address(env: Mapping[str, str] = os.environ) -> str:
                 probe.connect((elsewhere, 9))  # this sends nothing
                 host = str(probe.getsockname()[0])
             except OSError:
-                continue  # no route: the network is isolated, or this host lacks the address family
+                continue  # there is no route: the network is isolated, or this host lacks the address family
         if not _ip(host).is_loopback:
             return host
     here = interfaces()
@@ -86,10 +87,10 @@ def name_of(address: str) -> str | None:
 
 
 def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.environ) -> str:
-    """The address that another host published, as this host must dial it; ValueError if it is not an address.
+    """The address that another host published, in the form that this host can dial; ValueError if it is no address.
 
-    A link-local address needs a scope, which must be an interface of this host, not of the other one. The scope is that
-    of our own address, else the chosen interface, else the only interface with a link-local address.
+    A link-local address needs a scope, which must be an interface of this host, not of the other host: the scope of
+    our own address, else the chosen interface, else the only interface with a link-local address.
     """
     address = published.partition("%")[0]
     if not _ip(address).is_link_local or _ip(address).version == 4:
@@ -105,7 +106,7 @@ def dial_address(published: str, own: str = "", env: Mapping[str, str] = os.envi
 
 
 def endpoint(host: str, port: int) -> str:
-    """The endpoint as messages and URLs name it: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
+    """The endpoint as text for messages and URLs: 10.0.0.1:8118, [fe80::1%eth0]:8118."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -141,7 +142,7 @@ def _matching(env: Mapping[str, str], variables: Iterable[str], own: str) -> lis
     rules = list(_rules(variable, environment.read(variable, env), {interface.name for interface in here}))
     excluding = [rule for rule in rules if rule.excludes]
     left = [interface for interface in here if not any(rule.matches(interface) for rule in excluding)]
-    if len(excluding) == len(rules):  # the list has only exclusions, so any interface that is left will do
+    if len(excluding) == len(rules):  # the list only excludes: all that is left matches, except loopback
         rules = [_Rule(False, lambda interface: not interface.loopback or interface.address == own)]
     for rule in rules:
         matching = [interface for interface in left if not rule.excludes and rule.matches(interface)]
@@ -184,8 +185,8 @@ def _in_network(variable: str, text: str) -> Callable[[Interface], bool]:
 
 
 def _preferred(matching: list[Interface], own: str) -> str:
-    """The best of the matching addresses: our own if it matches, otherwise preferably a global one, and among these
-    preferably one of our own address's family.
+    """The best of the matching addresses: our own if it matches. Otherwise, addresses that are not link-local come
+    first, then addresses of the same family as our own.
     """
     addresses = [interface.address for interface in matching]
     if own in addresses:

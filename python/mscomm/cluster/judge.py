@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from mscomm.errors import KINDS
 
-BELIEVED_AFTER_S = 0.2  # a symptom becomes the verdict after this long, if the rank that it names stays silent
+BELIEVED_AFTER_S = 0.2  # how long a symptom waits for a report of the rank that it names, before it becomes the verdict
 ANSWERS_WITHIN_S = 0.3  # after a timeout: how long the ranks may take to answer "where are you"
 REASON_WITHIN_S = 0.5  # how long the launcher may take to say how a process ended
-RESTARTED_WITHIN_S = 0.1  # REASON_WITHIN_S if ranks are restarted: short, because survivors rejoin after the verdict
-ASKED_EVERY_S = 1.0  # the least time between two comparisons of one call, because every stuck rank requests one
+RESTARTED_WITHIN_S = 0.1  # the same if ranks are restarted: short, because the survivors wait for the verdict
+ASKED_EVERY_S = 1.0  # every stuck rank asks to compare its call; the least time between two comparisons
 _CALLS_KEPT = 16
 
 
@@ -37,7 +37,7 @@ class Progress(NamedTuple):
 
 
 class _Symptom(NamedTuple):
-    """A rank's report that other ranks are lost, or of the error that a device's library gives in that case."""
+    """A rank's report that other ranks are lost, or that a device's library failed, perhaps because a rank is lost."""
 
     kind: str
     reporter: int
@@ -49,8 +49,8 @@ class _Symptom(NamedTuple):
 class Judge:
     """Takes events and gives at most one verdict.
 
-    `name(rank)`: what messages call the rank. `watched`: a launcher reports how processes end. `restarts`: lost ranks
-    may be restarted.
+    `name(rank)`: the name of the rank in messages. `watched`: a launcher reports how processes end. `restarts`: lost
+    ranks may be restarted.
     """
 
     def __init__(self, name: Callable[[int], str], watched: bool = False, restarts: bool = False) -> None:
@@ -74,7 +74,7 @@ class Judge:
         self._asked_at: dict[int, float] = {}  # the last call number that the ranks were asked about, and when
         self._calls: dict[int, dict[int, str]] = {}  # for the last few call numbers: each rank's call, by rank
 
-    # -- events
+    # -- events that the hub reports
 
     def failed(
         self, rank: int, kind: str, ranks: Iterable[int], text: str, number: int, others: Iterable[int], now: float
@@ -100,22 +100,23 @@ class Judge:
                 and self._watched
                 and set(ranks) & self._left.keys() - self._ends.keys() - self._destroyed
             ):
-                # The launcher will say how the process of that rank ended.
+                # The rank said bye. Wait until the launcher says how its process ended.
                 self._symptoms.append(_Symptom(kind, rank, ranks, text, now + self._reason_s))
-            elif not self._gone.keys() - {rank}:  # otherwise a rank was lost earlier, which look() will report
-                waiting_for = ranks if kind == "CollectiveTimeout" else ()  # a message timed out: it waits for its peer
+            elif not self._gone.keys() - {rank}:  # if another rank was lost before, look() reports that rank instead
+                # A timeout here is that of a message, which waited for `ranks`.
+                waiting_for = ranks if kind == "CollectiveTimeout" else ()
                 self.verdict = Verdict(kind if kind in KINDS else "Error", ranks, waiting_for, text)
         self.look(now)
 
     def compare(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank is stuck in a call that others may not have made: ask all ranks what their call of that number was."""
+        """A rank is stuck in call `number`. Others may have made a different call: ask all ranks what they called."""
         if not self.verdict and now - self._asked_at.get(number, -ASKED_EVERY_S) >= ASKED_EVERY_S:
             self._asked_at = {number: now}
             self._ask(number)
         self.called(rank, number, call, now)
 
     def called(self, rank: int, number: int, call: str, now: float) -> None:
-        """A rank says what its call of that number was; "" if it has not made that call or has forgotten it."""
+        """A rank says what its call `number` was; "" if it has not made that call yet or has forgotten it."""
         if not call or self.verdict:
             return
         calls = self._calls.setdefault(number, {})
@@ -146,7 +147,7 @@ class Judge:
         return Verdict("Mismatch", tuple(rank for ranks in others for rank in ranks), (), text)
 
     def here(self, rank: int, progress: Progress, now: float) -> None:
-        """A rank answers where it is. Its first answer counts; the rank whose call timed out need not answer."""
+        """A rank answers where it is. Only its first answer counts; the rank whose call timed out gave it before."""
         if self._question and rank in self._question[3]:
             self._question[3].remove(rank)
             self._progress[rank] = progress
@@ -157,7 +158,7 @@ class Judge:
         self._left[rank] = number
         if destroyed:
             self._destroyed.add(rank)
-            for symptom in self._symptoms:  # another rank saw its link end before the hub heard that it left
+            for symptom in self._symptoms:  # a peer saw this rank leave before the hub did
                 if rank in symptom.lost and not self.verdict:
                     text = self._how_they_left(symptom.lost, symptom.text)
                     self.verdict = Verdict("PeerLost", symptom.lost, (), text)
@@ -166,7 +167,7 @@ class Judge:
         self.look(now)
 
     def gone(self, rank: int, how: str, now: float) -> None:
-        """A rank's control link ended without bye. If the rank reported a symptom before, that counts instead."""
+        """A rank's control link ended without bye. If the rank reported a symptom before, only the symptom counts."""
         if not any(symptom.reporter == rank for symptom in self._symptoms):
             self._gone.setdefault(rank, (how, now + (self._reason_s if self._watched else 0.0)))
         if self._question:
@@ -176,17 +177,17 @@ class Judge:
     def process_ended(self, rank: int, how: str, badly: bool, now: float) -> None:
         """The launcher says how the rank's process ended.
 
-        This decides nothing while the rank's link is open. After bye, however, a bad end gives the verdict at once.
+        While the rank's link is open, this decides nothing. After bye, a bad end gives the verdict at once.
         """
         self._ends[rank] = how
         if rank in self._left and badly and not self.verdict:
             self.verdict = Verdict("PeerLost", (rank,), (), f"{self._name(rank)} left the job: {how}")
         self.look(now)
 
-    # -- decisions
+    # -- finding the verdict
 
     def due(self) -> float | None:
-        """When to call look() again if nothing happens before; None if that is not needed."""
+        """When to call look() again if there is no event before; None if no decision is due."""
         if self.verdict:
             return None
         if self._question:
@@ -244,7 +245,8 @@ class Judge:
         for lost in ranks:
             if lost not in self._left:
                 continue
-            seen = f"{self._name(lost)} has left the job"  # what ranks report, because they know no more
+            # Reports say this also if the rank only destroyed the group, because ranks cannot see the difference.
+            seen = f"{self._name(lost)} has left the job"
             words = f"{self._name(lost)} has destroyed the group" if lost in self._destroyed else seen
             text = text.replace(seen, words)
             if words not in text:
@@ -252,8 +254,8 @@ class Judge:
         return text
 
     def _root(self) -> _Symptom:
-        """The symptom that counts. Follow "q lost r, r lost s" from the first symptom to the one that names a silent
-        rank. If this leads in a circle, the first symptom counts.
+        """The symptom that counts. From the first symptom, go to the symptom that its lost rank reported, and so on,
+        until a lost rank reported none. If this leads in a circle, the first symptom counts.
         """
         by_reporter = {symptom.reporter: symptom for symptom in reversed(self._symptoms)}
         first = symptom = self._symptoms[0]

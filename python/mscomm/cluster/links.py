@@ -1,6 +1,6 @@
 """Opens, accepts and authenticates connections, and passes file descriptors. Every socket here is close-on-exec.
 
-The hello itself is in hello.py, and control frames are in frames.py. This module exports some of their names again.
+The hello itself is in hello.py, and control frames are in frames.py. This module re-exports some names of both.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def node_timeout_s() -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """On TCP: send small messages at once, and notice within MS_NODE_TIMEOUT that the other host of an idle link went
-    silent."""
+    """On TCP: send small messages at once, and let an idle link fail if the peer is silent for MS_NODE_TIMEOUT."""
     if not _is_tcp(sock):
         return
     silence_s = node_timeout_s()
@@ -100,7 +99,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _limit_silence(sock: socket.socket) -> None:
-    """On a TCP link of the hub, notice a silent host also while bytes that we sent are not acknowledged yet.
+    """Make a TCP link of the hub also fail if the other host stays silent while it has bytes of ours to acknowledge.
 
     Links between ranks must not have this limit; the hub's verdict ends them. The limit would also end a link to a
     healthy rank that has not read for that long, for example because it computes while the next call's data waits.
@@ -114,7 +113,7 @@ def _is_tcp(sock: socket.socket) -> bool:
 
 
 def job_of(env: Mapping[str, str]) -> bytes:
-    """The job's id in a hello to its hub, from MSCOMM_JOB_ID."""
+    """The job's id in a hello to the job's hub, from MSCOMM_JOB_ID."""
     return named(environment.read("MSCOMM_JOB_ID", env))
 
 
@@ -134,8 +133,8 @@ _PEERS = {
 
 def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadline: Deadline) -> None:
     """Do the connector's side of the hello. An error names the address; the caller then closes the socket."""
-    # A hub on TCP accepts at once, so a silent listener is not a hub. A hub on a unix socket may have been started just
-    # now, which can take a while on a busy host. A rank may be busy for any time before it accepts.
+    # Only a hub on TCP must answer soon: it accepts at once, so a silent listener is not a hub. A hub on a unix socket
+    # may still be starting, which can take a while on a busy host. A rank may be busy for any time before it accepts.
     if purpose in OF_THE_HUB and sock.family != socket.AF_UNIX:
         deadline = deadline.within(HELLO_S)
         _limit_silence(sock)
@@ -149,7 +148,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
             received = sock.recv(hello.needs)
             if not received:
                 raise ConnectionResetError("it closed the connection")
-            if answer := hello.feed(received):  # send nothing after the last message: the other end may have closed
+            if answer := hello.feed(received):  # send nothing at the end: the peer may have closed
                 sock.sendall(answer)
     except NotMscomm as error:
         raise NotMscomm(f"{where} is not an {_PEERS[purpose]}: {error}") from error
@@ -166,7 +165,7 @@ def greet(sock: socket.socket, key: bytes, purpose: int, mine: Identity, deadlin
 
 
 def _name(sock: socket.socket) -> str:
-    """What messages call the peer: its address."""
+    """The name of the peer in messages: its address."""
     try:
         address = sock.getpeername()
     except OSError:
@@ -180,14 +179,15 @@ def _name(sock: socket.socket) -> str:
 
 
 def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
-    """A TCP socket that listens at the address, at a free port of MSCOMM_PORTS, or at any free port if that is not set.
+    """A TCP socket that listens at the address, at a free port of MSCOMM_PORTS, or at any if MSCOMM_PORTS is not set.
 
     OSError if no port is free.
     """
     allowed = environment.read("MSCOMM_PORTS", env)
     # A random order finds a free port sooner. Do not use Python's global generator, which the user may have seeded.
     ports = random.SystemRandom().sample(allowed, len(allowed)) if allowed else [0]
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # with a scope if link-local
+    # getaddrinfo includes the scope if the address is link-local.
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -210,11 +210,11 @@ def listen(host: str, backlog: int, env: Mapping[str, str]) -> socket.socket:
 class Door:
     """The listeners of one selector loop, and the connections to them that are still in their hello.
 
-    `enter(sock, peer, purpose)` is called for each connection whose hello succeeds, `turned_away(address, why,
-    unproven)` for each other one. unproven: the peer speaks mscomm's protocol but has another key. A connection is
-    dropped if it sends garbage, has a wrong key, or is too slow. At most 64 connections, or twice the number of
-    `ranks`, are in their hello at one time; the oldest is dropped for the next. The data of each selector key is a
-    function to call when the socket is ready.
+    `enter(sock, peer, purpose)` is called for each connection whose hello succeeds, and `turned_away(address, why,
+    unproven)` for each other connection. unproven: the peer speaks mscomm's protocol but has another key. A connection
+    is dropped if it sends garbage, has a wrong key, or is too slow. At most 64 connections, or twice the number of
+    `ranks`, are in their hello at one time; if one more comes, the oldest is dropped. The data of each selector key is
+    a function to call when the socket is ready.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Door:
         self._complaints: set[str] = set()  # the kinds of problems that have been logged, each only once
         self._listeners: list[socket.socket] = []
         self._paused: dict[socket.socket, float] = {}  # by listener: when to try it again
-        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first: the hello and when to give up
+        self._half_open: dict[socket.socket, tuple[Hello, float]] = {}  # oldest first: the hello, and when to drop it
 
     def listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -250,8 +250,8 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def expire(self) -> float | None:
-        """Drop connections whose hello takes too long, and try paused listeners again. Returns the seconds until there
-        is more to do; None if nothing is due.
+        """Drop connections whose hello takes too long, and try paused listeners again. Returns the seconds until this
+        must be called again; None if no hello is under way and no listener is paused.
         """
         now = time.monotonic()
         for sock in [sock for sock, (_, until) in self._half_open.items() if until <= now]:
@@ -284,7 +284,7 @@ class Door:
             if is_shortage(error) and self._half_open:
                 self._drop(next(iter(self._half_open)), "its descriptor is needed for a newer connection")
             elif is_shortage(error):
-                # The connection stays in the backlog, so the listener would be ready again at once.
+                # Pause the listener. The connection stays in its backlog, so the selector would report it at once.
                 self._selector.unregister(listener)
                 self._paused[listener] = time.monotonic() + _PAUSE_S
                 self._on_shortage(error)
@@ -311,7 +311,7 @@ class Door:
         try:
             received = sock.recv(hello.needs)
             if not received:
-                if hello.heard:  # then it has received our proof
+                if hello.heard:  # the peer has received our proof that we know the key
                     self._drop(sock, "it closed after our side of the hello: it has another key", unproven=True)
                 else:
                     self._drop(sock, "it closed during the hello")
@@ -359,7 +359,7 @@ def accept_all(
     log: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
-    """One authenticated connection (blocking) from each wanted rank; CollectiveTimeout names those that did not come.
+    """An authenticated connection, a blocking socket, from each wanted rank. CollectiveTimeout names the missing ranks.
 
     `check` is called at least every 100 ms and may raise to end the wait. OSError if this process has no descriptor
     left for a connection, or at the deadline if its host lacked descriptors or memory.
@@ -409,7 +409,7 @@ def accept_all(
     return came
 
 
-# -- file descriptors over unix sockets
+# -- passing file descriptors over unix sockets
 
 
 def require_same_user(sock: socket.socket) -> None:
@@ -423,7 +423,7 @@ def require_same_user(sock: socket.socket) -> None:
 
 
 def send_fds(sock: socket.socket, fds: list[int], deadline: Deadline) -> None:
-    """Give the process at the other end copies of our descriptors; it must call recv_fds with the same count."""
+    """Give the process at the other end copies of our descriptors; it must call recv_fds with their number."""
     require_same_user(sock)
     for start in range(0, len(fds), _FDS_A_MESSAGE):
         piece = array.array("i", fds[start : start + _FDS_A_MESSAGE])

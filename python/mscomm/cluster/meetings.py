@@ -1,7 +1,7 @@
 """Meetings, in which ranks wait for each other and exchange facts. This module does no I/O.
 
-A meeting has a key, which all its ranks use, and a name for messages to people. It ends for all its ranks at once:
-either with the facts of all, or with the reason why it cannot take place.
+A meeting has a key, which all its ranks use, and a name for messages to people. A meeting ends for all its
+ranks at once: either with the facts of all, or with the reason why it cannot take place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 
 def unmet(to: tuple[int, ...], key: str, kind: str, why: str, ranks: Iterable[int]) -> Answer:
-    """An answer that says that the meeting cannot take place. ranks: those that caused this."""
+    """An answer that says that the meeting cannot take place. ranks: the ranks that caused this."""
     return Answer(to, {"t": "unmet", "key": key, "kind": kind, "text": why, "ranks": list(ranks)})
 
 
@@ -30,7 +30,7 @@ class _Meeting:
         self.ranks = ranks
         self.survivors = survivors  # the meeting does not wait for lost ranks
         self.facts: dict[int, Frame] = {}
-        self.refused: tuple[str, int] | None = None  # why it cannot take place, and the rank that caused this
+        self.refused: tuple[str, int] | None = None  # the reason for the refusal, and the rank that refused
         self.told: set[int] = set()  # ranks that know of the refusal; the others hear it when they come
 
     @property
@@ -45,7 +45,7 @@ class _Meeting:
 class Meetings:
     """All open meetings of a job.
 
-    `gone(rank)`: why the rank can come to no meeting any more, or None. `name(rank)`: what messages call it.
+    `gone(rank)`: why the rank can come to no meeting any more, or None. `name(rank)`: the rank's name in messages.
     """
 
     def __init__(self, gone: Callable[[int], str | None], name: Callable[[int], str]) -> None:
@@ -92,7 +92,7 @@ class Meetings:
         return self._cancel(key, "CollectiveTimeout", why, missing)
 
     def refuse(self, rank: int, key: str, name: str, ranks: list[int], why: str) -> Iterable[Answer]:
-        """A rank gives up the meeting, perhaps before coming to it. The others are told why, now or when they come."""
+        """A rank gives up the meeting, perhaps before it came. The other ranks learn why, now or when they come."""
         meeting = self._open.setdefault(key, _Meeting(name, ranks, False))
         meeting.facts.pop(rank, None)
         answer = unmet(meeting.here, key, "Aborted", why, [rank])

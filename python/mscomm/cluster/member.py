@@ -1,6 +1,6 @@
-"""One rank's end of its control link: it joins the job, meets other ranks, reports failures, and is told of others'.
+"""One rank's end of its control link: it joins the job, meets other ranks, reports failures, and hears of failures.
 
-A daemon thread reads the link from join() on. It calls back only the methods of `Communicator` and `dialled`.
+From join() on, a daemon thread reads the link. That thread calls only the methods of `Communicator`, and `dialled`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from mscomm.cluster.links import node_timeout_s
 from mscomm.cluster.plan import world_id
 from mscomm.errors import CollectiveTimeout, Error, PeerLost, make
 
-SETTLE_S = 2.0  # how long a rank that failed waits for the verdict
+SETTLE_S = 2.0  # how long a rank that reported a failure waits for the verdict
 LEAVE_S = 2.0
 _CALL_CHARACTERS = 1000
 _NUMBERS = 500  # a bye has the last call numbers of this many groups; the hub assumes call 0 for the others
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # host or network down
+# The errors of a link whose other host, or the network to it, is down.
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 # kind, text, ranks, waiting_for, whether it is the verdict, the number of the call that failed (-1: no call)
 Failure = tuple[str, str, list[int], list[int], bool, int]
@@ -73,7 +74,7 @@ class Met(NamedTuple):
 class Member:
     """A rank's membership in the job.
 
-    `hub`: what messages call the other end. If `rank` is None, the hub assigns one; `node_id` may decide which.
+    `hub`: the name of the hub in messages. If `rank` is None, the hub assigns a rank, which may depend on `node_id`.
     """
 
     def __init__(
@@ -90,15 +91,16 @@ class Member:
         self._rank = rank
         self._node_id = node_id
         self._hub = hub
-        self._hub_address = ""  # the hub's address if it is on another host
-        # Guards what the reading thread learns; other threads wait on it. Never held while a communicator is called.
+        self._hub_address = ""  # the address of the hub's host; "" if the hub is on this host
+        # Guards what the reading thread learns. Other threads wait for it, and must not hold it while they
+        # call a communicator.
         self._news = threading.Condition()
         self._communicators: dict[str, Communicator] = {}
         self._dialled: dict[str, Callable[[int, Any], None]] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # requests to connect, for groups that are not attached yet
         self._told: set[str] = set()  # groups whose failure we have reported to the hub
         self._welcome: Welcome | None = None
-        self._go = -1  # the last epoch in which all ranks have become ready
+        self._go = -1  # the last epoch in which all ranks became ready
         self._rejoins = 0
         self._met: dict[str, Met | Error] = {}
         self._refused: str | None = None  # the key of the last meeting that the hub refused
@@ -106,19 +108,19 @@ class Member:
         self._verdicts: dict[str, Error] = {}  # by group; "": for all groups of this epoch, including later ones
         self._ended: str | None = None  # why the link has ended; None if it has not
         self._departed: list[int] = []
-        self._closed: dict[str, list[int]] = {}  # by group that is being founded: the ranks that destroyed it already
+        self._closed: dict[str, list[int]] = {}  # for groups being founded: the ranks that have already destroyed it
         self._leaving = False
         self._forked = False
-        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call has failed that
-        # nobody waits for.
+        # The core writes to this eventfd when it has a notice, when a call is stuck, and when a call fails for which
+        # nobody waits.
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reader = threading.Thread(target=self._read, name="mscomm-member", daemon=True)
         _members.add(self)
 
-    # -- the way in
+    # -- joining the job
 
     def join(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Register with the hub and wait until all ranks have joined. Raises the verdict, or why the hub refuses us."""
+        """Register with the hub and wait until all ranks have joined. Raises the verdict, or why the hub refused."""
         self._hub_address = _address(self._frames.sock.getpeername())
         known = {**self._known(), **facts}
         self._say({"t": "join", "rank": self._rank, "node_id": self._node_id, "facts": known}, deadline)
@@ -132,7 +134,7 @@ class Member:
         return {"pid": os.getpid(), "hostname": host, "host": host, "link": link}
 
     def rejoin(self, facts: Mapping[str, Any], deadline: Deadline) -> Welcome:
-        """Wait until every rank has come back, and begin the next epoch with them."""
+        """Wait until every rank has come back, and begin the next epoch with them. Returns its Welcome."""
         assert self._welcome
         now = self._welcome.epoch
         self._rejoins += 1
@@ -145,13 +147,13 @@ class Member:
             self._say({"t": "rejoin", "key": key, "facts": {**self._known(), **facts}}, deadline)
             self._await(answered, deadline, "the lost ranks to come back")
         except CollectiveTimeout:
-            # Ask the hub which ranks are missing. It may also answer that the last one has come at this moment.
+            # Ask the hub which ranks are missing. It may answer that the last rank has come in the meantime.
             self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(answered, Deadline(SETTLE_S), "the lost ranks to come back")
         except Error:
             raise  # the link has ended
         except BaseException:  # raised by a signal handler: this rank stops waiting
-            with contextlib.suppress(Error):  # the link has ended too
+            with contextlib.suppress(Error):  # the link may have ended
                 self._say({"t": "unrejoin", "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             raise
         with self._news:
@@ -161,13 +163,13 @@ class Member:
         return self._welcome
 
     def ready(self, deadline: Deadline) -> None:
-        """Tell the hub that this rank is set up, and wait until all ranks are."""
+        """Tell the hub that this rank is set up, and wait until all ranks are set up."""
         assert self._welcome
         epoch = self._welcome.epoch
         self._say({"t": "ready", "epoch": epoch}, deadline)
         self._await(lambda: self._go >= epoch, deadline, "the other ranks to finish their set-up", world_id(epoch))
 
-    # -- groups
+    # -- meetings and groups
 
     def meet(
         self,
@@ -180,7 +182,8 @@ class Member:
         founds: bool = False,
         survivors: bool = False,
     ) -> Met:
-        """Wait until all these ranks have sent the same key, and exchange facts. name: what messages call the meeting.
+        """Wait until all these ranks have sent the same key. Returns the facts of all. name: the name of the
+        meeting in messages.
 
         founds: the meeting founds a group, and key is the group's id. survivors: do not wait for lost ranks.
         Raises Mismatch if the ranks give different lists of ranks; PeerLost if one is lost; Aborted if one gives up;
@@ -194,7 +197,7 @@ class Member:
             self._say({"t": "meet", "founds": founds, "survivors": survivors, **words}, deadline)
             self._await(lambda: key in self._met, deadline, name)
         except CollectiveTimeout:
-            # Ask the hub which ranks did not come. It may also answer that the last one has come at this moment.
+            # Ask the hub which ranks did not come. It may answer that the last rank has come in the meantime.
             self._say({"t": "unmeet", "key": key, "seconds": float(deadline.seconds)}, Deadline(SETTLE_S))
             self._await(lambda: key in self._met, Deadline(SETTLE_S), name)
         except Error:
@@ -210,7 +213,7 @@ class Member:
         return met
 
     def was_refused(self, key: str) -> bool:
-        """Whether meet() raised for this key because the hub refused the meeting, so that no rank has met."""
+        """Whether meet() raised for this key because the hub refused the meeting. If so, no rank has met."""
         return self._refused == key
 
     def refuse(self, key: str, name: str, ranks: Sequence[int], error: BaseException) -> None:
@@ -218,7 +221,7 @@ class Member:
         assert self._welcome
         words = "".join(traceback.format_exception_only(error)).strip()
         why = f"rank {self._welcome.rank}: {name}: {words}".encode("utf-8", "backslashreplace").decode()[:16000]
-        with contextlib.suppress(Error):  # the link has ended too
+        with contextlib.suppress(Error):  # the link may have ended
             self._say({"t": "refuse", "key": key, "name": name, "ranks": list(ranks), "why": why}, Deadline(SETTLE_S))
         with self._news:
             self._met.pop(key, None)
@@ -233,7 +236,7 @@ class Member:
     def attach(self, group: str, communicator: Communicator, dialled: Callable[[int, Any], None]) -> None:
         """Pass the group's events to the communicator from now on. Events that came earlier are passed on at once.
 
-        dialled(rank, address) is called when that rank asks us to connect to the address; it must return at once too.
+        dialled(rank, address) is called when that rank asks us to connect to the address; it must return at once.
         """
         with self._news:
             self._told.discard(group)  # an earlier attempt to found the group may have failed
@@ -269,11 +272,11 @@ class Member:
         """The address at which this rank listens for peers on other hosts (interfaces.listen_address)."""
         return listen_address(self._frames.sock)
 
-    # -- failures
+    # -- reporting failures
 
     def settle(self, group: str, symptom: Error, number: int) -> Error:
-        """Report an error of the group's call `number`; return the error to raise: the verdict, with this error as its
-        cause.
+        """Report an error of the group's call `number`. Returns the error to raise: the verdict, whose __cause__ is the
+        reported error.
 
         Waits at most 2 s, or up to node_timeout_s() + 1 s longer if the hub's host is silent. Returns the symptom
         itself if there is no verdict by then.
@@ -300,11 +303,11 @@ class Member:
         return error
 
     def report(self, kind: str, text: str, ranks: Sequence[int], group: str = "") -> None:
-        """Tell the hub of a failure outside calls, by abort() or an uncaught exception. Returns once the frame is sent.
+        """Tell the hub of a failure outside calls, such as abort() or an uncaught exception. Returns once that is sent.
 
-        group: "" for all groups of the job.
+        group: "" means all groups of the job.
         """
-        if not group:  # it counts on this rank at once, before the hub's verdict
+        if not group:  # on this rank, the failure counts at once, before the hub's verdict
             with self._news:
                 self._verdicts.setdefault("", make(kind, text, ranks))
         self._tell(group, kind, text, ranks, -1, Deadline(SETTLE_S))
@@ -323,10 +326,10 @@ class Member:
             with self._news:
                 self._ended = self._ended or str(error)
 
-    # -- the way out
+    # -- leaving the job
 
     def leave(self, number: int) -> None:
-        """Say bye after call `number`, make sure that the hub has it, and close the link."""
+        """Say bye after call `number`, make sure that the hub has received it, and close the link."""
         if self._forked:
             return
         deadline = Deadline(LEAVE_S)
@@ -349,7 +352,7 @@ class Member:
 
     def close(self) -> None:
         """Close the link at once. The hub then counts this rank as lost, unless it has said bye."""
-        with contextlib.suppress(OSError):  # the other end closed first
+        with contextlib.suppress(OSError):  # the other end may have closed already
             self._frames.sock.shutdown(
                 socket.SHUT_RDWR
             )  # wakes the reading thread, which must not poll a closed socket
@@ -379,7 +382,7 @@ class Member:
         except (Error, OSError, KeyError, TypeError, ValueError) as error:
             silent = isinstance(error, OSError) and error.errno in _SILENT
             self._end(f"the link to it failed: {error}", self._beside_the_hub() if silent else [])
-        except BaseException as error:  # not expected; without this thread nobody would watch the job
+        except BaseException as error:  # unexpected. End the link, because nobody watches the job without this thread
             self._end(f"this rank does not hear it any more: {type(error).__name__}: {error}")
             raise
 
@@ -406,7 +409,8 @@ class Member:
             failure = communicator.failure()
             if failure and not failure[4]:
                 kind, text, ranks, waiting_for, _, number = failure
-                ranks = ranks or (waiting_for if number < 0 else [])  # as in settle()
+                # As in settle(): a message that timed out (number < 0) names the ranks for which it waited.
+                ranks = ranks or (waiting_for if number < 0 else [])
                 self._tell(group, kind, text, ranks, number, Deadline(SETTLE_S))
 
     def _hear(self, frame: Frame) -> None:
@@ -468,7 +472,7 @@ class Member:
                 dialled(frame["from"], frame["address"])
 
     def _beside_the_hub(self) -> list[int]:
-        """The ranks on the hub's host, as far as this rank, on another host, can know."""
+        """The ranks on the hub's host, as far as this rank can know; none if this rank is on that host too."""
         facts = self._welcome.facts if self._welcome and self._hub_address else []
         return [rank for rank, fact in enumerate(facts) if fact.get("link") in ("", self._hub_address)]
 
@@ -497,7 +501,7 @@ class Member:
         for communicator in communicators:
             _abort(communicator, failure)
 
-    # -- below
+    # -- sending frames and waiting
 
     def _say(self, frame: Frame, deadline: Deadline) -> None:
         if self._forked:
@@ -512,7 +516,7 @@ class Member:
             raise self._failure or PeerLost(f"{self._hub} is gone: {error}") from error
 
     def _await(self, met: Callable[[], bool], deadline: Deadline, what: str, group: str | None = None) -> None:
-        """Wait until met() is true. A failure of the link or of the group ends the wait with an error."""
+        """Wait until met() is true. Raises a failure of the link or the group, or CollectiveTimeout at the deadline."""
 
         def verdict() -> Error | None:
             return None if group is None else self._verdict(group)
@@ -520,12 +524,12 @@ class Member:
         with self._news:
             while not (met() or self._failure or verdict()) and not deadline.passed:
                 self._news.wait(deadline.left())
-            failure = verdict() or self._failure  # prefer the verdict to "the hub is gone"
+            failure = verdict() or self._failure  # the verdict explains more than "the hub is gone"
             if not met():
                 raise _again(failure) if failure else CollectiveTimeout(f"waited {deadline.seconds:g} s for {what}")
 
     def _settled(self, group: str) -> bool:
-        """Whether there is nothing more to learn about the group's first failure."""
+        """Whether the group's first failure is known, or can no longer become known."""
         over = self._ended is not None and (self._leaving or self._reader is threading.current_thread())
         return over or self._verdict(group) is not None or self._failure is not None
 
@@ -560,7 +564,7 @@ def _address(name: Any) -> str:
 
 
 def _again(error: Error) -> Error:
-    """A new exception that says the same."""
+    """A new exception with the same type, text and ranks, because each raise changes the traceback of an exception."""
     return make(type(error).__name__, str(error), error.ranks, error.waiting_for)
 
 

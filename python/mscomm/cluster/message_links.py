@@ -1,7 +1,7 @@
-"""The links for a group's messages. A rank has one to each peer that it sends to, made at the first message.
+"""The links for a group's messages. A rank makes a link to each peer to which it sends, at the first message.
 
 The sender listens and asks the receiver, through the hub, to connect. The receiver's program need not be in any call,
-because the thread that reads its control link gets the request and starts a thread that connects.
+because the thread that reads its control link receives the request and starts a thread that connects.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ANSWER_S = 30.0  # how long the receiver tries to connect to the sender, which 
 
 
 class MessageLinks:
-    """The message links of one group in one epoch. group: the group's id for the hub."""
+    """The message links of one group in one epoch. group: the id of the group at the hub."""
 
     def __init__(self, epoch: Epoch, core: _core.Group, group: str, ranks: list[int]) -> None:
         self._epoch = epoch
         self._core = core
         self._group = group
         self._ranks = ranks
-        self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to it is made
+        self._dialling = [threading.Lock() for _ in ranks]  # by peer: held while the link to the peer is made
         self.linked = {ranks.index(epoch.rank)}  # peers that have a link; a message to oneself needs none
 
     def reach(self, peer: int, what: str, deadline: Deadline) -> None:
@@ -45,7 +45,7 @@ class MessageLinks:
             finally:
                 self._dialling[peer].release()
         except Error as symptom:
-            if core.failure() is not None:  # this is another thread's failure, which it has reported to the hub
+            if core.failure() is not None:  # another thread has failed, and has reported that to the hub
                 raise
             error = make(type(symptom).__name__, f"{self._me}: {what}: {symptom}", symptom.ranks, symptom.waiting_for)
             self._break(error)
@@ -60,7 +60,8 @@ class MessageLinks:
     def dialled(self, rank: int, addresses: Any) -> None:
         """Answer a request: that rank of the job wants to send to this rank. Returns at once."""
         peer = self._ranks.index(rank)
-        # Do this before the member's thread reads on: the sender may say bye as soon as it has sent its message.
+        # The thread that reads the control link runs this. Expect the link before that thread reads on, because the
+        # sender may say bye as soon as it has sent its message.
         self._core.expect_incoming(peer)
         try:
             threading.Thread(target=self._answer, args=(peer, addresses), name="mscomm-dial", daemon=True).start()
@@ -76,7 +77,7 @@ class MessageLinks:
             self._core.add_incoming(peer, fd)
         except (RuntimeError, OSError) as error:  # Error is a RuntimeError; an OSError is a shortage in this process
             symptom = self._no_link(rank, error)
-            if self._core.failure() is not None and self._epoch.member is not None:  # otherwise we have left the group
+            if self._core.failure() is not None and self._epoch.member is not None:  # else we have left the group
                 self._epoch.member.settle(self._group, symptom, -1)
 
     def _no_link(self, rank: int, error: RuntimeError | OSError) -> Error:

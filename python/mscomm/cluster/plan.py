@@ -12,7 +12,7 @@ Facts = Mapping[str, Any]
 
 
 class Arrival(NamedTuple):
-    """What a worker registers with: the id that its user gave it (MS_NODE_ID), or None, and its host."""
+    """What a worker tells when it registers: the id that its user gave it (MS_NODE_ID), or None, and its host."""
 
     node_id: str | None
     host: str
@@ -58,13 +58,13 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
 
 
 def hosts(facts: Sequence[Facts]) -> list[int]:
-    """The index of each rank's host. Ranks with equal "host" facts share a host; hosts are in order of lowest rank."""
+    """The index of each rank's host. Ranks with equal "host" facts share it. Hosts are ordered by lowest rank."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(fact["host"], len(numbers)) for fact in facts]
 
 
 def world_id(epoch: int) -> str:
-    """What control frames call the group of all ranks; the ids of other groups begin with their epoch too."""
+    """The id of the world group in control frames. It begins with the epoch, like the ids of all groups."""
     return f"{epoch}:world"
 
 

@@ -1,4 +1,4 @@
-"""The members of a job: which may join, which rank each gets, what messages call them, which are missing. No I/O."""
+"""The members of a job: which may join, which rank each gets, how messages name them, which are missing. No I/O."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Link(Line):
 
     def __init__(self, sock: socket.socket, rank: int | None, adopted: bool) -> None:
         super().__init__(sock)
-        self.adopted = adopted  # the rank inherits the other end, so this link did not come through a listener
+        self.adopted = adopted  # the rank inherited the other end of a socket pair
         self.rank = rank  # None: not known yet
-        self.seat = -1  # its place in the order of joining; -1: it has not joined
-        self.since = 0.0  # when it joined, in time.monotonic() seconds
+        self.seat = -1  # the place of the process in the order of joining; -1: it has not joined
+        self.since = 0.0  # when the process joined, in time.monotonic() seconds
         self.left = False
-        self.welcomed = False  # it has taken part in an epoch
-        self.waits = False  # it waits for the next epoch, and takes no part in this one any more
-        self.rejoin_key = ""  # the key of its last rejoin(), under which it expects the answer
+        self.welcomed = False  # the process has taken part in an epoch
+        self.waits = False  # the process waits for the next epoch, and takes no part in this epoch any more
+        self.rejoin_key = ""  # the key of the last rejoin() of the process; the answer must carry it
         self.node_id: str | None = None
         self.facts: Frame = {}
 
@@ -47,7 +47,7 @@ class Roster:
 
     def __init__(self, size: int, ranks_known: bool) -> None:
         self.size = size
-        self.address = ""  # the address where members join, as messages name it
+        self.address = ""  # the address where members join, as text for messages
         self.plural = "ranks" if ranks_known else "workers"
         self._ranks_known = ranks_known
         self._members: list[Link] = []
@@ -80,7 +80,7 @@ class Roster:
         return next((other for other in self._members if link.node_id and other.node_id == link.node_id), None)
 
     def gone(self, rank: int) -> str | None:
-        """Why the rank takes no part in this epoch any more; None if it does, or may still come."""
+        """Why the rank takes no part in this epoch any more; None if it takes part, or may still come."""
         link = self.at(rank)
         if link is None or (link.open and not link.left and not link.waits):
             return None
@@ -140,7 +140,7 @@ class Roster:
         return [link.facts for link in sorted(self._members, key=lambda link: link.number)]
 
     def name(self, number: int) -> str:
-        """What messages call the member with that Link.number."""
+        """The name, in messages, of the member with that Link.number."""
         return str(self.at(number) or f"rank {number}")
 
     def too_few(self, timeout_s: float) -> str:

@@ -105,7 +105,7 @@ def _plain_key(host: str, port: int, permit_plain: bool) -> bytes:
         f"this job has no key: anybody who can reach {host}:{port} can join it. "
         "MSCOMM_JOB_KEY_FILE=/path/to/key gives it one."
     )
-    # Leave the host out, because the scheduler and the workers may know it by different names or addresses.
+    # Do not use the host, because the scheduler and the workers may know it by different names or addresses.
     return hashlib.sha256(f"mscomm, open to all: {port}".encode()).digest()
 
 
@@ -156,7 +156,7 @@ class KeyFile:
 
 def _private_folder(path: str) -> None:
     """Make the folder, or check that the existing one is a folder of our user that others cannot enter."""
-    with contextlib.suppress(FileExistsError):  # the checks below are for an existing folder too
+    with contextlib.suppress(FileExistsError):  # the checks below also hold for a folder that exists already
         os.mkdir(path, 0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):

@@ -113,7 +113,7 @@ class Switchboard(Generic[L]):
                 else:
                     line.unsent.popleft()
         except BlockingIOError:
-            pass  # the rest is sent when the selector reports room
+            pass  # the rest is sent when the selector says that the socket has room
         except OSError:
             line.unsent.clear()  # _read() will see the end of the line, after the other end's last frames
         key = self._selector.get_key(line.sock)

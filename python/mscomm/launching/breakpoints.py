@@ -9,7 +9,7 @@ HOOK = f"{__name__}.no_terminal"  # the value of PYTHONBREAKPOINT in such a rank
 
 
 def no_terminal(*_: Any, **__: Any) -> NoReturn:
-    """Says how to debug a rank. The debugger itself would end at once with BdbQuit, because there is no input."""
+    """Says how to debug a rank. The debugger itself would fail at once with BdbQuit, because there is no input."""
     rank = os.environ.get("MSCOMM_RANK", "0")
     raise RuntimeError(
         f"breakpoint() in rank {rank}, which has no terminal: start the job with `mscomm run --stdin {rank}` to debug "

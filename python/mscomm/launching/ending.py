@@ -1,4 +1,4 @@
-"""The last line of `mscomm run`: which rank failed first, or what all of them did wrong, and what to do about it."""
+"""The last line of `mscomm run`: which rank failed first, or what all ranks did wrong, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mscomm.cluster.judge import Verdict
 from mscomm.launching.tracebacks import LastWords, numbers
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_OF_ONE_RANK = ("PeerLost", "Aborted")  # these verdicts name a rank, and how that rank ended says more than they do
+_OF_ONE_RANK = ("PeerLost", "Aborted")  # verdicts that name a rank; how that rank ended says more than the verdict
 
 
 class End(NamedTuple):
@@ -27,7 +27,7 @@ class End(NamedTuple):
 
     @property
     def status(self) -> int:
-        """The exit status as a shell shows it."""
+        """The exit status as a shell shows it: 128 + N if signal N killed the process."""
         return 128 - self.code if self.code < 0 else self.code
 
 
@@ -43,12 +43,12 @@ def failed(
 ) -> str:
     """The message about a failed job.
 
-    first, others: the ranks that ended badly. words: by rank, the exceptions that ended some of them. here: "" or
-    " on this host".
+    first, others: the ranks that ended badly. words: by rank, the exceptions that ended some of them. here: " on this
+    host" if the job has several hosts, else "".
     """
     said = words.get(first.rank)
-    # The verdict counts if the rank has no exception of its own, or raised the verdict. If the rank ended by another
-    # exception, that is the cause.
+    # The verdict is the cause if the rank raised it, or ended without an exception. Otherwise, the exception that ended
+    # the rank is the cause.
     ended_it = verdict is not None and (said is None or said.what.startswith(f"{verdict.kind}:"))
     if verdict and ended_it and verdict.kind not in _OF_ONE_RANK:
         return _sentences(f"{verdict.kind} after {first.after_s:.1f} s: {verdict.text}", _ADVICE.get(verdict.kind, ""))
@@ -72,7 +72,7 @@ _ADVICE = {
 
 
 def _of_end(end: End) -> str:
-    """What to do when a rank ended without a Python exception."""
+    """What the user should do if a rank ended in this way, without a Python exception; "" if there is no advice."""
     name = signal_name(-end.code) if end.code < 0 else ""
     if name == "SIGKILL":
         return "If nobody killed it, its host had no memory left: see dmesg"
@@ -86,7 +86,7 @@ def _sentences(*texts: str) -> str:
 
 
 def interrupted(number: int, after_s: float, words: Mapping[int, LastWords]) -> str:
-    """The message about a job that the user, or the system, ended by a signal. words: see failed()."""
+    """The message about a job that a signal from the user or the system ended. words: see failed()."""
     by_place: dict[str, list[int]] = {}
     for rank, said in sorted(words.items()):
         if place := said.interrupted_at:

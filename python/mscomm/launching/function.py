@@ -25,7 +25,7 @@ from mscomm.launching.parts import WholeJob
 from mscomm.launching.processes import PIPE_CLOSED, Launch
 from mscomm.launching.tracebacks import PYTHONS_STATUS, numbers
 
-# The program of a rank. It first takes over our sys.path, which this process may have changed, to find mscomm there.
+# The program of a rank. First it sets sys.path to that of the launching process, so that it finds the same mscomm.
 _SERVE = """
 import os, pickle, sys
 with open(os.dup(int(sys.argv[1])), "rb") as memory:
@@ -52,9 +52,9 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
 
     Raises the exception of the first rank that failed, or an Error with its text if it cannot be pickled. Its __cause__
     has the tracebacks of all ranks, and the first failed rank as `.rank`. Raises PeerLost if that rank ended without an
-    exception, and CollectiveTimeout after the timeout, with the ranks that had not returned in waiting_for. The other
-    ranks are then ended, also after KeyboardInterrupt. TypeError if function or args cannot be pickled; ValueError for
-    n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
+    exception, and CollectiveTimeout after the timeout, whose waiting_for has the ranks that had not returned. In all
+    these cases, and after KeyboardInterrupt, the other ranks are ended. TypeError if function or args cannot be
+    pickled; ValueError for n < 1; BrokenPipeError if the ranks print and sys.stdout, or sys.stderr, is closed.
 
     >>> def total(x):
     ...     mscomm.init()
@@ -82,7 +82,7 @@ def launch(function: Callable[..., Any], n: int, *args: Any, timeout: float | ti
         job = _Calls(size, files, timeout_s)
         status = job.run()
         if job.signals:
-            signal.raise_signal(job.signals[0])  # mostly raises KeyboardInterrupt; the ranks have ended
+            signal.raise_signal(job.signals[0])  # usually raises KeyboardInterrupt; all ranks have ended
         if status == PIPE_CLOSED and job.first is None:
             raise BrokenPipeError(f"launch: {name}: the ranks were ended: sys.stdout or sys.stderr cannot be written")
         outcomes = [_outcome(rank, file, len(call)) for rank, file in enumerate(files)]
@@ -109,7 +109,7 @@ class _Outcome(NamedTuple):
 
 
 class _Calls(Launch):
-    """The ranks of one launch(). Unlike `mscomm run`, this does not print how they ended, but keeps it."""
+    """The ranks of one launch(). Unlike `mscomm run`, this keeps how they ended, and does not print it."""
 
     def __init__(self, size: int, files: Sequence[int], timeout_s: float) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -160,11 +160,11 @@ def _results(job: _Calls, outcomes: list[_Outcome | None], what: str, timeout_s:
     raise error from RankTraceback(rank, text)
 
 
-# -- the call that goes to the ranks, and what comes back
+# -- passing the call to the ranks, and the results back
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
-    """The pickles for a rank: sys.path, what it needs to set up this process's main module, and the call."""
+    """The pickles for a rank: sys.path, the data from which it sets up this process's main module, and the call."""
     prepared = spawn.get_preparation_data("mscomm-rank")
     main = {key: prepared[key] for key in _OF_THE_MAIN_MODULE if key in prepared}
     by_cloudpickle = not _can_be_imported(function, main)
@@ -195,7 +195,7 @@ def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool
 
 
 def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
-    """The outcome that the rank wrote to its file, after the call; None if it is missing or incomplete."""
+    """The outcome that the rank wrote to its file behind the call, at `begin`; None if it is missing or incomplete."""
     with open(os.dup(file), "rb") as memory:
         memory.seek(begin)
         try:
@@ -227,7 +227,7 @@ def serve() -> None:
             function, args = pickle.load(memory)  # noqa: S301
             result = function(*args)
             if job := sys.modules.get("mscomm.job"):
-                job.release()  # may raise a failure that no call has raised yet
+                job.release()  # raises a failure of the job that no call has raised yet
             outcome = _result(pickler, result)
         except Exception as error:
             memory.seek(0, os.SEEK_END)
@@ -240,7 +240,7 @@ def serve() -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Show the exception as Python shows an uncaught one. After init(), the hook also reports it to the other ranks."""
+    """Show the exception as Python shows an uncaught one. After init(), sys.excepthook also tells the other ranks."""
     tracebacks.shorten(error)
     sys.excepthook(type(error), error, error.__traceback__)
 

@@ -1,7 +1,8 @@
 """The ranks' output: whole lines with a rank prefix on the terminal, and the unchanged bytes in the log files.
 
-The launcher's loop never waits for the reader of its own output, because each `Output` has a thread that does. While an
-output has much left to write, the launcher does not read the ranks' pipes, so the ranks wait and nothing is lost.
+The launcher's loop never waits for whoever reads the launcher's output, because each `Output` has a thread that writes.
+While an output has much left to write, the launcher does not read the ranks' pipes, so the ranks wait and nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from pathlib import Path
 from typing import IO, TextIO
 
 _LONGEST_LINE_BYTES = 64 << 10  # a longer line, such as a progress bar that never ends its line, is shown in pieces
-_FULL_BYTES = 1 << 20  # an output with this much unwritten is full
+_FULL_BYTES = 1 << 20  # an output with this many unwritten bytes counts as full
 _PIECE_BYTES = 16 << 10
-_PROMPT_S = 0.1  # an unfinished line that is this old, of the rank that has our stdin, counts as a prompt
+_PROMPT_S = 0.1  # an unfinished line of the rank that has our stdin counts as a prompt after this time
 
 
 class Output:
-    """Our own stdout or stderr. The writing thread calls `wake` when there is room again, or no reader any more."""
+    """Our own stdout or stderr. The writing thread calls `wake` when there is room again, or the reader is gone."""
 
     def __init__(self, fd: int, wake: Callable[[], None]) -> None:
         self._fd = fd
         self._wake = wake
         self._closed = False
-        # Guards the bytes; the writing thread and flush() wait on it.
+        # Guards the unwritten bytes. The writing thread and flush() wait until they change.
         self._news = threading.Condition()
         self._unwritten = bytearray()
-        self.broken = False  # nobody reads any more
+        self.broken = False  # nobody reads this output any more
         self._thread = threading.Thread(target=self._serve, name="mscomm-output", daemon=True)
         self._thread.start()
 
@@ -48,14 +49,14 @@ class Output:
                 self._news.notify_all()
 
     def flush(self, stalled_s: float) -> int:
-        """Wait until all is written, or nothing could be for `stalled_s` seconds. Returns how many bytes are left."""
+        """Wait until all is written, or nothing was written for `stalled_s`. Returns how many bytes are left."""
         with self._news:
             while self._unwritten and self._news.wait(stalled_s):
                 continue
             return len(self._unwritten)
 
     def close(self, within_s: float) -> bool:
-        """Let the thread end when all is written; returns False if it is still writing after `within_s`."""
+        """Let the thread end when all is written. Returns whether it has ended within `within_s` seconds."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -93,7 +94,7 @@ class Output:
 class TextOutput(Output):
     """Writes to sys.stdout or sys.stderr, which in a notebook or a test may have no descriptor.
 
-    stream: if it is None, which sys.stdout may be, the output is dropped.
+    stream: None drops the output; sys.stdout may be None.
     """
 
     def __init__(self, stream: TextIO | None, wake: Callable[[], None]) -> None:
@@ -110,7 +111,7 @@ class TextOutput(Output):
                 except UnicodeEncodeError as error:  # the encoding of the stream lacks a character
                     self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
                 self._stream.flush()
-            except Exception as error:  # it was closed, or is not a stream
+            except Exception as error:  # the stream is closed, or is not a stream
                 raise BrokenPipeError from error
         return len(piece)
 
@@ -150,7 +151,7 @@ class Stream:
     """One rank's stdout or stderr on its way to ours."""
 
     def __init__(self, pipe: IO[bytes], rank: int, output: Output, log: Log | None, hold: Hold, prompts: bool) -> None:
-        """hold: given the next lines, returns those to show now. prompts: also show a line that does not end."""
+        """hold: takes the next lines and returns the lines to show now. prompts: show unfinished lines, as prompts."""
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.output = output
@@ -181,13 +182,13 @@ class Stream:
         return self._prefix + line
 
     def prompt(self) -> None:
-        """Show the unfinished line. The user answers it with Enter, so what follows starts a new line."""
+        """Show the unfinished line. The user answers with Enter, so the next output begins on a new line."""
         self.output.write(self.named(self._line))
         self._line, self.prompt_at_s = b"", float("inf")
 
 
 class Streams:
-    """All ranks' streams, in the launcher's selector. A callback raises BrokenPipeError if our output has no reader."""
+    """The streams of all ranks. Its callbacks in the selector raise BrokenPipeError if our output has no reader."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -248,8 +249,8 @@ class Streams:
             self._watch(stream)
 
     def close(self) -> None:
-        """Close our ends of the pipes that are still open. Only a process that left its rank's process group can hold
-        the other ends.
+        """Close our ends of the pipes that are still open. Only a process that has left the process group of its
+        rank can still hold their other ends.
         """
         for stream in self._open:
             if stream not in self._paused:

@@ -43,16 +43,16 @@ class Part(Protocol):
     look_s: float | None
 
     def open(self, stack: ExitStack, log: Say, tell: Say) -> None:
-        """Called before any rank is started: listen, or connect to the launcher that listens. It may wait.
+        """Prepare this part before any rank is started: listen, or connect to the launcher that listens. This may wait.
 
         log: writes a line to the scheduler's log; tell: writes a line for the user.
         """
 
     def entrance(self, rank: int) -> tuple[socket.socket, dict[str, str]]:
-        """The descriptor that the rank inherits, and the variables that tell the rank about it."""
+        """The socket that the rank inherits, and the variables that tell the rank about it."""
 
     def serve(self, stack: ExitStack) -> None:
-        """Called when all ranks of this host have been started."""
+        """Called when all ranks of this host have been started. Runs the hub and other launchers, if there are any."""
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
         """The output of launchers on other hosts, if this launcher started them."""
@@ -61,7 +61,7 @@ class Part(Protocol):
         """Pass a signal on to the ranks of other hosts, if this launcher started their launchers."""
 
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
-        """A rank of this host has ended. again: the launcher restarts it after this call."""
+        """Report that a rank of this host has ended. again: the launcher restarts the rank after this call."""
 
     def can_restart(self) -> bool:
         """Whether a rank that is restarted now can take part in the job."""
@@ -70,14 +70,14 @@ class Part(Protocol):
         """The job's first failure, if it is known here."""
 
     def over(self) -> Verdict | None:
-        """Why the job cannot go on, on any host; None if it can."""
+        """Why the job cannot go on, whichever host caused that; None if it can."""
 
     def needed(self, well: bool) -> bool:
         """Whether other hosts still need this launcher after its own ranks have ended. well: all of them ended well."""
 
 
 class _OneHost:
-    """A launcher that starts nothing on other hosts."""
+    """The methods of a launcher that starts nothing on other hosts."""
 
     def streams(self, stdout: Output, stderr: Output) -> list[Stream]:
         return []
@@ -87,7 +87,7 @@ class _OneHost:
 
 
 class _WithHub(_OneHost):
-    """What WholeJob and Node0 share: they serve the hub themselves."""
+    """The methods of a launcher that serves the hub itself."""
 
     _hub: Hub
 
@@ -155,7 +155,7 @@ class Node0(_WithHub):
         self._address = (host, port)
         self._permit_plain = permit_plain
         self._topo_timeout_s = topo_timeout_s
-        self._keys: list[socket.socket] = []  # our ends of the sockets from which the ranks read the key
+        self._keys: list[socket.socket] = []  # our ends of the socket pairs from which the ranks read the key
         self._local: set[int] = set()  # the ranks of this host
         self._job_began: bool | None = None  # whether a local rank called init(); None until all of them have ended
 
@@ -201,13 +201,13 @@ class Node0(_WithHub):
         self._thread = _serve(self._hub, stack)
 
     def needed(self, well: bool) -> bool:
-        """Node 0 is needed until the ranks of the other nodes have left or, after a failure, had time to hear of it."""
-        if self._job_began is None:  # look only once, because the kernel reports a reset only once
+        """Whether other nodes' ranks have not left yet or, after a failure, still need time to learn of it."""
+        if self._job_began is None:  # ask only once, because the kernel reports a reset only once
             self._job_began = any(_was_read(ours) for ours in self._keys)
         if not self._job_began:  # no local rank called init(), so there is no job to wait for
             if self._hub.attended >= self.size - len(self._local):
                 return False
-            # A node whose launcher has not come yet still needs us, at most until the join timeout.
+            # A node whose launcher has not connected yet still needs us, but only until the join timeout.
             self._until = min(self._until, time.monotonic() + self._topo_timeout_s)
         if not well:
             self._until = min(self._until, time.monotonic() + _HEAR_S)
@@ -231,7 +231,7 @@ class OtherNode(_OneHost):
         topo_timeout_s: float,
         key: bytes = b"",
     ) -> None:
-        """name: what messages call this node; layout: must be equal on all nodes; key: the job's, if it was given."""
+        """name: of this node, in messages; layout: equal on all nodes; key: the job's, if it is known already."""
         self.size = size
         self.first = ranks.start
         self._ranks = ranks
@@ -261,14 +261,14 @@ class OtherNode(_OneHost):
             raise Error(f"the job at {self._where} has failed already: {self._over.text}")
 
     def give_up(self, why: str) -> None:
-        """Called instead of open(): tell node 0, if it is there, why this node starts no ranks."""
-        with contextlib.suppress(Error, OSError):  # this node prints the reason too
+        """Call this instead of open(): tells node 0, if it answers, why this node starts no ranks."""
+        with contextlib.suppress(Error, OSError):  # this node prints the reason anyway
             self._connect(Deadline(_GIVE_UP_S))
             self._tell_why(why)
             self._leave()
 
     def _explain(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Called at the end: close the link. If this launcher failed, first tell node 0 the reason."""
+        """Runs at the end: closes the link. If this launcher failed, first tells node 0 the reason."""
         if isinstance(error, Exception) and self._over is None:
             with contextlib.suppress(OSError):
                 self._tell_why(str(error))
@@ -309,7 +309,7 @@ class OtherNode(_OneHost):
     def ended(self, rank: int, how: str, badly: bool, again: bool) -> None:
         if self._link:
             words = {"rank": rank, "how": how, "badly": badly, "again": again}
-            with contextlib.suppress(OSError):  # over() sees the end of the link too
+            with contextlib.suppress(OSError):  # over() sees the end of the link
                 self._link.send({"t": "ended", **words}, Deadline(_TELL_S))
 
     def can_restart(self) -> bool:
@@ -360,11 +360,11 @@ class OtherNode(_OneHost):
 
 _TELL_S = 2.0  # how long node 0 may take to read our message
 _GIVE_UP_S = 5.0  # how long a launcher that failed tries to reach node 0
-_HEAR_S = 7.0  # how long after a failure the ranks of other hosts may take to hear of it, report, and end
+_HEAR_S = 7.0  # how long the ranks of other hosts may take to hear of a failure, report, and end
 
 
 def layout(nodes: int, each: int) -> str:
-    """The options that must be the same on every node."""
+    """The options that must be the same on every node, as text."""
     return f"--nnodes {nodes} -n {each}"
 
 
@@ -398,7 +398,7 @@ def _key_link(key: bytes, where: str) -> tuple[socket.socket, socket.socket, dic
 
 
 def _was_read(ours: socket.socket) -> bool:
-    """Whether the rank at the other end, which has ended, read its key. If it did not, the kernel reports a reset."""
+    """Whether the rank that had the other end, and has ended, read its key. If not, the kernel reports a reset."""
     try:
         return ours.recv(1, socket.MSG_DONTWAIT) == b""
     except ConnectionResetError:

@@ -28,12 +28,12 @@ from mscomm.launching.tracebacks import PYTHONS_STATUS, LastWords, Tracebacks
 REPORT_S = 5.0  # after the first failure, the other ranks have this long to report before SIGTERM
 TERM_S = 2.0  # the time from SIGTERM to SIGKILL
 DRAIN_S = 1.0  # how long to read output that is still in the pipes when all ranks have ended
-STALLED_S = 10.0  # at the end, we give up on a reader that takes nothing for this long
+STALLED_S = 10.0  # at the end, drop the output if its reader takes nothing for this long
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 PIPE_CLOSED = 128 + signal.SIGPIPE  # our exit status when nobody reads our output any more
-_LOOK_S = 0.05  # how often to look for ranks that ended, if no SIGCHLD can tell us
+_LOOK_S = 0.05  # how often to look for ranks that ended, if this process cannot handle SIGCHLD
 _NOBODY_READ = f"nobody read {{}} for {STALLED_S:g} s"
-KILL_AT_SIGNAL = 3  # the third signal, such as Ctrl-C, kills the ranks at once
+KILL_AT_SIGNAL = 3  # from this signal on, for example the third Ctrl-C, a signal kills the ranks at once
 
 
 _PR_SET_PDEATHSIG = 1
@@ -51,10 +51,10 @@ def standard_streams(wake: Callable[[], None]) -> tuple[Output, Output]:
 class Launch:
     """One run of `command` as `size` ranks on this host. If it runs in the main thread, it also handles the signals.
 
-    max_restarts: how often failed processes are restarted, for all ranks together. stdin_rank: the local rank that
+    max_restarts: the number of restarts of failed processes, for all ranks together. stdin_rank: the local rank that
     inherits our stdin. outputs: makes our stdout and stderr, given a function that wakes the launcher. call_fds: by
-    local rank, descriptors that the ranks inherit; their numbers are appended to the commands. timeout_s: when to end
-    the ranks.
+    local rank, descriptors that the ranks inherit; their numbers are appended to the commands. timeout_s: after
+    what time to end the ranks.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Launch:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._worker_logs: list[Log | None] = []  # by local rank
         self._max_restarts = max_restarts
-        self._restarts: list[int] = []  # the local ranks that were restarted, in this order
+        self._restarts: list[int] = []  # the local rank of each restart, in order
         self._ends: dict[int, End] = {}  # by local rank
         self._stdin_rank = stdin_rank
         self._call_fds = call_fds
         self._until = time.monotonic() + timeout_s
         self.late: list[int] = []  # ranks that were ended at the timeout
-        self.signals: list[int] = []  # the signals that came to us and that we passed on
+        self.signals: list[int] = []  # the signals that this process received and passed on
         self._ending = False
         self._steps: list[tuple[float, signal.Signals]] = []  # when to send which signal to ranks that still run
-        self._sent_s = float("inf")  # when we first sent a signal; a rank that ends later may end because of the signal
+        self._sent_s = float("inf")  # when we first sent a signal, which may be why ranks ended after that
         self._look_s = part.look_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -104,7 +104,7 @@ class Launch:
         try:
             return self._run()
         finally:
-            # A writing thread whose reader is stuck may still call wake(). Then leave the descriptor open.
+            # A writing thread that does not end may call wake() later. Then leave the descriptor of wake() open.
             if self._stdout.close(DRAIN_S) and self._stderr.close(DRAIN_S):
                 self._streams.release()
 
@@ -114,7 +114,7 @@ class Launch:
                 self._scheduler_log = self._open_log("scheduler.log", logs)
             with ExitStack() as stack:
                 stack.callback(self._selector.close)
-                self._part.open(stack, self._note, self._say)  # may wait; Ctrl-C then ends this process
+                self._part.open(stack, self._note, self._say)  # this may wait, and Ctrl-C ends this process meanwhile
                 self._take_signals(stack)
                 stack.callback(self._end_all)
                 self._start_ranks(stack, logs)
@@ -125,12 +125,12 @@ class Launch:
                     return PIPE_CLOSED
             return self._summary(self._part.verdict(), self._elsewhere())
 
-    # -- start
+    # -- starting the ranks
 
     def _take_signals(self, stack: ExitStack) -> None:
         """Turn signals into bytes that the selector sees: each byte is a signal's number."""
         if threading.current_thread() is not threading.main_thread():
-            self._look_s = _LOOK_S  # only the main thread can handle signals
+            self._look_s = _LOOK_S  # look for ended ranks, because only the main thread can handle SIGCHLD
             return
         reader, writer = socket.socketpair()
         for sock in (reader, writer):
@@ -140,7 +140,7 @@ class Launch:
         stack.callback(signal.set_wakeup_fd, old_fd)
         for number in (signal.SIGCHLD, *FORWARDED):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # the launcher runs under nohup
+                continue  # the launcher runs under nohup: keep ignoring SIGHUP
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._signalled(reader.recv(4096)))
 
@@ -200,7 +200,7 @@ class Launch:
                 bufsize=0,
                 pass_fds=inherits,
                 start_new_session=True,  # a process group of its own, which can be killed as a whole
-                preexec_fn=end_with_launcher,  # it takes no lock that another thread could have held at the fork
+                preexec_fn=end_with_launcher,  # safe: it takes no lock, which another thread could hold at the fork
             )
         except OSError as error:
             raise CannotStart(f"cannot start {' '.join(self._command)}: {error.strerror}") from error
@@ -218,7 +218,7 @@ class Launch:
             "MSCOMM_RESTART_COUNT": str(self._restarts.count(local_rank)),
         }
 
-    # -- watch
+    # -- watching the ranks
 
     def _watch(self) -> None:
         while len(self._ends) < self._size:
@@ -245,11 +245,11 @@ class Launch:
             self._turn(self._part.look_s)
 
     def _show_last(self, tracebacks: bytes) -> None:
-        """Show the tracebacks that were still held back when the ranks had ended."""
+        """Show the tracebacks that were still held back when the last rank ended."""
         self._stderr.write(tracebacks)
 
     def _sleep_s(self) -> float | None:
-        """The seconds until the next step is due or the part must be looked at; None to wait only for events."""
+        """The seconds until something is due or `part` must be asked again; None to wait only for events."""
         at_s = [self._streams.prompt_at_s, self._until, *(step[0] for step in self._steps[:1])]
         at_s += [] if self._ending else [self._tracebacks.due]
         waits = [max(0.0, min(at_s) - time.monotonic())] if min(at_s) < float("inf") else []
@@ -298,13 +298,13 @@ class Launch:
         return len(self._restarts) < self._max_restarts and not self._ending and self._part.can_restart()
 
     def _restart(self, local_rank: int, end: End) -> None:
-        """Restart a rank that failed; the others run on."""
+        """Restart a rank that failed. The other ranks go on."""
         self._restarts.append(local_rank)
         self._tracebacks.show()
         count = f"restart {len(self._restarts)} of {self._max_restarts}"
         self._say(f"rank {end.rank} is started again ({count}): {end.how} after {end.after_s:.1f} s")
         process = self._processes[local_rank]
-        os.killpg(process.pid, signal.SIGKILL)  # kill what the rank started, while its pid cannot be reused yet
+        os.killpg(process.pid, signal.SIGKILL)  # also ends what the rank started; before wait(), its pid is not reused
         process.wait()
         self._processes[local_rank] = self._start_rank(local_rank)
 
@@ -340,10 +340,10 @@ class Launch:
             if local_rank not in self._ends:
                 os.killpg(process.pid, number)
 
-    # -- end
+    # -- ending the ranks, and the summary
 
     def _kill_groups(self) -> None:
-        """Kill everything that the ranks started. The ranks are not reaped yet, so these groups are still theirs."""
+        """Kill everything that the ranks started. The ranks are not reaped yet, so no other process has their ids."""
         for process in self._processes:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -362,7 +362,7 @@ class Launch:
         return min(failed, key=lambda end: self._order(end, named), default=None)
 
     def _words(self) -> dict[int, LastWords]:
-        """By rank: the exception that ended it."""
+        """For each rank that an exception ended: that exception."""
         by_exception = [end for end in self._ends.values() if end.code in (PYTHONS_STATUS, -signal.SIGINT)]
         found = {end.rank: self._tracebacks.of(end.rank, self._started + end.after_s) for end in by_exception}
         return {rank: words for rank, words in found.items() if words}
@@ -392,7 +392,7 @@ class Launch:
         return first.status if first else int(bool(elsewhere or dropped))
 
     def _flush(self) -> bool:
-        """Write all output that is left. Returns whether some was dropped because nobody read it, and says so."""
+        """Write all output that is left, and say how much is dropped for lack of a reader. Returns whether any is."""
         dropped = self._stdout.flush(STALLED_S)
         if dropped:
             self._say(f"{dropped} bytes of the ranks' output were dropped: {_NOBODY_READ.format('stdout')}")

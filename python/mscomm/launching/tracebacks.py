@@ -1,7 +1,7 @@
-"""Shows the ranks' tracebacks. If several ranks write the same one, it appears once, with the numbers of all of them.
+"""Shows the ranks' tracebacks. If several ranks write the same traceback, it appears once, with all their numbers.
 
-From the first line of a traceback on, a rank's stderr is held back for a moment, in which other ranks may write the
-same lines. Held lines are then shown together and unchanged, at the latest when the ranks have ended.
+From the first line of a traceback on, a rank's stderr is held for a moment, because other ranks may write the same
+lines in that time. Then all held lines are shown together and unchanged, at the latest when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mscomm.launching.output import Output
 from mscomm.tracebacks import innermost
 
 HOLD_S = 1.0  # how long to hold lines while no rank has failed; longer would delay the output of a program that goes on
-RECENT_S = 10.0  # a rank that ends within this time after a traceback, with PYTHONS_STATUS, ended by that exception
+RECENT_S = 10.0  # if a rank ends with PYTHONS_STATUS within this time after a traceback, the exception ended it
 PYTHONS_STATUS = 1  # Python's exit status for a program that ends by an exception
 _MOST_BYTES = 256 << 10  # if more is held for one rank, everything that is held is shown
 _FIRST_LINE = re.compile(
@@ -35,14 +35,14 @@ class LastWords(NamedTuple):
 
     what: str  # "ValueError: no such column: price"
     place: str  # "train.py:6"; "" if `what` says it
-    at_s: float  # the time.monotonic() at which its first line came
+    at_s: float  # the time.monotonic() at which the first line of the traceback came
 
     def __str__(self) -> str:
         return f"{self.what} ({self.place})" if self.place else self.what
 
     @property
     def interrupted_at(self) -> str:
-        """Where this rank was when Ctrl-C interrupted this or another rank; "" if that did not cause the exception."""
+        """The line that this rank was in when Ctrl-C came to any rank; "" if Ctrl-C did not cause the exception."""
         if not re.match(r"KeyboardInterrupt\b|Aborted: .*(: KeyboardInterrupt\b| was interrupted in )", self.what):
             return ""
         here = re.fullmatch(r"KeyboardInterrupt \((.+)\)", self.what)
@@ -50,19 +50,19 @@ class LastWords(NamedTuple):
 
 
 class Tracebacks:
-    """Holds the tracebacks of this host's ranks between their stderr and ours. full: show all, even after Ctrl-C."""
+    """Holds the tracebacks from this host's ranks, and shows them on our stderr. full: show all, even after Ctrl-C."""
 
     def __init__(self, output: Output, full: bool) -> None:
         self._output = output
         self._full = full
-        self._held: dict[int, list[bytes]] = {}  # by rank, in the order of their first lines
+        self._held: dict[int, list[bytes]] = {}  # the held lines by rank; the rank that began first comes first
         self._began_s: dict[int, float] = {}  # by rank: the time.monotonic() of its first held line
         self._last: dict[int, LastWords] = {}  # by rank
-        self.due = float("inf")  # when to show what is held, unless a failure is being reported
-        self._interrupted = False  # whether Ctrl-C came; the tracebacks that it causes are left out
+        self.due = float("inf")  # when to show the held lines, unless the ranks are being ended after a failure
+        self._interrupted = False  # whether Ctrl-C came; if so, the tracebacks that it causes are left out
 
     def take(self, rank: int, lines: list[bytes]) -> list[bytes]:
-        """Hold a rank's next lines; returns those to show now."""
+        """Take a rank's next lines. Hold the lines from a traceback on, and return the lines to show now."""
         now: list[bytes] = []
         for line in lines:
             held = self._held.get(rank)
@@ -80,13 +80,13 @@ class Tracebacks:
         self._output.write(self.release())
 
     def interrupt(self) -> None:
-        """The ranks are about to get Ctrl-C. The first time, show what is held, because Ctrl-C has not caused that."""
+        """The ranks are about to get Ctrl-C. The first time, show what is held: Ctrl-C did not cause it."""
         if not self._interrupted:
             self.show()
         self._interrupted = True
 
     def release(self, last: int | None = None) -> bytes:
-        """Return all held lines, and hold them no longer. Equal texts appear once; that of rank `last` comes last."""
+        """Return all held lines, and hold them no longer. Equal texts appear once; rank `last`'s text comes last."""
         by_text: dict[bytes, list[int]] = {}
         for rank, lines in self._held.items():
             words = last_words(lines, self._began_s[rank])
@@ -105,19 +105,22 @@ class Tracebacks:
         )
 
     def of(self, rank: int, ended_at_s: float) -> LastWords | None:
-        """The exception that ended a rank whose exit status says that one did; None if it is not known."""
+        """The exception that ended the rank; None if it is not known.
+
+        Call this only if the rank's exit status says that an exception ended it.
+        """
         words = self._last.get(rank)
         return words if words and ended_at_s - words.at_s < RECENT_S else None
 
 
 def _without_tracebacks(lines: Iterable[bytes]) -> list[bytes]:
-    """The lines outside tracebacks, which a program writes while it ends."""
+    """The lines that are not part of a traceback, such as what a program writes while it ends."""
     kept: list[bytes] = []
     inside = False
     for line in lines:
         if _FIRST_LINE.match(line):
-            inside = not line.startswith(b"KeyboardInterrupt")  # it is a single line
-        elif inside:  # the traceback goes up to the exception's line, the first that is not indented
+            inside = not line.startswith(b"KeyboardInterrupt")  # this line has no traceback after it
+        elif inside:  # a traceback ends with the exception's line, the first line that is not indented
             inside = not line[:1].strip(b" |+")
         elif not _BETWEEN.match(line):
             kept.append(line)
@@ -154,7 +157,7 @@ def last_words(lines: Iterable[bytes], at_s: float = 0.0) -> LastWords:
             skipping = line.startswith("Traceback ") or not line[:1].strip(" |+")
         elif frame := _FRAME.match(line):
             frames.append((frame[1], int(frame[2])))
-        elif line.startswith("KeyboardInterrupt"):  # the line may be alone, or come after its frames
+        elif line.startswith("KeyboardInterrupt"):  # this line may stand alone, or after the frames of its traceback
             what, frames = line, [] if what else frames
         elif _FIRST_LINE.match(raw):
             what, frames = "", []
