@@ -1,9 +1,9 @@
-"""Computes y = A x by blocks of A on a grid of ranks. Each rank is in two groups, its row and its column.
+"""Computes y = A x on a grid of ranks, each with a block of A. Each rank is in two groups: its row and its column.
 
     mscomm run -n 4 groups.py
 
-Rank (i, j) of a grid of rows x columns holds block (i, j) of the matrix and part j of x. The ranks
-of a row add up one part of y. Then the ranks of a column gather all parts.
+Rank (i, j) of the grid multiplies block (i, j) of A by part j of x. The sum of these products over the ranks of row i
+is part i of y. Then the ranks of each column gather all parts of y.
 """
 
 import math
@@ -24,7 +24,7 @@ def main() -> None:
     row = mscomm.split(color=i, key=j)
     column = mscomm.split(color=j, key=i)
 
-    # Every rank makes the whole matrix here, to check the result at the end.
+    # Here every rank makes the whole matrix, so that the rank can check the result at the end.
     generator = np.random.default_rng(7)
     matrix = generator.standard_normal((rows * BLOCK, columns * BLOCK))
     x = generator.standard_normal(columns * BLOCK)

@@ -4,8 +4,9 @@
     mscomm run -n 2 jax_training.py digits
     mpirun -n 2 python jax_training.py digits
 
-mscomm.Model compiles the loss with its gradient, jax.jit(jax.value_and_grad(loss)), and combines the ranks' gradients
-outside of the compiled code. To train on CIFAR-10, give the folder of its binary files instead.
+mscomm.Model compiles the function that computes the loss and its gradient, jax.jit(jax.value_and_grad(loss)), and
+combines the ranks' gradients outside of the compiled code. To train on CIFAR-10, give the folder of its binary files
+instead.
 """
 
 import math
@@ -19,7 +20,7 @@ import mscomm
 import mscomm.dataset as ds
 from mscomm.dataset import transforms, vision
 
-BATCH_SIZE = 32  # for each rank
+BATCH_SIZE = 32  # images per rank and step
 EPOCHS = 3
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
@@ -27,7 +28,7 @@ Parameters = dict[str, jax.Array]
 
 
 def data_path() -> str:
-    """The folder given as an argument or in DATA_PATH."""
+    """Return the folder that the first argument or the variable DATA_PATH names."""
     path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
     if not path:
         sys.exit(
@@ -38,7 +39,7 @@ def data_path() -> str:
 
 
 def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: bool) -> ds.Dataset:
-    """This rank's share of the images, in batches."""
+    """Return this rank's share of the images in batches."""
     data = ds.Cifar10Dataset(path, usage, num_shards=size, shard_id=rank)
     data = data.map(operations=transforms.TypeCast("int32"), input_columns="label")
     data = data.batch(BATCH_SIZE, drop_remainder=drop_remainder)
@@ -46,7 +47,7 @@ def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: 
 
 
 def initial(seed: int) -> Parameters:
-    """The initial weights: normally distributed with variance 2 / number of inputs. Biases are zero."""
+    """Return the initial parameters: normally distributed weights with variance 2 / number of inputs; zero biases."""
     shapes = {"convolution1": (3, 3, 3, 8), "convolution2": (3, 3, 8, 16), "dense": (8 * 8 * 16, 10)}
     parameters: Parameters = {}
     for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(shapes)), shapes.items(), strict=True):
@@ -63,7 +64,7 @@ def convolution(parameters: Parameters, name: str, x: jax.Array) -> jax.Array:
 
 
 def scores(parameters: Parameters, images: jax.Array) -> jax.Array:
-    """Scores for ten classes from images of 32 x 32 x 3: two convolutions and a dense layer."""
+    """Compute scores for ten classes from images of 32 x 32 x 3, with two convolutions and a dense layer."""
     x = convolution(parameters, "convolution2", convolution(parameters, "convolution1", images))
     return x.reshape(len(x), -1) @ parameters["dense.weight"] + parameters["dense.bias"]
 

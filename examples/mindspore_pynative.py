@@ -4,9 +4,9 @@
     mscomm run -n 2 mindspore_pynative.py digits
     mpirun -n 2 python mindspore_pynative.py digits
 
-In PyNative mode, a cell runs line by line as Python code. mscomm.Model combines the gradients outside of the cell;
-MindSpore's own communication is not used. ms.GRAPH_MODE works too, and is faster. To train on CIFAR-10, give the folder
-of its binary files instead.
+In PyNative mode, a cell runs line by line as Python code. mscomm.Model combines the gradients outside of the cell.
+MindSpore's own communication is not used. ms.GRAPH_MODE also works, and is faster. To train on CIFAR-10, give the
+folder of its binary files instead.
 """
 
 import os
@@ -19,13 +19,13 @@ import mscomm
 import mscomm.dataset as ds
 from mscomm.dataset import transforms, vision
 
-BATCH_SIZE = 32  # for each rank
+BATCH_SIZE = 32  # images per rank and step
 EPOCHS = 3
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
 
 def data_path() -> str:
-    """The folder given as an argument or in DATA_PATH."""
+    """Return the folder that the first argument or the variable DATA_PATH names."""
     path = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DATA_PATH")
     if not path:
         sys.exit(
@@ -36,7 +36,7 @@ def data_path() -> str:
 
 
 def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: bool) -> ds.Dataset:
-    """This rank's share of the images, in batches."""
+    """Return this rank's share of the images in batches."""
     data = ds.Cifar10Dataset(path, usage, num_shards=size, shard_id=rank)
     data = data.map(operations=transforms.TypeCast("int32"), input_columns="label")
     data = data.batch(BATCH_SIZE, drop_remainder=drop_remainder)
@@ -44,7 +44,7 @@ def create_dataset(path: str, usage: str, rank: int, size: int, drop_remainder: 
 
 
 class Net(nn.Cell):
-    """Two convolutions and a dense layer, which classify images of 3 x 32 x 32 into ten classes."""
+    """A network of two convolutions and a dense layer, for images of 3 x 32 x 32 in ten classes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every rank contributes its number, and every rank prints all of them.
+"""Every rank contributes its rank number to an all_gather, and prints the numbers of all ranks.
 
 mscomm run -n 4 nccl_allgather.py
 mpirun -n 4 python nccl_allgather.py
@@ -14,13 +14,13 @@ import mscomm
 
 
 def count_hosts() -> int:
-    """How many different host names the ranks have."""
+    """Return how many different host names the ranks have."""
     name = np.frombuffer(socket.gethostname().encode().ljust(64)[:64], np.uint8).reshape(1, 64)
     return len(np.unique(mscomm.all_gather(name), axis=0))
 
 
 if __name__ == "__main__":
-    mscomm.init()  # uses nccl if every rank has a GPU of its own, otherwise the CPU
+    mscomm.init()  # chooses nccl if every rank has a GPU of its own, otherwise the CPU core
     backend = mscomm.get_backend()
     value = mscomm.get_rank()
     if backend == "nccl" and importlib.util.find_spec("cupy"):
@@ -35,6 +35,6 @@ if __name__ == "__main__":
         launcher, ranks = mscomm.get_launcher(), mscomm.get_group_size()
         sys.stderr.write(f"carried by {backend}, started by {launcher}: {ranks} ranks on {hosts} host(s)\n")
 
-    # One write per rank, so that the output of two ranks does not mix.
+    # Write everything at once, so that the output of two ranks does not mix.
     sys.stdout.write(np.array2string(output, separator=", ") + "\n")
     sys.stdout.flush()

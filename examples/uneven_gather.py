@@ -1,4 +1,4 @@
-"""Gathers results of different length. Each rank finds the primes in its share of the numbers, and rank 0 gets all.
+"""Gathers results of different lengths: each rank finds primes in its share of the numbers, rank 0 gathers them.
 
     mscomm run -n 4 uneven_gather.py
 
@@ -20,7 +20,7 @@ def main() -> None:
     primes = np.array([n for n in mine if n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))], dtype=np.int64)
 
     found = mscomm.gather_v(primes)
-    if found is not None:  # on rank 0
+    if found is not None:  # only rank 0 gets the result
         rows, counts = found
         print(f"{len(rows)} primes below {LIMIT}, by rank {counts}; the largest is {rows[-1]}")
     mscomm.release()

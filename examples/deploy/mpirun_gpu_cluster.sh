@@ -1,8 +1,9 @@
 #!/bin/bash
-# mpirun starts this script for each rank. Each machine can set variables of its own here.
-# Do not end the last line with &: mpirun would end while the ranks still run.
+# mpirun starts this script for each rank. Set variables here that differ between machines. Do not add & to the last line:
+# mpirun would then end while the ranks still run.
 
-# The network between the machines. An address range is the same on all of them; a card's name, as here, may differ:
+# If the machines have several networks, choose one. An address range is the same on all machines. The name of a network
+# card, as in the next line, may differ between machines.
 # export NCCL_SOCKET_IFNAME="en5"
 [ -n "$NETWORK" ] && export MSCOMM_SOCKET_IFNAME="$NETWORK"   # e.g. 10.0.0.0/8
 

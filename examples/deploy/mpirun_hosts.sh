@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.." || exit 1
 PYTHON=$(command -v "${PYTHON:-python3}")
 : "${MSCOMM_JOB_KEY_FILE:?"make a key once, (umask 077; head -c 32 /dev/urandom > job.key), and copy it to each machine"}"
 
-# --prefix: on the other machines, mpirun's daemons are at the same path as here. Open MPI needs a flag to run as root.
+# --prefix tells mpirun that Open MPI is installed at the same path on the other machines.
+# Open MPI needs a flag to run as root.
 FLAGS=(--prefix "$(dirname "$(dirname "$(command -v mpirun)")")")
 [ "$(id -u)" -eq 0 ] && FLAGS+=(--allow-run-as-root)
 

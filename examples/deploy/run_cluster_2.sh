@@ -1,7 +1,7 @@
 #!/bin/bash
-# Two machines with 8 workers: this script starts workers 5 to 8 on machine 2. The scheduler is on machine 1.
-# Give both scripts the same MS_SCHED_HOST, machine 1's address, and the same key in MSCOMM_JOB_KEY_FILE. For a second
-# job on these machines, give both scripts another MS_SCHED_PORT and another MSCOMM_JOB_ID.
+# Two machines with 8 workers: this script starts workers 5 to 8 on machine 2. The scheduler is on machine 1. On both
+# machines, set MS_SCHED_HOST to the address of machine 1, and let MSCOMM_JOB_KEY_FILE name a file with the same key. For a
+# second job on these machines, set another MS_SCHED_PORT and another MSCOMM_JOB_ID on both.
 
 [ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 cd "$(dirname "$0")/.." || exit 1
@@ -14,13 +14,14 @@ export MS_SCHED_HOST=${MS_SCHED_HOST:?"machine 1's address"}
 export MS_SCHED_PORT=${MS_SCHED_PORT:-8117}
 HERE=$((MS_WORKER_NUM / 2))
 
-# However this script ends, it ends the processes that it has started and waits for them. A child that is still bash would
-# ignore the signal. Such a child has this script's command line, so wait until it has executed its own command.
+# Whenever this script exits, end the processes that it has started, and wait for them. Bash starts each child as a copy of
+# itself, and this copy ignores the signal until it executes its command. Until then, the child has the same command line as
+# this script, so wait until the command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without this trap, bash ignores a SIGINT if the command that it waits for succeeds
+trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command for which bash waits succeeds
 
 # Launch the workers of this machine.
 export MS_ROLE=MS_WORKER

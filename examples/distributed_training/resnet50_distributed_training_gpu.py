@@ -1,7 +1,7 @@
 """ResNet-50 on CIFAR-10, data parallel: mpirun -n 8 pytest -s -v ./resnet50_distributed_training_gpu.py
 
-The tutorial calls init("nccl"), which needs a GPU for each rank. Here, init() uses the GPUs if every rank has one, and
-otherwise the CPU on all ranks.
+The tutorial calls init("nccl"), which needs a GPU for each rank. Here, init() uses the GPUs if every rank has a GPU.
+Otherwise all ranks use the CPU.
 """
 
 import torch
@@ -22,7 +22,7 @@ def test_train_cifar(epoch_size=EPOCH_SIZE):
     num_classes = 10
     net = resnet50(num_classes)
     if get_backend() == "nccl":
-        net.cuda()  # the rank's GPU is the current device; Model copies the images there
+        net.cuda()  # init() made the rank's GPU the current device; Model copies the images to it
     loss = torch.nn.CrossEntropyLoss()
     opt = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
     model = Model(net, loss_fn=loss, optimizer=opt)

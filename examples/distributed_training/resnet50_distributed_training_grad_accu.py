@@ -1,4 +1,7 @@
-"""ResNet-50 on CIFAR-10, data parallel, with one step every MINI_STEPS batches [4]: bash run_grad_accu.sh DATA_PATH"""
+"""ResNet-50 on CIFAR-10, data parallel, with gradient accumulation: bash run_grad_accu.sh DATA_PATH
+
+Each step takes MINI_STEPS batches (default 4).
+"""
 
 import os
 

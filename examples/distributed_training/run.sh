@@ -1,8 +1,8 @@
 #!/bin/bash
-# Trains by a rank table: starts a process for each rank of this server, with RANK_ID and DEVICE_ID. Each process has a
-# folder ./device<rank> with its log and its checkpoints. RESUME=1 keeps the folders, and training continues after the
-# newest checkpoint. If there are several servers, start the script on each. SERVER_ID says which server of the table this
-# is; by default it is the one whose server_id is an address or the name of this machine.
+# Trains with a rank table: starts a process for each rank of this server, and sets its RANK_ID and DEVICE_ID. Each process
+# has a folder ./device<rank> for its log and its checkpoints. RESUME=1 keeps the folders, and training continues after the
+# newest checkpoint. If the table has several servers, start the script on each. SERVER_ID is the server_id of this machine
+# in the table. If SERVER_ID is not set, the script takes the server_id that is an address or the name of this machine.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "
@@ -22,7 +22,7 @@ if [ ! -f "$RANK_TABLE_FILE" ]; then
     exit 2
 fi
 
-# One line per rank of this server, with its RANK_ID and its DEVICE_ID.
+# Get one line for each rank of this server, with the RANK_ID and the DEVICE_ID of the rank.
 here=$("$PYTHON" -m mscomm ranktable ranks --size "$RANK_SIZE" ${SERVER_ID:+--server "$SERVER_ID"} "$RANK_TABLE_FILE") ||
     exit 2
 mapfile -t ranks <<< "$here"

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Trains with mpirun in RANKS processes (default 16) on the machines of a hostfile. The output is ./device/train.log here.
-# All machines need the same Python and this folder at the same path, the data at DATA_PATH, the key file, and ssh access
-# without a password. ../deploy/hostfile is an example of a hostfile.
+# Trains with mpirun in RANKS processes (default 16) on the machines of a hostfile. The output is in ./device/train.log on
+# this machine. All machines need the same Python and this folder at the same paths, the data at DATA_PATH, the key file,
+# and ssh access without a password. ../deploy/hostfile is an example of a hostfile.
 
 echo "=============================================================================================================="
 echo "Please run the script as: "
@@ -15,7 +15,8 @@ need_mpirun
 HOSTFILE=$(realpath "${2:?"the second argument is the hostfile, with lines like: DEVICE1 slots=8"}")
 cd "$(dirname "$0")" || exit 1
 
-# --prefix: on the other machines, mpirun's daemons are at the same path as here. Open MPI needs a flag to run as root.
+# --prefix tells mpirun that Open MPI is installed at the same path on the other machines.
+# Open MPI needs a flag to run as root.
 FLAGS=(--bind-to none --prefix "$(dirname "$(dirname "$(command -v mpirun)")")")
 [ "$(id -u)" -eq 0 ] && FLAGS+=(--allow-run-as-root)
 for name in MSCOMM_SOCKET_IFNAME IMAGE_SIZE BATCH_SIZE EPOCH_SIZE OMP_NUM_THREADS; do

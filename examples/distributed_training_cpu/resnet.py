@@ -1,15 +1,15 @@
 """ResNet-50 (He et al., Deep Residual Learning for Image Recognition, 2015) in plain torch.nn.
 
-A stage's stride is in its first block's 3x3 convolution, as in most frameworks today ("v1.5"); in the paper it is in
-the 1x1 convolution before that. The input is (batch, 3, height, width) with at least 32 x 32 pixels: the network makes
-both sides 32 times smaller, and then takes the mean over whatever size is left.
+In the first block of a stage, the 3x3 convolution has the stride, as in most frameworks today ("v1.5"). In the paper,
+the 1x1 convolution before it has the stride. The input is (batch, 3, height, width) with at least 32 x 32 pixels. The
+network makes height and width 32 times smaller, and then takes the mean over the pixels that are left.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
-Norm = Callable[[int], nn.Module]  # makes a layer for a number of channels
+Norm = Callable[[int], nn.Module]  # makes a normalization layer for the given number of channels
 
 
 class Bottleneck(nn.Module):
@@ -45,7 +45,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """blocks: the number of bottlenecks of each stage. From stage to stage, channels double and image sides halve."""
+    """A stem, stages of bottlenecks, and a linear layer. blocks: the number of bottlenecks in each stage.
+
+    From one stage to the next, the number of channels doubles, and the height and width of the image are halved.
+    """
 
     def __init__(self, blocks: tuple[int, ...], num_classes: int, norm: Norm) -> None:
         super().__init__()
@@ -67,11 +70,13 @@ class ResNet(nn.Module):
         self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, num_classes))
 
-        # With torch's default weights, the signal fades with depth; with these (He et al., 2015), it keeps its size.
+        # With torch's default weights, the signal becomes smaller in every layer. With these weights (He et al., 2015),
+        # it keeps its size.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Each residual starts as 0 (Goyal et al., 2017); otherwise the loss doubles in the first steps on small images.
+        # Let each residual begin as 0 (Goyal et al., 2017). Otherwise the loss doubles in the first steps on small
+        # images.
         for block in self.stages:
             if hasattr(block.residual[-1], "weight"):
                 nn.init.zeros_(block.residual[-1].weight)

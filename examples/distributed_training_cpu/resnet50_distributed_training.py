@@ -20,7 +20,7 @@ from mscomm.communication import get_group_size, get_local_rank_size, get_rank, 
 
 
 def create_dataset(data_path: str, repeat_num: int = 1, batch_size: int = 32, image_size: int = 224) -> ds.Dataset:
-    """This rank's share of the images, randomly augmented, in batches."""
+    """Return this rank's share of the images in batches, with random crops and flips."""
     resize_height = image_size
     resize_width = image_size
     rescale = 1.0 / 255.0
@@ -60,15 +60,15 @@ def create_dataset(data_path: str, repeat_num: int = 1, batch_size: int = 32, im
 
 
 class SoftmaxCrossEntropyExpand(nn.Module):
-    """The batch mean of -log(softmax(logit)) at the label, written out. sparse: labels are class numbers."""
+    """The mean over the batch of -log(softmax(logit)) at the label. sparse: True if labels are class numbers."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
         self.sparse = sparse
 
     def forward(self, logit: Tensor, label: Tensor) -> Tensor:
-        logit = logit - logit.amax(-1, keepdim=True)  # the softmax stays the same, and exp cannot overflow
-        # Compute log(exp / sum) as a difference: if exp is 0, the logarithm of the quotient would be infinite.
+        logit = logit - logit.amax(-1, keepdim=True)  # exp cannot overflow now, and the softmax is the same
+        # Compute log(exp / sum) as a difference, because the logarithm of the quotient is infinite if exp is 0.
         softmax_result_log = logit - logit.exp().sum(-1, keepdim=True).log()
         if self.sparse:
             label = nn.functional.one_hot(label, logit.shape[1])
@@ -113,7 +113,7 @@ def arguments() -> argparse.Namespace:
 
 
 def share_cpus() -> None:
-    """Give PyTorch this rank's share of the host's CPUs as threads, unless OMP_NUM_THREADS is set."""
+    """Let PyTorch use as many threads as this rank's share of the host's CPUs, unless OMP_NUM_THREADS is set."""
     if not os.getenv("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // get_local_rank_size()))
 

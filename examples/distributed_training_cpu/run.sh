@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains with 1 scheduler and MS_WORKER_NUM workers (default 8), and waits for them. It fails if one of them fails.
+# Trains with 1 scheduler and MS_WORKER_NUM workers (default 8), and waits for them. Exits with status 1 if one of them
+# fails.
 
 echo "=============================================================================================================="
 echo "Please run the script with dataset path, such as: "
@@ -19,17 +20,18 @@ PYTHON=${PYTHON:-python3}
 
 export MS_WORKER_NUM=${MS_WORKER_NUM:-8}
 export MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1}
-# Use a free port and a name for the job, so that two jobs on one machine do not mix.
+# Use a free port, and a name of this job's own, so that two jobs on one machine do not mix.
 export MS_SCHED_PORT=${MS_SCHED_PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 export MSCOMM_JOB_ID=${MSCOMM_JOB_ID:-$HOSTNAME-$$}
 
-# However this script ends, it ends the processes that it has started and waits for them. A child that is still bash would
-# ignore the signal. Such a child has this script's command line, so wait until it has executed its own command.
+# Whenever this script exits, end the processes that it has started, and wait for them. Bash starts each child as a copy of
+# itself, and this copy ignores the signal until it executes its command. Until then, the child has the same command line as
+# this script, so wait until the command lines differ.
 trap 'for pid in $(jobs -p); do
     while cmp -s /proc/$$/cmdline /proc/$pid/cmdline; do sleep 0.01; done
     kill $pid 2>/dev/null
 done; wait' EXIT
-trap 'exit 130' INT  # without this trap, bash ignores a SIGINT if the command that it waits for succeeds
+trap 'exit 130' INT  # without this trap, bash ignores Ctrl-C if the command for which bash waits succeeds
 
 # Launch 1 scheduler.
 export MS_ROLE=MS_SCHED

@@ -1,7 +1,7 @@
-"""A network with one hidden layer, trained by 1, 2, 4, 8 or 16 ranks on the shards of one batch.
+"""Trains a network with one hidden layer on 1, 2, 4, 8 or 16 ranks. Each rank takes a shard of the same batch.
 
 The losses do not depend on the number of ranks: `python net.py`, `mscomm run -n 8 net.py`, `mpirun` (see
-run_with_mpi.sh) and a scheduler with workers (run.sh) print the same lines, up to rounding.
+run_with_mpi.sh) and a scheduler with workers (see run.sh) print the same lines, up to rounding.
 """
 
 import sys
@@ -20,7 +20,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def get_dataset(batch_size: int, in_dim: int, out_dim: int, step_per_epoch: int) -> Callable[[], Iterator[Batch]]:
-    """The same random batch in every step."""
+    """Return a function that iterates over an epoch's batches: the same random batch in every step."""
     np.random.seed(1)
     input_data = np.random.rand(batch_size, in_dim).astype(np.float32)
     label_data = np.random.rand(batch_size, out_dim).astype(np.float32)
@@ -33,7 +33,7 @@ def get_dataset(batch_size: int, in_dim: int, out_dim: int, step_per_epoch: int)
 
 
 class Net:
-    """relu(x @ weight) @ weight2."""
+    """A network that computes relu(x @ weight) @ weight2."""
 
     def __init__(self, in_dim: int, hidden_dim: int, out_dim: int) -> None:
         random = np.random.default_rng(1)  # the same weights on every rank
@@ -53,7 +53,7 @@ class Net:
 
 
 class Momentum:
-    """v = momentum * v + gradient; parameter -= learning_rate * v."""
+    """Gradient descent with momentum: v = momentum * v + gradient; parameter -= learning_rate * v."""
 
     def __init__(self, parameters: list[np.ndarray], learning_rate: float, momentum: float) -> None:
         self.parameters = parameters
@@ -84,7 +84,7 @@ def train() -> None:
     for epoch in range(1, EPOCH_SIZE + 1):
         for step, batch in enumerate(dataset(), start=1):
             loss, gradients = net.loss_and_gradients(*shard(batch, rank, size))
-            # Shards have equal size, so the mean of their means is the mean over the global batch.
+            # All shards have the same size, so the mean of the ranks' means is the mean over the global batch.
             loss, *gradients = mscomm.all_reduce_many([loss, *gradients], op="avg")
             optimizer.step(gradients)
             sys.stdout.write(f"epoch: {epoch} step: {step}, loss is {float(loss[0])}\n")

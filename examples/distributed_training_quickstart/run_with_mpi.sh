@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains net.py with mpirun in RANKS processes (default 8). The output is ./device/train.log. Returns mpirun's exit code.
+# Trains net.py with mpirun in RANKS processes (default 8). The output is ./device/train.log. Exits with the status of
+# mpirun.
 
 cd "$(dirname "$0")" || exit 1
 RANKS=${RANKS:-8}
