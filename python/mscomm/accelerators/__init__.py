@@ -1,8 +1,8 @@
-"""Accelerators: which ones this process can use, and which one the job uses. There is one module per backend.
+"""Finds the accelerators that this process can use, and chooses one for the job. There is one module per backend.
 
-Such a module has `load(env)`, which opens its libraries or raises BackendUnavailable if one is missing,
-`shares_devices(env)`, and `settings(interface)`. No library is opened before it is needed, because a library that is
-loaded early may be the wrong one for a framework that is imported later.
+A backend's module has three functions: `load(env)` opens its libraries or raises BackendUnavailable if one is missing.
+For `shares_devices(env)` and `settings(interface)`, see shares_devices() and set_up() below. No library is opened
+before it is needed, because a library that is loaded early may be the wrong one for a framework that is imported later.
 
 When a rank joins, it tells the other ranks what it found. The backend and each rank's device are then a pure function
 of what all ranks reported, so all ranks get the same result or the same error.
@@ -19,21 +19,21 @@ from typing import Any, NamedTuple
 from mscomm import _core
 from mscomm.errors import BackendUnavailable, Error, Mismatch
 
-NAMES = ("nccl", "hccl")  # in the order in which init() without a name tries them
+NAMES = ("nccl", "hccl")  # init() without a backend's name tries them in this order
 CPU = "cpu"
 
 Facts = Mapping[str, Any]
 
 
 class Opened(NamedTuple):
-    """The libraries of one accelerator in this process."""
+    """The libraries of one accelerator, which this process has opened."""
 
     vendor: _core.Vendor
     runtime: _core.Runtime
 
 
 class Accelerator(NamedTuple):
-    """The libraries of one accelerator in this process, and the device that this rank has."""
+    """An accelerator that the job uses: its name, its libraries, and the number of this rank's device."""
 
     name: str
     opened: Opened
@@ -50,18 +50,18 @@ class Chosen(NamedTuple):
 
 @functools.cache
 def opened(name: str) -> Opened:
-    """The accelerator's libraries, opened once. A BackendUnavailable says what was searched for, and where."""
+    """Open the accelerator's libraries once, and return them. A BackendUnavailable says which places were tried."""
     found: Opened = importlib.import_module(f"{__name__}.{name}").load(os.environ)
     return found
 
 
 def wanted(asked: str) -> tuple[str, ...]:
-    """The accelerators that a rank looks for if the user asked for this backend. "auto" means all of them."""
+    """Return the accelerators that a rank looks for if the user asked for the backend `asked`: for "auto", all."""
     return NAMES if asked == "auto" else (asked,) if asked in NAMES else ()
 
 
 def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[str, str]) -> dict[str, Any]:
-    """What this rank tells the other ranks. device: the one that the user chose, or None."""
+    """Return what this rank tells the other ranks about its accelerators. device: the user's choice, or None."""
     found = {}
     for name in wanted(asked):
         try:
@@ -70,16 +70,16 @@ def facts(asked: str, device: int | None, local_rank: int | None, env: Mapping[s
             words = {"version": vendor.version(), "path": vendor.path(), "runtime": runtime.version()}
             found[name] = {**words, "devices": devices, "shares": shares_devices(name, env)}
         except Error as error:
-            # All ranks get this text. It is short if the user did not ask for this backend by name.
+            # All ranks get this text, so keep it short unless the user asked for this backend by name.
             found[name] = {"missing": str(error).partition(". Tried: ")[0] if asked == "auto" else str(error)}
     return {"device": device, "local_rank": local_rank, "accelerators": found}
 
 
 def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> dict[str, str]:
-    """Set variables that the libraries read, unless the user has set them. Returns those that were set.
+    """Set variables for the accelerator's libraries, unless the user has set them. Return the variables that were set.
 
-    Call it before the libraries are first used. interface: the network interface by which ranks of other hosts reach
-    this rank; None if there are no other hosts.
+    Call this function before the libraries are first used. interface: the network interface by which ranks of other
+    hosts reach this rank; None if there are no other hosts.
     """
     wished: Mapping[str, str] = importlib.import_module(f"{__name__}.{name}").settings(interface)
     told = {variable: text for variable, text in wished.items() if variable not in env}
@@ -88,17 +88,17 @@ def set_up(name: str, interface: str | None, env: MutableMapping[str, str]) -> d
 
 
 def shares_devices(name: str, env: Mapping[str, str]) -> str:
-    """A text that the user can set for each rank. Ranks with different texts may share a device."""
+    """Return the text of a variable that the user can set. Ranks with different texts may share a device."""
     module = importlib.import_module(f"{__name__}.{name}")
     return str(module.shares_devices(env))
 
 
 def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> Chosen:
-    """The backend and the devices of a job whose ranks all asked for the same backend.
+    """Choose the backend and the devices of a job whose ranks all asked for the backend `asked`.
 
-    names: the ranks' names in messages. If the ranks asked for a backend by name and cannot use it, this raises
-    BackendUnavailable for a missing library or device, or if two ranks would share a device, and Mismatch for different
-    versions.
+    names: how messages call the ranks. If the ranks asked for a backend by name and cannot use it, choose() raises
+    BackendUnavailable (a library or a device is missing, or two ranks would share a device) or Mismatch (the ranks have
+    different versions of the library).
     """
     none = [-1] * len(everyone)
     if asked == CPU:
@@ -115,7 +115,7 @@ def choose(asked: str, everyone: Sequence[Facts], hosts: Sequence[int], names: S
 
 
 def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Each rank's device. The errors are those of choose()."""
+    """Return the number of each rank's device. Raises the errors of choose()."""
     told = [fact["accelerators"][name] for fact in everyone]
     missing = {rank: fact["missing"] for rank, fact in enumerate(told) if "missing" in fact}
     if missing:
@@ -148,8 +148,8 @@ def _devices(name: str, everyone: Sequence[Facts], hosts: Sequence[int], names: 
 
 
 def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[int]) -> int:
-    """The device that the user chose, otherwise the one that belongs to the rank's place on its host. A launcher may
-    show each rank only one device."""
+    """Return the device that the user chose. By default, return the rank's place among the ranks of its host, modulo
+    the number of devices, because a launcher may let each rank see only one device."""
     if (said := everyone[rank]["device"]) is not None:
         return int(said)
     place = everyone[rank]["local_rank"]
@@ -159,7 +159,7 @@ def _device(rank: int, everyone: Sequence[Facts], told: Facts, hosts: Sequence[i
 
 
 def _of_ranks(what: str, words: Mapping[int, str], names: Sequence[str]) -> str:
-    """A message about several ranks. Ranks with the same text are named together."""
+    """Return a message with the text of each rank in `words`. Ranks with the same text are named together."""
     alike: dict[str, list[int]] = {}
     for rank, text in words.items():
         alike.setdefault(text, []).append(rank)

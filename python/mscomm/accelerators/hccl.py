@@ -1,5 +1,5 @@
-"""Ascend NPUs, with HCCL and AscendCL. Neither was tested on hardware; docs/guide.md says what they were tested
-with."""
+"""Ascend NPUs, with HCCL and AscendCL. They were not tested on hardware; docs/guide.md says with what they were
+tested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hccl_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
-    """Where libhcomm.so may be. Newer releases have it next to libhccl.so."""
+    """Return the places where libhcomm.so may be. Newer releases have this library next to libhccl.so."""
     said = environment.read("MSCOMM_HCCL_LIBRARY", env)
     beside = str(os.path.join(os.path.dirname(said), "libhcomm.so")) if said else None
     known = homes(env, "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", below=("lib64",))
@@ -43,7 +43,7 @@ def hcomm_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
-    """The numbers that the devices of this process have on the host; empty if the process sees all devices."""
+    """Return the devices that this process can see, by their numbers on the host. An empty list means all devices."""
     said: str = environment.read("ASCEND_RT_VISIBLE_DEVICES", env) or ""
     return [number.strip() for number in said.split(",") if number.strip()]
 
@@ -65,7 +65,7 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """See nccl.settings."""
+    """Return the variables that configure HCCL; see nccl.settings."""
     return {} if interface is None else {"HCCL_SOCKET_IFNAME": f"={interface}"}
 
 

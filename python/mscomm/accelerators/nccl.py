@@ -27,7 +27,7 @@ def cuda_places(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def vendor(env: Mapping[str, str]) -> _core.Vendor:
-    """Open NCCL alone, which does not need a GPU."""
+    """Open NCCL without the CUDA driver. This needs no GPU."""
     return _core.open_nccl(nccl_places(env))
 
 
@@ -46,22 +46,21 @@ def load(env: Mapping[str, str]) -> Opened:
 
 
 def settings(interface: str | None) -> dict[str, str]:
-    """The variables that configure NCCL. set_up() sets those of them that the user has not set.
+    """Return the variables that configure NCCL. set_up() sets the ones that the user has not set.
 
-    interface: the network interface by which ranks of other hosts reach this rank, as this job's own links have shown;
-    None if all ranks are on this host.
+    interface: the network interface of this rank's links to other hosts; None if all ranks are on this host.
     """
     return {
-        # Let several groups on one device run in the order of their calls (since NCCL 2.26).
+        # Let the calls of several groups on one device run in the order in which they were made (since NCCL 2.26).
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
         # Let NCCL connect when a group is made (since NCCL 2.22). Otherwise the first call of the group would wait for
         # the other ranks.
         "NCCL_RUNTIME_CONNECT": "0",
-        # NCCL's own listeners do not check the job's key, so limit the interfaces on which they listen.
+        # NCCL's listening sockets do not check the job's key, so limit the interfaces on which NCCL listens.
         "NCCL_SOCKET_IFNAME": "lo" if interface is None else f"={interface}",
     }
 
 
 def shares_devices(env: Mapping[str, str]) -> str:
-    """NCCL treats ranks with different NCCL_HOSTID as ranks on different hosts, so it lets them share a GPU."""
+    """Return NCCL_HOSTID. NCCL lets ranks with different values share a GPU, as if they were on different hosts."""
     return env.get("NCCL_HOSTID", "")

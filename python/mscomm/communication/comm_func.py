@@ -1,8 +1,8 @@
-"""MindSpore's collective functions, with its names and arguments. They call those of mscomm.
+"""Collective functions with MindSpore's names and arguments. They call the functions of mscomm.
 
 As in MindSpore, src and dst are ranks in the world, whatever the group is. mscomm's own functions and the operators of
-mscomm.ops take ranks in the group. Each function returns its result, as in MindSpore 2.3, or None on a rank without a
-result.
+mscomm.ops take ranks in the group. Each function returns its result, as in MindSpore 2.3, or None on a rank that gets
+no result.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ def all_reduce(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD)
 
 
 def all_gather_into_tensor(tensor: Any, group: Group | str | None = _WORLD) -> Any:
-    """As mscomm.all_gather: the ranks' arrays are joined along axis 0."""
+    """Like mscomm.all_gather: join the ranks' arrays along axis 0."""
     return collectives.all_gather(tensor, group=group)
 
 
 def reduce_scatter_tensor(tensor: Any, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
-    """As mscomm.reduce_scatter: axis 0 is divided over the ranks."""
+    """Like mscomm.reduce_scatter: axis 0 of the result is divided among the ranks."""
     return collectives.reduce_scatter(tensor, op, group=group)
 
 
 def reduce(tensor: Any, dst: int, op: str = "sum", group: Group | str | None = _WORLD) -> Any:
-    """As mscomm.reduce. Rank dst of the world gets the result, the other ranks get None."""
+    """Like mscomm.reduce. Rank dst of the world gets the result, and the other ranks get None."""
     return collectives.reduce(tensor, _rank_in(group, "reduce", "dst", dst), op, group=group)
 
 
 def scatter_tensor(tensor: Any, src: int = 0, group: Group | str | None = _WORLD) -> Any:
-    """As mscomm.scatter, from rank src of the world."""
+    """Like mscomm.scatter, but src is a rank in the world."""
     return collectives.scatter(tensor, _rank_in(group, "scatter_tensor", "src", src), group=group)
 
 
 def gather_into_tensor(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD) -> Any:
-    """As mscomm.gather. Rank dst of the world gets the result, the other ranks get None."""
+    """Like mscomm.gather. Rank dst of the world gets the result, and the other ranks get None."""
     return collectives.gather(tensor, _rank_in(group, "gather_into_tensor", "dst", dst), group=group)
 
 
 def broadcast(tensor: Any, src: int = 0, group: Group | str | None = _WORLD) -> Any:
-    """As mscomm.broadcast, from rank src of the world."""
+    """Like mscomm.broadcast, but src is a rank in the world."""
     return collectives.broadcast(tensor, _rank_in(group, "broadcast", "src", src), group=group)
 
 
@@ -61,12 +61,12 @@ def barrier(group: Group | str | None = _WORLD) -> None:
 
 
 def send(tensor: Any, dst: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> None:
-    """As mscomm.send, to rank dst of the world."""
+    """Like mscomm.send, but dst is a rank in the world."""
     messages.send(tensor, _rank_in(group, "send", "dst", dst), tag, group=group)
 
 
 def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int = 0) -> Any:
-    """As mscomm.recv, from rank src of the world, into a new array with the shape and dtype of tensor."""
+    """Receive from rank src of the world into a new array, which has the shape and dtype of `tensor`."""
     shape = memory_anywhere(tensor, "tensor", "recv").shape
     target, result = library(tensor, "tensor", "recv").new(tensor, shape)
     if isinstance(target, OnDevice):
@@ -76,7 +76,7 @@ def recv(tensor: Any, src: int = 0, group: Group | str | None = _WORLD, tag: int
 
 
 def _rank_in(group: Group | str | None, function: str, argument: str, world_rank: Any) -> int:
-    """The rank in the group that has this rank in the world."""
+    """Convert a rank in the world to the rank in the group."""
     members = resolve(group)
     try:
         return members.ranks.index(operator.index(world_rank))

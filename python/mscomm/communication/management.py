@@ -17,12 +17,12 @@ from mscomm.job import release as release
 from mscomm.subgroups import create_group as create_group
 from mscomm.subgroups import destroy_group as destroy_group
 
-# Each of these names the group of all ranks, whatever the backend.
+# Each of these three names stands for the group of all ranks, with any backend.
 HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP = WORLD_NAMES
 
 
 class _State(type):
-    """Values that MindSpore's init writes into GlobalComm. Here they are looked up on each access."""
+    """The attributes that MindSpore's init sets in GlobalComm. In mscomm, each access looks up the current value."""
 
     @property
     def INITED(cls) -> bool:

@@ -1,4 +1,4 @@
-"""Before the ranks begin to use a dataset, they compare it, because all of them must have the same data."""
+"""Compares a dataset between the ranks before they begin to use it, because all ranks must have the same data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mscomm import job, objects
 
-# What may differ, and what to do about it.
+# The facts that may differ between ranks, and what to do if they do.
 _CURES = {
     "rows": "Give every rank the same data.",
     "files": "Give every rank the same files.",
@@ -21,8 +21,8 @@ _CURES = {
 def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, problem: Exception | None) -> None:
     """Raise ValueError on every rank if the ranks' facts differ, or if a rank has a problem.
 
-    The rank with the problem raises that exception itself. If no job was joined, or if num_shards is not the job's
-    size, nothing is compared, and a problem concerns only this rank.
+    problem: an exception on this rank, or None. A rank with a problem raises that exception instead. If no job was
+    joined, or if num_shards is not the job's size, the ranks compare nothing, and only ranks with a problem raise.
     """
     alone = not job.is_initialized() or num_shards < 2 or num_shards != job.get_group_size()
     if not alone:
@@ -40,14 +40,14 @@ def compare(source: str, num_shards: int, facts: dict[str, Any], where: str, pro
     if broken:
         raise ValueError(f"{source}: another rank cannot read its data. " + "; ".join(broken))
     differing = [name for name in _CURES if any(theirs["facts"].get(name) != facts.get(name) for theirs in ranks)]
-    if "rows" in differing and "pipeline" in differing:  # the pipeline's description has the number of rows, too
+    if "rows" in differing and "pipeline" in differing:  # the pipeline's description contains the number of rows
         differing.remove("pipeline")
     if differing:
         raise ValueError(_tell(source, ranks, differing))
 
 
 def _tell(source: str, ranks: list[Any], differing: list[str]) -> str:
-    kinds: list[tuple[Any, list[int]]] = []  # groups of ranks with the same facts, in order of rank
+    kinds: list[tuple[Any, list[int]]] = []  # for each set of facts: the first message with it, and the ranks
     for rank, theirs in enumerate(ranks):
         for first, members in kinds:
             if first["facts"] == theirs["facts"]:

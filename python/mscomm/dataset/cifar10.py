@@ -1,7 +1,8 @@
 """Cifar10Dataset reads the files data_batch_1.bin to data_batch_5.bin and test_batch.bin.
 
-Their format is the "binary version" of https://www.cs.toronto.edu/~kriz/cifar.html. A file has only records. A record
-has one byte for the label, 0 to 9, and 3072 bytes for 32 rows of 32 pixels: all red values, then green, then blue.
+The files have the "binary version" format of https://www.cs.toronto.edu/~kriz/cifar.html: a file is a sequence of
+records. A record has one byte for the label, 0 to 9, and 3072 bytes for 32 rows of 32 pixels: all red values, then all
+green values, then all blue values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _GET_IT = (
     "Take cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or make a small set of real images"
     " by `mscomm data make --from digits --out DIR`"
 )
-# The first bytes of other kinds of files that people may have under these names.
+# First bytes that show that a file is of another kind, with the words of the error message.
 _FOREIGN = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
     b"PK\x03\x04": "is a zip file; unpack it",
@@ -48,17 +49,18 @@ class Cifar10Dataset(Source):
     The column `image` is uint8 of shape (32, 32, 3): height, width, and red, green, blue. The column `label` is uint32
     of shape (), 0 to 9.
 
-    usage: "train" reads data_batch_1.bin to data_batch_5.bin, or only the first of them if there are fewer; "test"
-    reads test_batch.bin; "all" or None reads both, which are 60,000 rows in CIFAR-10. num_shards, shard_id: this rank's
-    part, as in DistributedSampler. shuffle: None or True for another order in each pass, False for the order of the
-    files. num_samples: the largest number of rows. sampler: a DistributedSampler, or row numbers, instead of these
-    four arguments. num_parallel_workers: as in Dataset.map; with None, any number of threads may read.
+    usage: "train" reads data_batch_1.bin to data_batch_5.bin, of which the last ones may be missing; "test" reads
+    test_batch.bin; "all" or None reads all these files, which in CIFAR-10 have 60,000 rows. num_shards, shard_id: this
+    rank's part, as in DistributedSampler. shuffle: with None or True, each pass has another order; with False, rows
+    have the order of the files. num_samples: the largest number of rows for this rank. sampler: a DistributedSampler,
+    or row numbers, instead of num_shards, shard_id, shuffle and num_samples. num_parallel_workers: as in Dataset.map;
+    with None, any number of threads may read.
 
-    ValueError for a folder without the files, and for files that are truncated or of another format; the message says
-    which file it is and what to do. Names and sizes are checked at once. Before the first pass, all files are read once
-    to check the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read,
-    and all of them raise ValueError if it differs. No pickle is ever loaded. TypeError, ValueError and RuntimeError for
-    arguments that contradict each other, as in MindSpore.
+    The constructor checks the files' names and sizes. Before the first pass, each rank reads all files once to check
+    the labels. If num_shards is the number of ranks in the job, the ranks then compare what they have read, and all
+    ranks raise ValueError if there is a difference. ValueError also if the folder does not have the files, or if a file
+    is truncated or has another format; the message says which file it is and what to do. No pickle is ever loaded.
+    TypeError, ValueError and RuntimeError for arguments that contradict each other, as in MindSpore.
 
     >>> data = Cifar10Dataset("cifar-10-batches-bin", num_shards=8, shard_id=0)
     >>> data.get_dataset_size()
@@ -101,7 +103,8 @@ class Cifar10Dataset(Source):
 
     def _open(self) -> None:
         files: list[int] = []
-        weakref.finalize(self, _close, files).atexit = False  # do not close them at exit, when a thread may still read
+        # Do not close the files at the end of the process, because a thread may still read them.
+        weakref.finalize(self, _close, files).atexit = False
         for name in self._names:
             files.append(os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
         self._files = files
@@ -138,11 +141,11 @@ def _close(files: list[int]) -> None:
         os.close(fd)
 
 
-# -- looking at files --------------------------------------------------------------------------------------------------
+# -- finding and checking the files ------------------------------------------------------------------------------------
 
 
 def _find(folder: Path, usage: str) -> list[str]:
-    """The names of the files to read."""
+    """Return the names of the files to read. ValueError if one is missing."""
     try:
         there = set(os.listdir(folder))
     except OSError as error:
@@ -173,7 +176,7 @@ def _not_there(folder: Path, there: set[str], missing: list[str]) -> str:
 
 
 def _records(path: Path) -> int:
-    """The number of records in a file, by its size. ValueError if the size or the first bytes are wrong."""
+    """Return the number of records in a file, from its size. ValueError if the size or the first bytes are wrong."""
     try:
         with open(path, "rb") as file:
             begin = file.read(64)
@@ -196,7 +199,7 @@ def _records(path: Path) -> int:
 
 
 def _read(fd: int, into: memoryview, at: int) -> int:
-    """Read bytes from position `at` and return how many. They fill `into`, except at the end of the file."""
+    """Fill `into` with bytes from position `at`, or up to the end of the file. Return how many bytes were read."""
     got = 0
     while got < len(into) and (more := os.preadv(fd, [into[got:]], at + got)):
         got += more
@@ -213,7 +216,7 @@ _digests: dict[_Seen, str] = {}  # the hashes of the files that this process has
 
 
 def _digest(path: Path, fd: int) -> str:
-    """The hash of a file's contents. ValueError if a label is out of range."""
+    """Return the hash of a file's contents. ValueError if a label is out of range, or if the file was truncated."""
     status = os.fstat(fd)
     seen = _Seen(os.path.abspath(path), status.st_size, status.st_mtime_ns)
     if seen not in _digests:

@@ -21,22 +21,22 @@ def set_seed(seed: int) -> None:
 
 
 def get_seed() -> int:
-    """The seed of pipelines that have not begun their first pass."""
+    """Return the seed that pipelines take at their first pass."""
     return _seed
 
 
 def set_prefetch_size(size: int) -> None:
     """Set how many batches each iterator makes ahead, in a thread of its own. The default is 2.
 
-    With 0 there is no thread, and each batch is made when it is asked for. The maximum is 1024. TypeError and
-    ValueError as in set_seed.
+    With 0 there is no thread, and each batch is made when the program asks for it. The maximum is 1024. TypeError if
+    size is not an int, ValueError if it is out of range.
     """
     global _prefetch_size
     _prefetch_size = _checked("set_prefetch_size", "size", size, 0, 1024)
 
 
 def get_prefetch_size() -> int:
-    """How many batches iterators make ahead."""
+    """Return how many batches each iterator makes ahead."""
     return _prefetch_size
 
 

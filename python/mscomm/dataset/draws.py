@@ -1,8 +1,8 @@
-"""Random numbers without a state: each is a function of the numbers that say what it is for.
+"""Random numbers without a state: each is a function of its purpose, a sequence of numbers such as seed and sample.
 
-The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each of these numbers. It gives the same
-bits on every machine and in every version, while the streams of NumPy's generators may change between versions. The
-random number for sample 40,000 can be computed without those before it.
+The generator is SplitMix64 (Steele, Lea and Flood, 2014), with one step for each number of the purpose. It gives the
+same bits on every machine and in every version. NumPy's generators do not promise this. The random number for sample
+40,000 can be computed without computing those for earlier samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bits = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def bits(*purpose: Any) -> Bits:
-    """64 random bits for each purpose, which is a sequence of numbers of 0 or more. Arrays are broadcast.
+    """Return 64 random bits for a purpose: numbers of 0 or more. With arrays of numbers, return an array of bits.
 
     >>> bits(5489, 0, [7, 8]).shape
     (2,)
@@ -33,15 +33,15 @@ def bits(*purpose: Any) -> Bits:
 
 
 def permutation(n: int, *purpose: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The numbers 0 to n-1 in random order."""
+    """Return the numbers 0 to n-1 in the random order for this purpose."""
     return np.argsort(bits(*purpose, np.arange(n)), kind="stable").astype(np.int64)
 
 
 def below(n: int, draw: int) -> int:
-    """A number from 0 to n-1, made of 32 random bits. Its bias, n / 2**32, is negligible for the pixels of an image."""
+    """Return a number from 0 to n-1 from 32 random bits of `draw`. The bias, n / 2**32, is negligible for pixels."""
     return (draw & 0xFFFFFFFF) * n >> 32
 
 
 def unit(draw: int) -> float:
-    """A number from 0 up to, but not including, 1, from 64 random bits."""
+    """Return a number from 0 up to, but not including, 1 from the 64 random bits of `draw`."""
     return float((draw >> 11) * 2.0**-53)

@@ -1,4 +1,4 @@
-"""Passes over a pipeline, and the program's position in a pass."""
+"""DatasetIterator: makes passes over a pipeline, and keeps the program's position in a pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mscomm.dataset.workers import Turn, in_order
 
 
 class Pipeline(Protocol):
-    """What a pass needs of a pipeline. The methods are described in pipeline.Dataset."""
+    """The members of a pipeline that DatasetIterator uses. pipeline.Dataset describes them."""
 
     columns: tuple[str, ...]
     position: tuple[int, int]
@@ -32,16 +32,16 @@ class Pipeline(Protocol):
 
 
 def row_of(column: Any, which: int) -> Any:
-    """One row of a column. The column is an array whose first axis counts the rows, or a list of arrays."""
+    """Return one row of a column. The column is an array whose first axis counts the rows, or a list of arrays."""
     return column[which, ...] if isinstance(column, np.ndarray) else column[which]
 
 
 class DatasetIterator:
-    """What create_dict_iterator and create_tuple_iterator return. Each pass over it is the pipeline's next epoch.
+    """The iterator of create_dict_iterator and create_tuple_iterator. Each pass over it is the pipeline's next epoch.
 
-    After the end of a pass, the next `for` begins another pass, up to num_epochs passes (-1: without end). If a pass
-    was left by `break`, the next `for` over the same iterator continues it. The iterator's thread ends with close(),
-    when a `with` block is left, or when the iterator is no longer referenced.
+    After the end of a pass, the next `for` begins another pass, up to num_epochs passes (-1: any number). If the
+    program leaves a pass by `break`, the next `for` over the same iterator continues the pass. The iterator's thread
+    ends when close() is called, when the iterator's `with` block is left, or when nothing references the iterator.
     """
 
     def __init__(self, dataset: Pipeline, columns: Sequence[str], as_dict: bool, num_epochs: int) -> None:
@@ -73,7 +73,7 @@ class DatasetIterator:
             row = next(self._rows)
         except StopIteration:
             self._rows = None
-            if 0 < self._batch == self._first:  # the state was taken after the pass's last batch: begin the next pass
+            if 0 < self._batch == self._first:  # resumed after the last batch: begin the next pass
                 return next(self)
             self._left -= self._left > 0
             self._dataset.position = (self._epoch + 1, 0)
@@ -94,7 +94,7 @@ class DatasetIterator:
         self._rows = Prefetch(rows, ahead) if ahead else rows
 
     def close(self) -> None:
-        """End the thread; there are no further batches."""
+        """End the thread. The iterator then yields no more batches."""
         rows, self._rows, self._left = self._rows, None, 0
         if rows is not None:
             rows.close()
@@ -107,11 +107,11 @@ class DatasetIterator:
 
 
 def _rows(dataset: Pipeline, seed: int, epoch: int, skip: int) -> Generator[Any, None, None]:
-    """The rows or batches of one pass, without the first `skip`: of these, only the order is computed."""
+    """Yield the rows or batches of one pass, without the first `skip` of them, which are not made."""
     tickets = dataset.tickets(seed, epoch)
 
     def make(turn: Turn, ticket: Any) -> tuple[Any, ...]:
-        # In C order, because functions such as torch.from_numpy do not take negative strides.
+        # Return arrays in C order, because functions such as torch.from_numpy do not accept negative strides.
         row = (row_of(column, 0) for column in dataset.load(turn, [ticket]))
         return tuple(array if array.flags.c_contiguous else array.copy() for array in row)
 

@@ -1,4 +1,7 @@
-"""The operations that `map` applies. They can take many rows at once; other functions take one row at a time."""
+"""The base classes of mscomm's operations for `map`. They can change many rows in one call.
+
+For other functions, `map` makes one call per row.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ Array = np.ndarray[Any, Any]
 
 
 class Operation:
-    """Changes one array. It may also be called directly.
+    """An operation that changes one array. A program may also call the operation directly.
 
-    It keeps no state that affects the result of a later call, so several threads may call it.
+    An operation keeps no state that affects the result of a later call, so several threads may call it at once.
     """
 
     def __call__(self, x: Any) -> Array:
         raise NotImplementedError
 
     def on_rows(self, rows: Array, draws: Sequence[int] = ()) -> Array:
-        """The results for several arrays of one shape, stacked along axis 0 like the arrays.
+        """Change several arrays of one shape, which are stacked along axis 0, and return the results in the same way.
 
-        They have the same bits as the results of separate calls. Their axes may lie in memory in any order. draws: for
-        a RandomOperation, the random bits of each row. If a row is invalid, on_rows raises, too; the pipeline then goes
-        row by row to find out which row it is.
+        The results have the same bits as those of separate calls. The axes of `rows` and of the returned array may lie
+        in memory in any order. draws: for a RandomOperation, the random bits of each row. If a row is invalid, on_rows
+        raises an exception, and the pipeline then applies the operation row by row to find out which row is invalid.
         """
         return np.stack([self(rows[which, ...]) for which in range(len(rows))])
 
@@ -37,8 +40,8 @@ class Operation:
 class RandomOperation(Operation):
     """An operation whose result depends on 64 random bits.
 
-    In a pipeline, the bits follow from the seed, the pass, the sample and the place of the operation. In a direct call,
-    they follow from config.set_seed and the number of calls of this object.
+    In a pipeline, the bits follow from the seed, the pass, the sample and the place of the operation in the pipeline.
+    In a direct call, they follow from the seed and from how often this object was called before.
     """
 
     _calls = 0
@@ -48,7 +51,7 @@ class RandomOperation(Operation):
         return self.apply(x, int(draws.bits(config.get_seed(), self._calls)[0]))
 
     def apply(self, x: Any, draw: int) -> Array:
-        """The result for these random bits."""
+        """Return the result for the array x and the random bits `draw`."""
         result: Array = self.on_rows(image_of(x, self)[None], [draw])[0]
         return result
 
@@ -57,7 +60,7 @@ class RandomOperation(Operation):
 
 
 def image_of(x: Any, operation: object) -> Array:
-    """x, if it is an image: (height, width) or (height, width, channels). Otherwise TypeError or ValueError."""
+    """Return x if it is an image: (height, width) or (height, width, channels). Else raise TypeError or ValueError."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{operation}: expected an image, a NumPy array, got a {type(x).__name__}")
     if x.ndim not in (2, 3):
@@ -69,13 +72,13 @@ def image_of(x: Any, operation: object) -> Array:
 
 
 def images_of(rows: Array, operation: object) -> Array:
-    """rows, if they are images. Otherwise TypeError or ValueError."""
+    """Return rows if they are images, stacked along axis 0. Otherwise raise TypeError or ValueError."""
     image_of(rows[0, ...], operation)
     return rows
 
 
 def two_sizes(operation: str, argument: str, value: Any) -> tuple[int, int]:
-    """(height, width), both 1 or more, from one int for both or from two."""
+    """Return (height, width) from two ints, or from one int for both. TypeError or ValueError for another value."""
     sizes = list(value) if isinstance(value, (tuple, list)) else [value]
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
         raise TypeError(f"{operation}: {argument}={value!r}; expected an int or (height, width)")

@@ -1,11 +1,12 @@
-"""A source and the steps after it: map, shuffle, batch, repeat.
+"""Pipelines: a source of rows, and the steps after it: map, shuffle, batch, repeat.
 
-A pass has two halves. `tickets` says which rows come in which order, without reading them. `load` makes the rows of
-given tickets. So a pass can be resumed by walking through its order without making rows; `load` sees all rows of a
-batch at once; and because its result depends only on its arguments, several threads may make batches (workers.py).
+A pass has two parts. `tickets` yields one ticket for each row, in the order of the pass, without reading rows. `load`
+makes the rows for given tickets. So a pass can be resumed without making the rows that come before that point, and
+`load` gets all rows of a batch at once. The result of `load` depends only on its arguments, so several threads may make
+batches (workers.py).
 
-Rows of one shape lie in one array, whose first axis counts the rows. mscomm's operations change all of them in one
-call.
+Rows of one shape are put into one array, whose first axis counts the rows. mscomm's operations change all rows of the
+array in one call.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from mscomm.dataset.iterator import DatasetIterator, row_of
 from mscomm.dataset.operation import Array, Operation, RandomOperation
 from mscomm.dataset.workers import Turn
 
-Column = Array | list[Any]  # of several rows: an array whose first axis counts them, or a list of arrays
-_VERSION = 1  # the version of what state_dict returns
-_PIECE_BYTES = 1 << 20  # how much data goes through a map's operations at once, so that it stays in the cache
+Column = Array | list[Any]  # a column of several rows: an array whose first axis counts rows, or a list
+_VERSION = 1  # the version of the format of state_dict()
+_PIECE_BYTES = 1 << 20  # how much data a map's operations change at once, so that the data stay in the cache
 
 
 class Ticket(NamedTuple):
-    """Stands for a row, or a batch, before it is made."""
+    """Stands for a row or a batch that has not been made yet."""
 
-    epoch: int  # the pass over the source; with repeat there are several in one pass over the pipeline
-    sample: int  # the row's number in the source, the same on every rank; for a batch, that of its first row
-    held: Any = None  # for a batch, its tickets; for a source that gives each row only once, the row itself
+    epoch: int  # the number of the pass over the source; with repeat, a pass over the pipeline has several of them
+    sample: int  # the row's number in the source, on every rank the same; for a batch, the number of its first row
+    held: Any = None  # for a batch: its rows' tickets; if the source is only read in order: the row
 
 
 Tickets = Generator[Ticket, None, None]
@@ -41,8 +42,8 @@ Tickets = Generator[Ticket, None, None]
 class Dataset(ABC):
     """The base class of sources and steps.
 
-    Iterating over a dataset is a pass, or epoch. Each pass has an order of its own. A row has one array for each
-    column. After `batch`, the arrays have one more axis in front, for the rows of the batch.
+    One iteration over a dataset is called a pass, or an epoch. Each pass has an order of its own. A row has one array
+    for each column. After `batch`, the arrays have one more axis in front, for the rows of the batch.
     """
 
     columns: tuple[str, ...]
@@ -51,11 +52,11 @@ class Dataset(ABC):
         self._place = place  # how many steps come before this one
         self._workers = workers  # num_parallel_workers
         self._seed: int | None = None
-        self._next = (0, 0)  # the pass and the batch that the next pass begins with
+        self._next = (0, 0)  # where the next pass begins: (epoch, batch)
         self._agreed = False
         self.position = (0, 0)  # how far the newest pass has come: (epoch, batches taken)
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- adding steps --------------------------------------------------------------------------------------------------
 
     def map(
         self,
@@ -64,31 +65,32 @@ class Dataset(ABC):
         output_columns: str | Sequence[str] | None = None,
         num_parallel_workers: int | None = None,
     ) -> Dataset:
-        """Change columns of each row by operations, one after the other.
+        """Apply operations to columns of each row, one operation after the other.
 
-        operations: one callable or several. The first is called with the arrays of the input columns, each later one
-        with what the previous one returned: an array, or a tuple of arrays. input_columns: a name or several; None
-        means the first column. output_columns: names for the results. They are needed if there are more or fewer
-        results than input columns; the results then become the first columns. A function of yours gets arrays in C
-        order.
+        operations: one callable or several. The first is called with the arrays of the input columns, and each later
+        operation with what the previous operation returned: an array, or a tuple of arrays. A function of your own gets
+        arrays in C order. input_columns: one name or several; None means the first column. output_columns: names for
+        the results. They are needed if there are more or fewer results than input columns; the results then become the
+        first columns.
 
-        num_parallel_workers: how many threads may work in this step at once, from 1 to the number of CPUs. An iterator
-        has as many threads as the step with the largest number, and each thread makes a whole batch. None means 1 if
-        operations has functions of yours, which then see the batches in order, and no limit if all operations are from
-        mscomm.dataset. The results do not depend on the number of threads, unless a function has a state.
+        num_parallel_workers: how many threads may work in this step at once, from 1 to the number of CPUs. None means
+        no limit if all operations are from mscomm.dataset. If there is a function of your own, None means 1, so the
+        function sees the batches in order. An iterator has as many threads as the largest num_parallel_workers of its
+        steps, and each thread makes whole batches. The results do not depend on the number of threads, unless a
+        function keeps a state between calls.
 
-        If an operation raises an exception, a RuntimeError that names the operation and the row is raised in place of
-        the batch. TypeError for an operation that is not callable. ValueError for an unknown column or a
-        num_parallel_workers out of range.
+        If an operation raises an exception, the iterator raises a RuntimeError in place of the batch. The error names
+        the operation and the row. TypeError for an operation that is not callable. ValueError for an unknown column or
+        a num_parallel_workers out of range.
 
         >>> data = data.map(operations=[vision.RandomCrop(24), vision.HWC2CHW()], input_columns="image")
         """
         return _Map(self, operations, input_columns, output_columns, workers.checked("map", num_parallel_workers))
 
     def shuffle(self, buffer_size: int) -> Dataset:
-        """Mix rows that are near each other: each row is taken at random from the next buffer_size ones.
+        """Mix rows that are near each other: each row is taken at random from a buffer of the next buffer_size rows.
 
-        The random numbers are the same on every rank, and different in each pass. TypeError if buffer_size is not an
+        The random numbers are the same on every rank, but different in each pass. TypeError if buffer_size is not an
         int, ValueError if it is below 2, as in MindSpore.
 
         >>> data = data.shuffle(buffer_size=10)
@@ -96,18 +98,18 @@ class Dataset(ABC):
         return _Shuffle(self, buffer_size)
 
     def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None) -> Dataset:
-        """Make one batch of batch_size rows: each column's arrays are stacked along a new first axis.
+        """Make a batch of every batch_size rows: each column's arrays are stacked along a new first axis.
 
-        drop_remainder: True leaves out a last batch with fewer rows. If the rows of a batch have different shapes or
-        dtypes, RuntimeError is raised in place of the batch. num_parallel_workers: as in map. TypeError and ValueError
-        for wrong arguments.
+        drop_remainder: True leaves out the last batch if it has fewer rows. If the rows of a batch have different
+        shapes or dtypes, the iterator raises RuntimeError in place of the batch. num_parallel_workers: as in map.
+        TypeError and ValueError for wrong arguments.
 
         >>> data = data.batch(batch_size=32, drop_remainder=True)
         """
         return _Batch(self, batch_size, drop_remainder, workers.checked("batch", num_parallel_workers))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Join `count` passes into one, each with an order of its own. None or -1 repeats without end.
+        """Make one pass of `count` passes, each with an order of its own. None or -1 repeats without end.
 
         TypeError if count is not an int, ValueError if it is 0 or below -1.
 
@@ -115,15 +117,15 @@ class Dataset(ABC):
         """
         return _Repeat(self, count)
 
-    # -- iterating -----------------------------------------------------------------------------------------------------
+    # -- iterating, and sizes ------------------------------------------------------------------------------------------
 
     def create_dict_iterator(
         self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
     ) -> DatasetIterator:
-        """An iterator over the rows as dicts {column: array}; see DatasetIterator.
+        """Return an iterator over the rows or batches as dicts {column: array}; see DatasetIterator.
 
-        The arrays are NumPy's, in C order, whatever output_numpy and do_copy say. TypeError if num_epochs is not an
-        int, ValueError if it is 0 or below -1.
+        The arrays are NumPy arrays in C order. output_numpy and do_copy have no effect. TypeError if num_epochs is not
+        an int, ValueError if it is 0 or below -1.
 
         >>> batch = next(data.batch(32).create_dict_iterator())
         >>> batch["image"].shape, batch["label"].shape
@@ -139,7 +141,7 @@ class Dataset(ABC):
         output_numpy: bool = False,
         do_copy: bool = False,
     ) -> DatasetIterator:
-        """An iterator over the rows as tuples of arrays. columns: None means all, in the order of get_col_names().
+        """Return an iterator over tuples of arrays. columns: which columns; None means all, as in get_col_names().
 
         The other arguments are those of create_dict_iterator. ValueError for an unknown column.
 
@@ -149,34 +151,35 @@ class Dataset(ABC):
         return DatasetIterator(self, self.columns if columns is None else columns, False, num_epochs)
 
     def __iter__(self) -> DatasetIterator:
-        """One pass, which gives tuples: for image, label in data."""
+        """Iterate over one pass, in tuples of arrays: for image, label in data."""
         return DatasetIterator(self, self.columns, False, 1)
 
     def get_dataset_size(self) -> int:
-        """How many rows or batches a pass has on this rank. If repeat is endless, one round of it counts.
+        """Return how many rows or batches a pass has on this rank. An endless repeat counts as one repetition.
 
         If a source cannot tell how many rows it has, it is read once to count them.
         """
         return self._size()
 
     def get_col_names(self) -> list[str]:
-        """The columns' names, in the order of the tuples."""
+        """Return the names of the columns, in the order that their arrays have in tuples."""
         return list(self.columns)
 
     def get_batch_size(self) -> int:
-        """The batch_size of the last batch step; 1 if there is none."""
+        """Return the batch_size of the last batch step, or 1 if there is none."""
         return 1
 
     def get_repeat_count(self) -> int:
-        """The product of the counts of all repeat steps; -1 if one is endless, 1 if there are none."""
+        """Return the product of the counts of all repeat steps: -1 if one of them is endless, 1 if there are none."""
         return 1
 
-    # -- resuming ------------------------------------------------------------------------------------------------------
+    # -- resuming a pass -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the newest pass, for a checkpoint: ints, strings and lists, which are the same on every rank.
+        """Return the position in the newest pass, for a checkpoint. It is the same on every rank.
 
-        A batch counts when the program has taken it, not when it is made ahead.
+        A batch counts as soon as the program has taken it. Batches that were only made ahead do not count. The values
+        are ints, strings and lists.
 
         >>> state = data.batch(32).state_dict()
         >>> state["epoch"], state["batch"], state["pipeline"]
@@ -191,8 +194,8 @@ class Dataset(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, which a pipeline like this one has returned: the next pass begins at that position.
 
-        Its batches have the same bits as in the first run. If the source has random access, the order up to that
-        position is computed again without reading or changing rows. ValueError if the state belongs to another
+        The batches of that pass have the same bits as in the first run. If the source has random access, the order up
+        to that position is computed again without reading or changing rows. ValueError if the state belongs to another
         pipeline; the message says what differs. Load the state on each rank of a job, because the ranks compare their
         data again.
 
@@ -215,10 +218,10 @@ class Dataset(ABC):
         self._seed, self._next, self.position, self._agreed = seed, (epoch, batch), (epoch, batch), False
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass number `epoch`, from 0, with the order and the random changes of that pass in any run.
+        """Let the next pass have the number `epoch`, counted from 0, which determines its order and random changes.
 
-        Passes count on by themselves; Model.train calls this for its initial_epoch. TypeError if epoch is not an int,
-        ValueError if it is outside 0..2**32-1.
+        Without this call, each pass gets the next number. Model.train makes this call for its initial_epoch. TypeError
+        if epoch is not an int, ValueError if it is outside 0..2**32-1.
 
         >>> data.set_epoch(3)
         """
@@ -228,8 +231,8 @@ class Dataset(ABC):
         self._next = self.position = (epoch, 0)
 
     def begin_pass(self) -> tuple[int, int, int]:
-        """Begin a pass: the seed, the epoch and the first batch. Before the first pass, the ranks compare their
-        data."""
+        """Begin a pass. Return its seed, its epoch and the number of its first batch. Before the first pass, the ranks
+        compare their data."""
         seed = config.get_seed() if self._seed is None else self._seed
         if not self._agreed:
             begin = list(self._next)
@@ -240,27 +243,27 @@ class Dataset(ABC):
         self.position = (epoch, batch)
         return seed, epoch, batch
 
-    # -- what a source or step is --------------------------------------------------------------------------------------
+    # -- methods that sources and steps implement ----------------------------------------------------------------------
 
     @abstractmethod
     def source(self) -> Source:
-        """The source of the rows."""
+        """Return the source of this pipeline."""
 
     @abstractmethod
     def tickets(self, seed: int, epoch: int) -> Tickets:
-        """The tickets of a pass, in order."""
+        """Yield the tickets of a pass, in order."""
 
     @abstractmethod
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
         """Make the rows of these tickets and return them by columns. Several threads may call it at once."""
 
     def widths(self) -> dict[int, int]:
-        """How many threads may be in each step at once, by the step's place. Steps without a limit are left out."""
+        """Return how many threads may be in a step at once, by the step's place. Steps without a limit are left out."""
         width = self._width()
         return {} if width is None else {self._place: width}
 
     def threads(self) -> int:
-        """How many threads make batches: the largest num_parallel_workers of the steps."""
+        """Return how many threads make batches: the largest num_parallel_workers of the steps."""
         return self._workers or 1
 
     def _width(self) -> int | None:
@@ -271,15 +274,15 @@ class Dataset(ABC):
 
     @abstractmethod
     def _known_size(self) -> int | None:
-        """The size, if it is known without reading anything; else None."""
+        """Return the size if it is known without reading rows, else None."""
 
     @abstractmethod
     def _described(self) -> list[str]:
-        """A description of everything that determines the order, for state_dict."""
+        """Describe, for state_dict, everything that determines the order of the rows: one text for each step."""
 
 
 class Source(Dataset):
-    """A dataset with no other dataset before it."""
+    """A dataset that has no other dataset before it."""
 
     def __init__(self, columns: Sequence[str], workers: int | None) -> None:
         super().__init__(0, workers)
@@ -290,7 +293,7 @@ class Source(Dataset):
 
     @abstractmethod
     def compare(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Prepare for a pass. Compare what this rank reads, and facts(), with the other ranks."""
+        """Prepare for a pass: compare facts(), and what this rank reads, with the other ranks."""
 
 
 class _Step(Dataset):
@@ -324,7 +327,7 @@ class _Step(Dataset):
         return None if before is None else self._of(before)
 
     def _of(self, before: int) -> int:
-        """The size, given the size of the dataset before it."""
+        """Return the size of this dataset, given the size of the dataset before it."""
         return before
 
     def get_batch_size(self) -> int:
@@ -362,7 +365,7 @@ class _Map(_Step):
         else:
             self.columns = (*self._outputs, *others)
         self._ours = all(isinstance(operation, Operation) for operation in self._operations)
-        self._row_bytes = [1] * len(self._operations)  # for each operation, the size of a row of its last result
+        self._row_bytes = [1] * len(self._operations)  # for each operation: bytes per row of its latest result
 
     def _width(self) -> int | None:
         return self._workers or (None if self._ours else 1)
@@ -380,7 +383,7 @@ class _Map(_Step):
         return [columns[name] for name in self.columns]
 
     def _draws(self, seed: int, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """The random bits of the rows, for each operation; empty for an operation that takes none."""
+        """Return one list per operation: the random bits of the rows, or no bits if the operation takes none."""
         epochs, samples = [ticket.epoch for ticket in tickets], [ticket.sample for ticket in tickets]
         return [
             draws.bits(seed, self._place, number, epochs, samples).tolist()
@@ -390,7 +393,8 @@ class _Map(_Step):
         ]
 
     def _by_pieces(self, rows: Array, drawn: list[list[int]], tickets: Sequence[Ticket]) -> Column:
-        """Run operations on all rows at once while their results are small, then the rest on a few rows at a time."""
+        """Run the first operations, whose results are small, on all rows at once, and the others on a few rows at a
+        time."""
         large = [len(rows) * size > _PIECE_BYTES for size in self._row_bytes]
         first = large.index(True) if True in large else len(large)
         step = max(1, _PIECE_BYTES // max(self._row_bytes))
@@ -406,7 +410,7 @@ class _Map(_Step):
                     result = np.empty((len(rows), *piece.shape[1:]), piece.dtype)
                 result[some] = piece
         except Exception:
-            return self._by_rows([rows], drawn, tickets)[0]  # fails, too, with an error that names the row
+            return self._by_rows([rows], drawn, tickets)[0]  # raises an error that names the row
         assert result is not None
         return result
 
@@ -417,7 +421,7 @@ class _Map(_Step):
         return rows
 
     def _by_rows(self, inputs: list[Column], drawn: list[list[int]], tickets: Sequence[Ticket]) -> list[list[Any]]:
-        """Run each operation on one row after the other; returns the results by columns."""
+        """Run each operation on one row after the other, and return the results by columns."""
         values = [tuple(row_of(column, which) for column in inputs) for which in range(len(tickets))]
         for number, (operation, bits) in enumerate(zip(self._operations, drawn, strict=True)):
             for which, ticket in enumerate(tickets):
@@ -490,7 +494,7 @@ class _Batch(_Step):
                 yield Ticket(parts[0].epoch, parts[0].sample, parts)
 
     def load(self, turn: Turn, tickets: Sequence[Ticket]) -> list[Column]:
-        # Load the rows of all batches at once, because each step may be entered only once in a turn.
+        # Load the rows of all batches at once, because a turn may enter each step only once.
         columns = self._before.load(turn, [part for ticket in tickets for part in ticket.held])
         batches: list[list[Any]] = [[] for _ in self.columns]
         with turn.at(self._place):
@@ -522,7 +526,7 @@ class _Repeat(_Step):
         if self._count > 0:
             passes: Any = range(epoch * self._count, (epoch + 1) * self._count)
         else:
-            passes = itertools.count(epoch << 32)  # so that another endless pass has other orders
+            passes = itertools.count(epoch << 32)  # so that each endless pass has orders of its own
         for number in passes:
             some = False
             for ticket in self._before.tickets(seed, number):
@@ -543,7 +547,7 @@ class _Repeat(_Step):
 
 
 def _together(column: Column) -> Array | None:
-    """The rows in one array, if they have one shape and one dtype; else None."""
+    """Return the rows as one array if they have the same shape and dtype, else None."""
     if isinstance(column, np.ndarray):
         return column
     alike = len({(row.shape, row.dtype) for row in column}) == 1
@@ -564,7 +568,7 @@ def _stacked(name: str, arrays: Column, tickets: Sequence[Ticket]) -> Array:
                 f"batch: column {name} is {array.dtype}{list(array.shape)} in row {ticket.sample} of the source and"
                 f" {first.dtype}{list(first.shape)} in row {tickets[0].sample}; make them alike by map"
             )
-    # The result must be in C order, even if the rows are not: HWC2CHW returns views.
+    # The result must be in C order, even if the rows are not. For example, HWC2CHW returns views.
     dtype = np.result_type(*arrays) if first.dtype.kind in "SU" else first.dtype
     return np.stack(arrays, out=np.empty((len(arrays), *first.shape), dtype))
 

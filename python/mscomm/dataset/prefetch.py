@@ -1,7 +1,7 @@
 """Makes items ahead in a thread, with a bounded queue between the thread and the consumer.
 
-The thread references the queue and the generator that makes the items, but not the consumer's Prefetch object. So that
-object can be garbage-collected, which ends the thread.
+The thread references the queue and the generator that makes the items, but not the consumer's Prefetch object. So the
+Prefetch object can be garbage-collected, and this ends the thread.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 _LOOK_S = 1.0  # how often a waiting consumer checks that the thread is alive; a new item wakes it at once
-_EXIT_S = 5.0  # at exit, how long to wait until the threads have finished their items
+_EXIT_S = 5.0  # how long the end of the process waits until the threads have finished their items
 IN_A_CHILD = "this iterator belongs to the process that was forked, whose thread fills it; make a new one here"
 
 
 class _Queue:
-    """What the thread and the consumer share."""
+    """The items and flags that the thread and the consumer share."""
 
     def __init__(self, room: int) -> None:
         self.pid = os.getpid()
         self.room = room
-        # Guards the fields below; both sides wait on it. Its lock is reentrant, because the garbage collector may run
-        # `stop` anywhere.
+        # Guards the fields below. The thread and the consumer wait on it. Its lock is reentrant, because the garbage
+        # collector may run `stop` in a thread that holds the lock.
         self.news = threading.Condition()
         self.items: deque[Any] = deque()
         self.ended = False
@@ -37,7 +37,7 @@ class _Queue:
 
     def stop(self) -> None:
         """Tell the thread that the consumer takes no more items."""
-        if self.pid != os.getpid():  # a forked child has no thread, and its copy of the lock may be held forever
+        if self.pid != os.getpid():  # a forked child has no thread, and its copy of the lock may be locked forever
             return
         with self.news:
             self.stopped = True
@@ -46,12 +46,12 @@ class _Queue:
 
 
 class Prefetch:
-    """An iterator over the items of `source`, which a thread makes up to `room` items ahead.
+    """An iterator over the items of `source`. A thread makes up to `room` items ahead.
 
-    If source raises an exception, it is raised in place of the item, with its traceback, and ends the iterator. close()
-    ends the thread and waits until the thread has finished its current item. The end of the process does the same, but
-    waits only a few seconds. If this object is garbage-collected, the thread ends by itself. A forked child has no
-    thread, so the iterator raises RuntimeError there.
+    If source raises an exception, the iterator raises this exception in place of the item, and ends. close() ends the
+    thread and waits until the thread has finished its current item. The same happens at the end of the process, but
+    then the wait takes at most a few seconds. If this object is garbage-collected, the thread ends by itself. A forked
+    child has no thread, so the iterator raises RuntimeError there.
     """
 
     def __init__(self, source: Generator[Any, None, None], room: int) -> None:
@@ -60,7 +60,7 @@ class Prefetch:
         ended_at_exit(self._thread, self._queue.stop)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.stop)
-        self._finalizer.atexit = False  # _end_all calls stop at exit
+        self._finalizer.atexit = False  # at exit, _end_all calls stop
 
     def __iter__(self) -> Prefetch:
         return self
@@ -82,11 +82,11 @@ class Prefetch:
             try:
                 raise error
             finally:
-                del error  # its traceback references this frame
+                del error  # the error's traceback references this frame
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. It may be called twice, but not from within source."""
+        """End the thread. A program may call close() twice, but source must not call it."""
         self._finalizer()
         if self._queue.pid == os.getpid():
             self._thread.join()
@@ -97,8 +97,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def ended_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """Register the thread: at the end of the process, stop is called, and the process waits a few seconds for the
-    thread."""
+    """Register a thread: the end of the process calls stop, and waits at most a few seconds until the thread ends."""
     _running[thread] = stop
 
 
@@ -115,7 +114,7 @@ def _fill(queue: _Queue, source: Generator[Any, None, None]) -> None:
                         return
                     queue.items.append(item)
                     queue.news.notify_all()
-    except BaseException as raised:  # raised again in the consumer, because nobody would see it here
+    except BaseException as raised:  # the consumer raises it again, because nobody would see it in this thread
         error = raised
     finally:
         with queue.news:

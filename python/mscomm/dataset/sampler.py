@@ -14,27 +14,27 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Sampler(Protocol):
-    """What a source needs of a sampler. rows: the number of rows in the source."""
+    """The members of a sampler that a source uses. rows: the number of rows in the source."""
 
     num_shards: int
 
     def count(self, rows: int) -> int:
-        """How many rows this rank reads in a pass."""
+        """Return how many rows this rank reads in a pass."""
 
     def indices(self, rows: int, seed: int, epoch: int) -> Indices:
-        """The rows that this rank reads in pass number epoch, in order."""
+        """Return the numbers of the rows that this rank reads in pass `epoch`, in order."""
 
     def __str__(self) -> str:
-        """A text for state_dict, which is the same on all ranks that share the rows."""
+        """Return a text for state_dict(). The text is the same on all ranks that share the rows."""
 
 
 class DistributedSampler:
-    """Deals the rows to num_shards ranks like cards, as MindSpore's sampler does. This one is for rank shard_id.
+    """Deals the rows to num_shards ranks like cards, as MindSpore's sampler does. This sampler is for rank shard_id.
 
-    shuffle: True deals the rows in a random order, which is the same on all ranks and another one in each pass.
+    shuffle: True deals the rows in a random order. The order is the same on all ranks, and different in each pass.
     num_samples: the largest number of rows per rank; None or 0 means all. offset: with -1, every rank gets ceil(rows /
-    num_shards) rows; when the rows run out, dealing continues with the first rows. With 0 or more, the first row goes
-    to rank `offset`, each row goes to only one rank, and the ranks' counts may differ by one.
+    num_shards) rows; when the rows run out, dealing continues with the first rows. With an offset of 0 or more, the
+    first row goes to rank `offset`, each row goes to only one rank, and some ranks may get one row more than others.
 
     TypeError for wrong types. RuntimeError for num_shards below 1, a shard_id outside 0..num_shards-1, or an offset
     below -1 or above num_shards. ValueError for a negative num_samples.
@@ -80,7 +80,7 @@ class DistributedSampler:
         return -(-max(max(self.offset, 0) - self.shard_id, 0) // self.num_shards)
 
     def _until(self, rows: int) -> int:
-        """The first turn in which there is no row left for this rank."""
+        """The first turn in which no row is left for this rank."""
         return max(-(-(rows + self.offset - self.shard_id) // self.num_shards), self._first)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class DistributedSampler:
 
 
 class Listed:
-    """The rows that the user lists, in the same order in every pass."""
+    """A sampler for the rows that the user lists, in the same order in every pass."""
 
     num_shards = 1
 
@@ -122,7 +122,7 @@ def choose(
     num_shards: int | None,
     shard_id: int | None,
 ) -> Sampler:
-    """The sampler that a source's arguments describe. The errors are MindSpore's. shuffle=None shuffles."""
+    """Return the sampler that a source's arguments describe. shuffle=None means True. The errors are MindSpore's."""
     if sampler is not None:
         for name, value in (("shuffle", shuffle), ("num_shards", num_shards), ("num_samples", num_samples)):
             if value is not None:

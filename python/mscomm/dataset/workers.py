@@ -1,7 +1,7 @@
-"""Threads that make batches in parallel, while the batches stay in order.
+"""Makes batches in parallel, in several threads, and returns them in order.
 
 NumPy and Pillow release the GIL in their loops, so threads help if the arrays are large. Threads share memory, so
-nothing is pickled or copied between them. They need no fork, and the program's functions run in its own process.
+nothing is pickled or copied between them. No process is forked, so the functions of a program run in its own process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LOOK_S = 1.0  # how often a reader that waits for a batch checks that the threa
 
 
 def checked(step: str, number: Any) -> int | None:
-    """num_parallel_workers: None, or as in MindSpore from 1 to the number of CPUs; otherwise TypeError or
-    ValueError."""
+    """Return num_parallel_workers if it is valid: None or, as in MindSpore, from 1 to the number of CPUs. Otherwise
+    raise TypeError or ValueError."""
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int):
@@ -37,15 +37,15 @@ def checked(step: str, number: Any) -> int | None:
 class Gate:
     """Lets at most `width` batches into a step at once. With width 1, they enter in order. Each batch enters once.
 
-    So a function that has a state, and was written for one thread, sees the rows in the same order with any number of
-    threads. Batch k may enter when all batches before k - width + 1 have left. Those batches were begun earlier, so
-    they will leave.
+    So with width 1, a function that keeps a state sees the rows in the same order with any number of threads. Batch k
+    may enter when all batches before batch k - width + 1 have left. Threads have already begun those batches, so there
+    is no deadlock.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._news = threading.Condition()  # guards the fields below
-        self._left: set[int] = set()  # batches that left before an earlier one did
+        self._left: set[int] = set()  # batches that have left although an earlier batch has not
         self._first = 0  # all batches before this one have left
 
     def enter(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Gate:
             self._news.wait_for(lambda: number < self._first + self._width)
 
     def leave(self, number: int) -> None:
-        """Let other batches enter instead of this one. It may be called twice, and without enter()."""
+        """Note that this batch no longer needs the step. leave() may be called twice, and without enter()."""
         with self._news:
             if number >= self._first:
                 self._left.add(number)
@@ -64,15 +64,15 @@ class Gate:
 
 
 class Turn(NamedTuple):
-    """What `load` gets besides the tickets: the seed of the random numbers, and which batch of the pass this is."""
+    """An argument of `load`: the seed of the random numbers, the number of the batch in its pass, and the gates."""
 
     seed: int
     number: int = 0
-    gates: Mapping[int, Gate] = {}  # of the steps, by their places; empty with one thread
+    gates: Mapping[int, Gate] = {}  # the gates of steps, by the steps' places; empty with one thread
 
     def at(self, place: int) -> AbstractContextManager[None]:
-        """A context in which the step at this place works on the batch. It first waits until the batch may enter the
-        step."""
+        """Return a context in which the step at this place works on the batch. On entry, the context waits until the
+        batch may enter the step."""
         gate = self.gates.get(place)
         return contextlib.nullcontext() if gate is None else self._inside(gate)
 
@@ -85,7 +85,7 @@ class Turn(NamedTuple):
             gate.leave(self.number)
 
     def over(self) -> None:
-        """Call it when the batch is made, or has failed, so that later batches no longer wait for it."""
+        """Leave all gates. Call this when the batch is made or has failed, so that no later batch waits for it."""
         for gate in self.gates.values():
             gate.leave(self.number)
 
@@ -95,10 +95,10 @@ def in_order(
 ) -> Generator[Any, None, None]:
     """Call make(turn, ticket) for each ticket, in several threads, and yield the results in the order of the tickets.
 
-    Only the caller's thread reads tickets, at most threads + 1 ahead. If make raises an exception, it is raised in
-    place of the result. With threads=1, make runs in the caller's thread. widths: how many batches may be in a step at
-    once, by the place of the step. Closing this generator lets the threads finish what they are making, and waits for
-    them.
+    Only the caller's thread reads tickets, at most threads + 1 ahead. If make raises an exception, the generator raises
+    it in place of the result. With threads=1, make runs in the caller's thread. widths: how many batches may be in a
+    step at once, by the place of the step. When the generator is closed, it waits until each thread has finished its
+    current batch.
     """
     if threads == 1:
         for ticket in tickets:
@@ -132,7 +132,7 @@ def in_order(
             yield _result(begun.popleft(), pool)
             _same_process(pid)
     finally:
-        if os.getpid() == pid:  # a forked child has no threads, and its copy of the queue's lock may be held forever
+        if os.getpid() == pid:  # a forked child has no threads, and its copy of the queue may be locked forever
             for task in begun:
                 task.cancel()
             stop()
@@ -141,7 +141,8 @@ def in_order(
 
 
 def _result(task: Future[Any], pool: Sequence[threading.Thread]) -> Any:
-    """Wait for the task's result. At the end of the process, the threads may end before they come to the task."""
+    """Wait for the task's result and return it. RuntimeError if the threads ended first, as at the end of the
+    process."""
     while not task.done() and not wait([task], _LOOK_S).done:
         if not any(thread.is_alive() for thread in pool):
             raise RuntimeError("the threads that make the batches have ended")
@@ -160,8 +161,8 @@ def _work(make: Callable[[Turn, Any], Any], tasks: SimpleQueue[tuple[Future[Any]
         try:
             if task.set_running_or_notify_cancel():
                 task.set_result(make(turn, ticket))
-        except BaseException as error:  # raised again where the batch is taken, because nobody would see it here
+        except BaseException as error:  # _result raises it again, because nobody would see it in this thread
             task.set_exception(error)
         finally:
             turn.over()
-        del job, task, turn, ticket  # they reference a batch, which must not stay alive while the thread waits
+        del job, task, turn, ticket  # they reference a batch, whose memory must be released while the thread waits

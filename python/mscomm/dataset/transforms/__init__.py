@@ -1,4 +1,4 @@
-"""Operations on any column, under MindSpore's names: import mscomm.dataset.transforms as transforms."""
+"""Operations on columns of any kind, under MindSpore's names: import mscomm.dataset.transforms as transforms."""
 
 from __future__ import annotations
 

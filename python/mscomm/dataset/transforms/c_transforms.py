@@ -1,4 +1,4 @@
-"""The same operations under MindSpore's older path: import mscomm.dataset.transforms.c_transforms as C."""
+"""MindSpore's older path for mscomm.dataset.transforms: import mscomm.dataset.transforms.c_transforms as C."""
 
 from __future__ import annotations
 

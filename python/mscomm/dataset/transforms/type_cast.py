@@ -12,10 +12,10 @@ from mscomm.dataset.operation import Array, Operation
 
 
 class TypeCast(Operation):
-    """Converts an array of any shape to another dtype. Like numpy.ndarray.astype, it cuts off the fraction of a number.
+    """Converts an array of any shape to another dtype. As in NumPy, a cast to integers cuts off fractions.
 
-    output_type: a NumPy dtype or its name, one of mscomm.dtype, or a dtype of MindSpore or PyTorch. TypeError for
-    anything else.
+    output_type: a NumPy dtype or its name, or a dtype of mscomm.dtype, MindSpore or PyTorch. TypeError for anything
+    else.
 
     >>> TypeCast("int32")(np.float32(2.75))
     array(2, dtype=int32)
@@ -23,7 +23,7 @@ class TypeCast(Operation):
 
     def __init__(self, output_type: Any) -> None:
         try:
-            if output_type is None:  # NumPy takes None for float64
+            if output_type is None:  # for NumPy, None means float64
                 raise TypeError
             self._dtype = dtype_named(output_type)
         except TypeError:

@@ -1,4 +1,4 @@
-"""The same operations under MindSpore's older path: import mscomm.dataset.vision.c_transforms as vision."""
+"""MindSpore's older path for mscomm.dataset.vision: import mscomm.dataset.vision.c_transforms as vision."""
 
 from __future__ import annotations
 

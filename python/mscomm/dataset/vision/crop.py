@@ -13,7 +13,7 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of, two_size
 
 
 class Border(enum.Enum):
-    """What a padded border is filled with; the values are those of numpy.pad."""
+    """How a padded border is filled. The values are modes of numpy.pad."""
 
     CONSTANT = "constant"
     EDGE = "edge"
@@ -24,10 +24,11 @@ class Border(enum.Enum):
 class RandomCrop(RandomOperation):
     """Cuts out a part of the image at a random place. Every place is equally likely.
 
-    size: (height, width) of the result, or one int for both. padding: how many pixels are put around the image first:
-    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: True pads an
-    image that is smaller than size on both sides, as torchvision does. fill_value: the value of a constant border, from
-    0 to 255, one for all channels or one for each. padding_mode: Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
+    size: (height, width) of the result, or one int for both. padding: how many pixels are first added around the image:
+    one int for all sides, (left and right, top and bottom), or (left, top, right, bottom). pad_if_needed: if the image
+    is too low or too narrow for size, True pads it at top and bottom or at left and right, as torchvision does.
+    fill_value: the value of a constant border, from 0 to 255: an int for all channels, or one for each. padding_mode:
+    Border.CONSTANT, EDGE, REFLECT or SYMMETRIC.
 
     It takes images of shape (height, width, channels) or (height, width) and any dtype, and keeps the dtype. TypeError
     and ValueError for wrong arguments. ValueError for an image that is smaller than size after padding.
@@ -88,7 +89,7 @@ class RandomCrop(RandomOperation):
             raise ValueError(
                 f"RandomCrop: fill_value has {len(self._fill)} numbers, the image is {rows.dtype}{list(rows.shape[1:])}"
             )
-        # This is faster than numpy.pad, which takes five times as long for an image of 32 x 32.
+        # Do not call numpy.pad, which takes five times as long for an image of 32 x 32.
         shape = (len(rows), rows.shape[1] + top + bottom, rows.shape[2] + left + right, *rows.shape[3:])
         padded: Array = np.empty_like(rows, shape=shape)
         padded[...] = self._fill
@@ -97,7 +98,7 @@ class RandomCrop(RandomOperation):
 
 
 def _four_sides(padding: Any) -> tuple[int, int, int, int]:
-    """The padding as (left, top, right, bottom)."""
+    """Return the padding as (left, top, right, bottom)."""
     numbers = [0] if padding is None else list(padding) if isinstance(padding, (tuple, list)) else [padding]
     if any(isinstance(number, bool) or not isinstance(number, (int, np.integer)) for number in numbers):
         raise TypeError(f"RandomCrop: padding={padding!r}; expected an int, 2 or 4 of them")

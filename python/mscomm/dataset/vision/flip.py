@@ -9,7 +9,7 @@ from mscomm.dataset.operation import Array, RandomOperation, images_of
 
 
 class RandomHorizontalFlip(RandomOperation):
-    """Exchanges left and right in an image with probability prob.
+    """Mirrors an image, left to right, with probability prob.
 
     It takes images of shape (height, width, channels) or (height, width) and any dtype. TypeError if prob is not a
     number, ValueError if it is outside 0..1.

@@ -23,13 +23,13 @@ class Inter(enum.Enum):
 class Resize(Operation):
     """Changes the size of an image.
 
-    size: (height, width), or one int for the shorter side; the longer side then keeps the proportion. interpolation:
+    size: (height, width), or one int for the shorter side; the image then keeps its proportions. interpolation:
     Inter.LINEAR, NEAREST or CUBIC.
 
-    The pixels are computed as in Pillow. The centres of pixels have half-integer coordinates.
-    When an image shrinks, the filter is
-    stretched over all pixels that fall together (antialiasing), as in torchvision. When an image grows, antialiasing
-    has no effect, so the result is that of MindSpore, which uses OpenCV, up to the rounding of uint8.
+    The pixels are computed as in Pillow: the centres of pixels have half-integer coordinates. When an image shrinks,
+    each new pixel depends on all old pixels in its place (antialiasing), as in torchvision. When an image grows,
+    antialiasing has no effect. The result then is the same as in MindSpore, which uses OpenCV, except for the rounding
+    to uint8.
 
     It takes images of uint8 or float32 and shape (height, width, channels) or (height, width), and keeps the dtype.
     TypeError for another dtype. ImportError without Pillow. TypeError and ValueError for wrong arguments.
@@ -84,17 +84,17 @@ class Resize(Operation):
 # -- enlarging images of uint8 with NumPy: many rows at once, with the same bits as Pillow -----------------------------
 #
 # This follows Pillow's Resample.c, which resizes first along the width, then along the height, and rounds each result
-# to uint8. Weights have 22 fraction bits. When an image grows, each new pixel depends on two neighbours.
+# to uint8. Weights have 22 fraction bits. When an image grows, each new pixel depends on two old ones per direction.
 
 _FRACTION_BITS = 22
-_BLOCK_BYTES = 1 << 18  # how many bytes of int32 are computed at once, so that they stay in the cache
+_BLOCK_BYTES = 1 << 18  # how many bytes of int32 results are computed at once, so that they stay in the cache
 
 
 def _enlarged(rows: Array, height: int, width: int) -> Array:
     """Enlarge the images in rows: uint8 of shape (n, high, wide) or (n, high, wide, channels).
 
-    In memory, the channels of the result lie before height and width. The next steps are faster on this order, and
-    HWC2CHW then has nothing to do.
+    In memory, the channels of the result lie before height and width. The next steps are faster in this order, and
+    after HWC2CHW the array is in C order.
     """
     images = rows[..., None] if rows.ndim == 3 else rows
     count, high, _, channels = images.shape
@@ -107,9 +107,9 @@ def _enlarged(rows: Array, height: int, width: int) -> Array:
 
 
 def _weighed(lines: Array, result: Array) -> None:
-    """Fill the lines of result, along axis 0: each is the weighted sum of the two nearest of `lines`.
+    """Fill result along axis 0: each of its lines is the weighted sum of the two nearest lines in `lines`.
 
-    The two weights add up to 1, so the sum is the first line plus a part of the difference to the second.
+    The two weights add up to 1, so the sum is the first line plus a fraction of the difference between the two.
     """
     old, new = len(lines), len(result)
     if new == old:
@@ -119,7 +119,7 @@ def _weighed(lines: Array, result: Array) -> None:
     numbers = lines.reshape(old, -1).astype(np.int32)
     ways = np.diff(numbers, axis=0, append=numbers[-1:])
     numbers <<= _FRACTION_BITS
-    numbers += 1 << (_FRACTION_BITS - 1)  # one half, so that cutting off the fraction rounds
+    numbers += 1 << (_FRACTION_BITS - 1)  # one half, so that cutting off the fraction rounds to the nearest number
     step = max(1, _BLOCK_BYTES // max(numbers[0].nbytes, 1))
     for begin in range(0, new, step):
         block = slice(begin, begin + step)
@@ -132,13 +132,14 @@ def _weighed(lines: Array, result: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _neighbours(old: int, new: int) -> tuple[Array, Array]:
-    """For each new line: the first of its two old lines, and the weight of the second. The weights have the shape (new,
-    1)."""
+    """For each new line, return the number of the first of its two old lines, and the weight of the second. The weights
+    have the shape (new, 1)."""
     centres = (np.arange(new) + 0.5) * (old / new)
     first = np.maximum((centres - 1.0 + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + 1.0 + 0.5).astype(np.int64), old)
     lines = first + np.arange(2)[:, None]
     weights = np.maximum(0.0, 1.0 - abs(lines - centres + 0.5)) * (lines < end)
     weights /= weights.sum(axis=0)
-    whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)  # the two add up to 1 for fewer than 2**22 lines
+    # The two weights of a new line add up to 1 if there are fewer than 2**22 lines.
+    whole = (weights * (1 << _FRACTION_BITS) + 0.5).astype(np.int32)
     return first, whole[1, :, None]

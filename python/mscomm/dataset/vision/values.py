@@ -10,7 +10,7 @@ import numpy as np
 
 from mscomm.dataset.operation import Array, Operation
 
-_RUN = 512  # elements; in runs of at least this length, NumPy's cost per run does not matter
+_RUN = 512  # elements; if runs have at least this length, NumPy's cost per run is negligible
 
 
 class Rescale(Operation):
@@ -43,10 +43,10 @@ class Rescale(Operation):
 class Normalize(Operation):
     """Computes (x - mean) / std for each channel, in float32.
 
-    mean, std: a tuple with one number for each channel, or with one for all. A mean is from 0 to 255, a std above 0 and
-    up to 255. is_hwc: True if the channels are the last axis, False if they are the third axis from the end, as after
-    HWC2CHW. It takes images of shape (height, width, channels), or a batch of them, of any real dtype. TypeError and
-    ValueError for wrong arguments. ValueError for an image with another number of channels.
+    mean, std: a tuple with one number for each channel, or with one for all. A mean is from 0 to 255, a std is above 0
+    and at most 255. is_hwc: True if the channels are the last axis, False if they are the third axis from the end, as
+    after HWC2CHW. It takes images of shape (height, width, channels), or a batch of them, of any real dtype. TypeError
+    and ValueError for wrong arguments. ValueError if an image has another number of channels.
 
     >>> Normalize((0.5,), (0.25,))(np.ones((1, 1, 3), np.float32))
     array([[[2., 2., 2.]]], dtype=float32)
@@ -88,8 +88,9 @@ class Normalize(Operation):
         lines = x.transpose(order)
         if math.prod(lines.shape[inside + 1 :]) >= _RUN or not lines.flags.c_contiguous or not x.size:
             return _divided(np.subtract(x, mean, dtype=np.float32), std)
-        # NumPy begins anew for each run of numbers with equal means, so short runs make it up to seven times slower.
-        # Write the means out for a line of memory, and compute line by line. The bits are the same.
+        # NumPy makes a separate loop for each run of elements with the same mean, so short runs make it up to seven
+        # times slower. Instead, repeat mean and std over a longer line of memory, and compute line by line. The results
+        # have the same bits.
         begin = inside
         while begin and math.prod(lines.shape[begin:]) < _RUN:
             begin -= 1
@@ -101,7 +102,7 @@ class Normalize(Operation):
 
 
 class HWC2CHW(Operation):
-    """Move the channels before height and width: (height, width, channels) becomes (channels, height, width).
+    """Moves the channels before height and width: (height, width, channels) becomes (channels, height, width).
 
     There may be a batch axis in front. Any dtype is allowed. ValueError for fewer than three axes.
 
