@@ -1,4 +1,4 @@
-"""Data-parallel training: every rank computes the gradients of its part of the batch; all ranks take the same step."""
+"""Data-parallel training: each rank computes gradients on its part of the batch, then all ranks take the same step."""
 
 from __future__ import annotations
 

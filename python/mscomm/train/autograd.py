@@ -1,8 +1,8 @@
-"""GradientReducer for PyTorch: hooks tell when a gradient is ready, and gradients are views of the buckets.
+"""The PyTorch part of GradientReducer: hooks report ready gradients, and gradients are views of the buckets.
 
-The first gradient of a backward pass queues a callback in autograd's engine, which runs it at the end of the pass. For
-GradientReducer, the callback notes the gradients' versions, so that wait() can tell whether the program changed a
-gradient too early. For DistributedDataParallel, it finishes the step.
+When the first gradient of a backward pass is ready, its hook queues a callback in autograd's engine. The engine runs
+the callback at the end of the pass. For GradientReducer, the callback notes the gradients' versions, so that wait() can
+tell whether the program changed a gradient too early. For DistributedDataParallel, the callback finishes the step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _alive: weakref.WeakSet[Autograd] = weakref.WeakSet()
 class Autograd:
     """Keeps the gradients of the parameters in the step's buffers.
 
-    others: parameters whose gradients are only set to zero. Backward passes are reduced while `syncing` is True. If
-    autograd made a gradient outside its buffer, the gradient is copied into the buffer at once on the CPU. On a device,
-    it stays where it is until its bucket is started. Starting a bucket collects all such gradients.
+    others: parameters that are not reduced; zero() sets their gradients to zero. Backward passes are reduced while
+    `syncing` is True. If autograd made a gradient outside its buffer, a CPU gradient is copied into the buffer at once.
+    A device gradient stays where it is until its bucket is started, because the start copies all such gradients in one
+    go.
     """
 
     def __init__(self, step: Step, names: list[str], parameters: list[Any], others: Iterable[Any]) -> None:
@@ -38,26 +39,26 @@ class Autograd:
         self._parameters = parameters
         self._others = list(others)
         self._hooks: list[Any] = []
-        self._elsewhere: set[int] = set()  # on a device: this step's gradients that lie outside their buffers
+        self._elsewhere: set[int] = set()  # on a device: gradients of this step that lie outside their buffers
         self._stream: Any = None  # the stream of the previous gradient
         self.syncing = True  # False inside no_sync()
-        self._seen: dict[int, tuple[Any, int]] = {}  # between backward() and wait(): gradients and their versions
+        self._seen: dict[int, tuple[Any, int]] = {}  # between backward() and wait(): the gradients with their versions
         self._end_of_pass: Any = lambda: None  # weak reference to the callback that the current pass has queued
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._within = False  # whether the step is finished inside the backward pass
         self._as_views = True  # whether gradients lie in the buffers
-        self._opaque = False  # whether the last forward pass returned no tensor that a hook could watch
+        self._opaque = False  # whether the last forward pass returned no tensor to which a hook can be attached
         self.accumulating = False  # whether the last forward pass ran inside no_sync()
         self._told = self._told_of_state = False
-        self._taken_over = ""  # a parameter that a later reducer took over; this object is then without effect
+        self._taken_over = ""  # a parameter that a later reducer took over; this object then does nothing
         mine = {id(parameter) for parameter in parameters}
-        for earlier in list(_alive):  # end earlier reducers of these parameters, since two would write to one gradient
+        for earlier in list(_alive):  # end earlier reducers of these parameters: only one may write a gradient
             common = [name for name, p in zip(earlier._names, earlier._parameters, strict=True) if id(p) in mine]
             if common:
                 earlier._taken_over = common[0]
                 earlier.end()
-        # The hooks hold only a weak reference to this object. So the hooks end with the reducer, and do not live as
-        # long as the parameters.
+        # The hooks hold only a weak reference to this object. So this object is deleted together with the reducer, and
+        # removes the hooks, even if the parameters live longer.
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, this, index))
@@ -76,12 +77,12 @@ class Autograd:
     def _look_at_buffers(self) -> None:
         self._on_device = isinstance(self._step.buffers[0], torch.Tensor)
         self._views = self._step.buffers if self._on_device else [arrays.over(one) for one in self._step.buffers]
-        # Compare addresses, not tensor objects, because the program may replace the memory of a gradient.
+        # Note addresses, not tensor objects, because the program may replace the memory of a gradient.
         self._addresses = [view.data_ptr() for view in self._views]
         self._strides = [view.stride() for view in self._views]
 
     def accumulated(self, index: int) -> None:
-        """Called by a hook when the backward pass has accumulated this gradient."""
+        """A hook calls this when the backward pass has accumulated this gradient."""
         if self.syncing or self._opaque:
             self._watch_pass()
             self._put(index)
@@ -95,8 +96,8 @@ class Autograd:
     def _watch_pass(self) -> None:
         """Make autograd call ended() at the end of the running backward pass.
 
-        The engine drops the callback together with the pass, even if the pass raises an exception. The weak reference
-        is then dead, so a later pass knows that it has to queue a new callback.
+        The engine drops the callback at the end of the pass, even if the pass raises an exception. The weak reference
+        to the callback is then dead, so the next pass knows that it must queue a new callback.
         """
         if self._end_of_pass() is None:
             callback = functools.partial(_ended, weakref.ref(self))
@@ -104,14 +105,14 @@ class Autograd:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def ended(self) -> None:
-        """Called when the backward pass has ended without an exception."""
+        """autograd calls this when the backward pass has ended without an exception."""
         if not self._within:
             self._remember()
         elif self._step.begun:
             self.finish()
 
     def _remember(self) -> None:
-        """Note the gradients after a backward pass, and their versions: an in-place operation raises the version."""
+        """After a backward pass, note the gradients with their versions, which in-place operations increment."""
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is not None:
@@ -143,12 +144,12 @@ class Autograd:
     # -- for DistributedDataParallel
 
     def finish_within(self, as_views: bool) -> None:
-        """From now on, finish each step at the end of its backward pass. expect() tells which passes these are."""
+        """From now on, finish each step at the end of its backward pass. expect() marks the passes that are reduced."""
         self._within, self._as_views, self.syncing = True, as_views, False
 
     def check_before_forward(self) -> None:
-        """Raise RuntimeError if the last backward pass ended in the middle of a step."""
-        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes a checkpointed part
+        """Raise RuntimeError if the last backward pass failed in the middle of a step."""
+        if torch._C._current_graph_task_id() != -1:  # in a backward pass, checkpointing recomputes layers
             return
         self._end_of_pass = lambda: None
         if self._step.begun:
@@ -159,7 +160,7 @@ class Autograd:
             )
 
     def check_not_taken_over(self) -> None:
-        """Raise RuntimeError if a later wrapper or reducer took over one of our parameters, which ended this object."""
+        """Raise RuntimeError if a later wrapper or reducer took over a parameter and so ended this object."""
         if self._taken_over:
             raise RuntimeError(
                 f"DistributedDataParallel: a wrapper or GradientReducer that was made later reduces {self._taken_over},"
@@ -170,8 +171,9 @@ class Autograd:
     def expect(self, output: Any) -> None:
         """Reduce the backward pass that will begin at this output of the module.
 
-        A hook on the output announces the pass before any gradient is ready. This is the outermost pass; inside it,
-        layers under torch.utils.checkpoint(use_reentrant=True) run backward passes of their own.
+        When that pass begins, a hook on the output calls reached(), before any gradient is ready. So the watched pass
+        is the outermost one. Inside it, layers under torch.utils.checkpoint(use_reentrant=True) run backward passes of
+        their own, which must not end the step.
         """
         self.syncing, self.accumulating = True, False
         reached = functools.partial(_reached, weakref.ref(self))
@@ -181,12 +183,12 @@ class Autograd:
         self._opaque = not watched
 
     def expect_nothing(self) -> None:
-        """Called after a forward pass inside no_sync(): the gradients of backward passes from its output stay on this
-        rank."""
+        """DistributedDataParallel calls this after a forward pass inside no_sync(). If a backward pass begins at the
+        output of this forward pass, the gradients stay on this rank."""
         self.syncing, self._opaque, self.accumulating = False, False, True
 
     def reached(self) -> None:
-        """Called by a hook when a backward pass has reached the output of a forward pass."""
+        """A hook calls this when a backward pass begins at the output of a forward pass."""
         self.syncing = True
         self._watch_pass()
 
@@ -210,7 +212,7 @@ class Autograd:
             )
 
     def warn_of_optimizers(self, given: list[Any]) -> None:
-        """After an uneven join(), warn of optimizers whose state is up to date only on the ranks that left last."""
+        """After a join() with unequal steps, warn of optimizers whose state is current only on ranks that left last."""
         for optimizer, (_, ours) in self._optimizers.items():
             if not ours or any(one is optimizer for one in given) or self._told_of_state:
                 continue
@@ -222,14 +224,14 @@ class Autograd:
                     " differently; join(sync=[optimizer]) gives them that of the last rank"
                 )
 
-    # -- gradients
+    # -- gradients: to the buckets, and back to the program
 
     def _put(self, index: int) -> None:
-        """Note that this gradient is ready, if there is one. Bring it into its buffer if autograd made a new tensor for
-        it."""
+        """If the parameter has a gradient, note that it is ready. If autograd made a new tensor for the gradient, copy
+        it to its buffer, now or when the bucket starts."""
         parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is None:  # an earlier hook removed it
+        if gradient is None:  # an earlier hook removed the gradient
             return
         if gradient.layout is not torch.strided:
             raise TypeError(
@@ -258,8 +260,8 @@ class Autograd:
     def _follow(self, on_it: torch.Tensor) -> None:
         """Make the current stream wait for the previous gradient's stream.
 
-        A bucket is started on the stream that is then current. The start must wait for the streams of all its
-        gradients.
+        A bucket is started on the stream that is current at that time. That stream must wait for the streams of all
+        gradients in the bucket.
         """
         if not on_it.is_cuda:
             return
@@ -269,7 +271,7 @@ class Autograd:
         self._stream = stream
 
     def _take_over(self, indices: Iterable[int]) -> None:
-        """These gradients now lie in their buffers, so release the tensors that autograd made."""
+        """These gradients have been copied to their buffers, so release the tensors that autograd made for them."""
         for index in self._elsewhere.intersection(indices):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -279,15 +281,15 @@ class Autograd:
             self._elsewhere.remove(index)
 
     def _gather(self) -> list[int]:
-        """Note that gradients which only earlier passes made are ready, too. Returns the gradients that this rank
-        lacks."""
+        """Mark as ready the gradients that earlier backward passes made and this pass did not change. Return the
+        indices of the gradients that this rank does not have."""
         self._follow(self._views[0])
         for index in self._step.missing():
             self._put(index)
         return self._step.missing()
 
     def _hand_out(self, missing: list[int]) -> None:
-        """After the step, give all gradients to the program, also those that only other ranks had."""
+        """After the step, give all gradients to the program, including gradients that only other ranks had."""
         here = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         new = [index for index in missing if self._step.was_used(index)]
         self._take_over(list(self._elsewhere))
@@ -301,11 +303,12 @@ class Autograd:
     def _copy_out(self, here: list[int], new: list[int]) -> None:
         """Copy gradients from the buckets into memory of their own.
 
-        here: the parameters that have a gradient already; new: those that have none yet.
+        here: indices of parameters that already have a gradient; new: of parameters that get their first one.
         """
         for index in [*here, *new]:
             parameter = self._parameters[index]
-            if parameter.grad is None or parameter.grad.requires_grad:  # with create_graph=True, the graph may need it
+            # With create_graph=True, autograd's graph may still need the old gradient.
+            if parameter.grad is None or parameter.grad.requires_grad:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         if here or new:
             into = [self._parameters[index].grad for index in [*here, *new]]
@@ -329,7 +332,7 @@ class Autograd:
 
 
 def tensors_in(x: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output, also inside lists, tuples, dicts and dataclasses."""
+    """Return the tensors in a module's output, including those inside lists, tuples, dicts and dataclasses."""
     if isinstance(x, torch.Tensor):
         return [x]
     if isinstance(x, Mapping):
@@ -340,7 +343,7 @@ def tensors_in(x: Any) -> list[torch.Tensor]:
 
 
 def loader(optimizer: Any) -> Callable[[Any], None]:
-    """The optimizer's load_state_dict, for a state whose arrays are NumPy's or CPU tensors."""
+    """Return a load_state_dict for the optimizer that accepts a state with NumPy arrays or CPU tensors."""
 
     def load(state: Any) -> None:
         loaded = with_arrays(state, arrays.over)

@@ -1,10 +1,10 @@
 """Fusion buckets: gradients of one dtype that lie side by side and are reduced by one call.
 
-This file has the layout of buckets, and the buckets of the CPU, in memory that the ranks share; device_buckets.py has
-those of devices. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed
-together with the gradients, so every rank learns which gradients no rank has. On the CPU, the marks lie behind the
-gradients, in the same dtype, and a carried number (see Step.carry) lies behind the marks. On a device, the marks could
-not be read without waiting for the device, so Step sends them in a separate call.
+This file has the layout of buckets, and CPU buckets, which lie in memory that the ranks share. device_buckets.py has
+device buckets. A bucket has one mark per gradient, which is 1 if this rank has the gradient. The marks are summed like
+the gradients, so every rank learns which gradients no rank has. In a CPU bucket, the marks follow the gradients, in the
+same dtype, and after the marks comes a carried number (see Step.carry). If the marks were in device memory, a rank
+would have to wait for the device to read them, so Step sends the marks of device buckets in a separate call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST = {"bfloat16": float.fromhex("0x1.fep127"), "float16": 65504.0}
 
 
 def largest(dtype: np.dtype[Any], ranks: int) -> float:
-    """The largest value that each rank may send, so that the sum over the ranks fits into dtype despite rounding."""
+    """Return the largest value that a rank may send if the sum over the ranks must fit into dtype despite rounding."""
     limit = LARGEST[dtype.name] / ranks
     given = np.array(limit, dtype)
     return float(given if float(given) <= limit else np.nextafter(given, np.zeros((), dtype)))
@@ -36,7 +36,7 @@ def largest(dtype: np.dtype[Any], ranks: int) -> float:
 class Span(NamedTuple):
     """Where a gradient lies in its bucket, in elements."""
 
-    number: int  # the parameter's index
+    number: int  # the index of the parameter
     begin: int
     size: int
 
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is in a bucket: the gradients, then one mark for each, then the carried number."""
+    """The content of a bucket: the gradients, then one mark per gradient, then the carried number."""
 
     dtype: np.dtype[Any]
     places: tuple[Span, ...]
@@ -57,13 +57,13 @@ class Layout(NamedTuple):
 def layouts(
     kinds: Sequence[tuple[np.dtype[Any], int]], order: Sequence[int], bucket_bytes: int, first_bytes: int = FIRST_BYTES
 ) -> list[Layout]:
-    """Distribute gradients over buckets. kinds: the dtype and the size of each; order: in which they become ready.
+    """Distribute gradients over buckets, and return the layouts of the buckets in the order in which these become full.
 
-    The result depends only on values that are equal on all ranks. A bucket is full at bucket_bytes, the first one of
-    each dtype at first_bytes. A larger gradient gets a bucket of its own. The buckets are returned in the order in
-    which they become full.
+    kinds: the dtype and the size of each gradient. order: the gradients' indices in the order in which the gradients
+    become ready. The result depends only on values that are equal on all ranks. A bucket holds up to bucket_bytes, but
+    the first bucket of each dtype only up to first_bytes. A gradient that is larger gets a bucket of its own.
     """
-    made: list[tuple[int, list[int]]] = []  # for each bucket, the turn that completes it, and its gradients
+    made: list[tuple[int, list[int]]] = []  # for each bucket: the turn in which it becomes full, and its gradients
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     limits: dict[np.dtype[Any], int] = {}
     for turn, index in enumerate(order):
@@ -92,7 +92,7 @@ def _layout(content: list[int], kinds: Sequence[tuple[np.dtype[Any], int]]) -> L
 
 
 def wired(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
-    """The dtype in which gradients of this dtype are sent."""
+    """Return the dtype in which gradients of this dtype are sent with this compression."""
     if compression is None or dtype.itemsize <= 2 or dtype.kind != "f":
         return dtype
     return dtype_of(DTYPES.index(COMPRESSIONS[compression]))
@@ -104,7 +104,7 @@ class Bucket(ABC):
     marks_go_along = False
     """Whether the marks are reduced with the gradients. If not, Step sends them in a separate call."""
     carries = False
-    """Whether a number, `carried`, can be sent with the gradients: their dtype must be precise enough for a loss."""
+    """Whether the number `carried` can be sent with the gradients: the dtype must be precise enough for a loss."""
     carried = 0.0
 
     def __init__(self, layout: Layout) -> None:
@@ -116,7 +116,7 @@ class Bucket(ABC):
     @property
     @abstractmethod
     def marks(self) -> np.ndarray[Any, Any]:
-        """One number per gradient. After the step it is nonzero if some rank had the gradient."""
+        """One number per gradient. After the step, the number is nonzero if some rank had the gradient."""
 
     @property
     @abstractmethod
@@ -125,7 +125,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def memory_of(self, turn: int) -> np.ndarray[Any, Any]:
-        """The part of the memory that holds one gradient, one-dimensional. turn: the gradient's place in the layout."""
+        """Return one gradient's part of the memory, one-dimensional. turn: the gradient's place in the layout."""
 
     @property
     @abstractmethod
@@ -134,12 +134,12 @@ class Bucket(ABC):
 
     @abstractmethod
     def array_of(self, turn: int, shape: tuple[int, ...]) -> Any:
-        """One gradient as an array: of NumPy on the CPU, of the array library on a device."""
+        """Return one gradient as an array: of NumPy on the CPU, of the parameters' library on a device."""
 
     @abstractmethod
     def put(self, turn: int, source: np.ndarray[Any, Any]) -> None:
-        """Take this step's gradient from source, which is in C order. A device reads source only when the bucket
-        starts."""
+        """Copy this step's gradient from source, which is in C order. A device bucket makes the copy only when it is
+        started."""
 
     @abstractmethod
     def take(self, turn: int, other: Any, its_turn: int) -> None:
@@ -151,20 +151,20 @@ class Bucket(ABC):
 
     @abstractmethod
     def start(self, async_op: bool) -> None:
-        """Begin to reduce the bucket in place, with zeros for missing gradients. Without async_op, the call ends
-        first."""
+        """Begin to reduce the bucket in place, with zeros for missing gradients. Without async_op, return only when the
+        all_reduce has ended."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the reduction."""
+        """Wait until the bucket has been reduced."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by factor."""
 
     @abstractmethod
     def residual_of(self, turn: int) -> np.ndarray[Any, Any] | None:
-        """A copy of one gradient's compression residual; None without compression."""
+        """Return a copy of one gradient's compression residual, or None without compression."""
 
     @abstractmethod
     def owe(self, turn: int, residual: np.ndarray[Any, Any]) -> None:
@@ -257,11 +257,12 @@ class HostBucket(Bucket):
     def _narrow(self, residual: np.ndarray[Any, Any], limit: float) -> None:
         """Round the gradients to the dtype in which they are sent, and carry the error into the next step.
 
-        This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). The error includes what
-        exceeds the range of the narrow dtype. Infinities and NaN are sent as they are, for programs that look for them;
-        the gradients of the bucket then carry no error (on a device, only that element carries none). If this rank does
-        not have a gradient, its residual waits until the rank has one. If it were sent and no rank had the gradient,
-        the result would not be used, and the residual would be lost.
+        This is error feedback (Seide et al., "1-bit stochastic gradient descent", 2014). A value outside the range of
+        the narrow dtype is clipped, and the error includes the rest of the value. Infinities and NaN are sent as they
+        are, because programs look for them. In this case, no gradient of the bucket carries an error into the next step
+        (on a device, only this element carries none). If this rank does not have a gradient, the residual stays here
+        until the rank has the gradient again. If the residual were sent and no rank had the gradient, the result would
+        not be used, and the residual would be lost.
         """
         end = self.layout.marks
         gradients, wire = self._memory[:end], self._wire[:end]
@@ -279,4 +280,4 @@ class HostBucket(Bucket):
                 residual[:] = 0
         for place, owed in zip(absent, waiting, strict=True):
             residual[place.span] = owed
-        self._wire[end:] = self._memory[end:]  # the marks, 0 or 1, fit into any dtype
+        self._wire[end:] = self._memory[end:]  # the marks are 0 or 1, which any dtype can hold

@@ -1,4 +1,4 @@
-"""The callbacks under MindSpore's import path.
+"""MindSpore's import path for callbacks.
 
 from mscomm.train.callback import CheckpointConfig, ModelCheckpoint, LossMonitor
 """

@@ -1,9 +1,9 @@
-"""ModelCheckpoint: saves a training's state in files, from which Model.resume continues with the same bits.
+"""ModelCheckpoint: saves the state of a training in files, so that Model.resume can continue with the same bits.
 
-A rank's file also holds what only that rank knows: its random states, its position in its data, and its compression
-residual. So each rank writes into a directory of its own. In data parallel training, a rank that has reduced the
-gradients of step k + 1 knows that all ranks have ended step k and written their checkpoints of it. Only then does the
-rank delete the files that this checkpoint replaces. So there is always a newest checkpoint that every rank has.
+A rank's file also holds state that differs between ranks: random states, the position in the data, and the compression
+residual. So each rank writes into a directory of its own. In data-parallel training, a rank that has reduced the
+gradients of step k + 1 knows that all ranks have ended step k and written their checkpoints of step k. Only then does
+the rank delete the files that this checkpoint replaces. So at any time there is a checkpoint that every rank has.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from mscomm.train.hooks import Callback, RunContext
 class CheckpointConfig:
     """Says when ModelCheckpoint writes and which files it keeps. Names and defaults are MindSpore's.
 
-    save_checkpoint_steps: the number of steps from one file to the next; if it is 0 or None, save_checkpoint_seconds is
-    the time between two files, by the first rank's clock. keep_checkpoint_max: how many files to keep; the oldest are
-    deleted. If it is 0 or None, one file per keep_checkpoint_per_n_minutes is kept, and the newest. integrated_save,
-    async_save: have no effect, and values other than the defaults print a warning, because a file always holds whole
-    weights and is complete when the step ends. crc_check: has no effect, because files always have a checksum.
+    save_checkpoint_steps: the number of steps from one file to the next. save_checkpoint_seconds: the time from one
+    file to the next, by the clock of rank 0; used if save_checkpoint_steps is 0 or None. keep_checkpoint_max: how many
+    files to keep; the oldest are deleted. keep_checkpoint_per_n_minutes: used if keep_checkpoint_max is 0 or None; then
+    the newest file is kept, and of the older files one per that time. integrated_save, async_save: have no effect,
+    because a file always holds whole weights and is complete when the step ends; values other than the defaults print a
+    warning. crc_check: has no effect, because files always have a checksum.
 
-    TypeError for a value that is not a number. ValueError for a value below 0, or if all four are 0 or None.
+    TypeError for a value that is not a number. ValueError for a number below 0, or if all four numbers are 0 or None.
     NotImplementedError for MindSpore's other options.
 
     >>> config = mscomm.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_max=5)
@@ -77,16 +78,17 @@ class CheckpointConfig:
 class ModelCheckpoint(Callback):
     """Writes `<prefix>-<epoch>_<step>.safetensors` into this rank's own directory, as config says and at the end.
 
-    prefix: the beginning of the files' names. If the directory already has files with that prefix, `<prefix>_1` and so
-    on is used; after Model.resume(directory), the series continues. directory: it is made if it does not exist; None
-    means the working directory. If two ranks of one host name the same directory, all ranks raise an error before
-    training begins. config: a CheckpointConfig.
+    prefix: the beginning of the files' names. If the directory already has files with that prefix, a new training uses
+    `<prefix>_1`, `<prefix>_2` and so on; after Model.resume(directory), training continues with the prefix of the
+    resumed file. directory: where to write; it is made if it does not exist. None means the working directory. If two
+    ranks of one host name the same directory, all ranks raise an error before training begins. config: a
+    CheckpointConfig.
 
-    A file gets its name when all of it is on the disk. It holds the weights under their own names, so any reader of
-    safetensors files can read them. It also holds, as text and arrays, the epoch, the step, the optimizer's state,
-    random states, the dataset's position and the compression residual. Nothing in a file can be executed. A CRC-32
-    checksum of all of it reveals damage when the file is read. Until every rank is known to have the newest file, there
-    is one file more than keep_checkpoint_max.
+    A file gets its name only when its whole content is on the disk. It holds the weights under their own names, so any
+    reader of safetensors files can read them. It also holds, as text and arrays, the epoch, the step, the optimizer's
+    state, random states, the dataset's position and the compression residual. Nothing in a file can be executed. A
+    CRC-32 checksum of the whole content reveals damage when the file is read. Until a rank knows that every rank has
+    the newest file, it keeps one file more than keep_checkpoint_max.
 
     TypeError for a prefix or config of another type, ValueError for a prefix with a slash. OSError if a file cannot be
     written; earlier files are then unchanged.
@@ -111,17 +113,17 @@ class ModelCheckpoint(Callback):
         self._given_prefix = self._prefix = prefix
         self._directory = Path(directory or os.curdir)
         self._config = config or CheckpointConfig()
-        # The files of this series, with the times when they were written, in the order in which they are deleted.
+        # The files of this series, each with the time when it was written, in the order in which they will be deleted.
         self._kept: list[tuple[Path, float]] = []
         self._has_saved = False  # whether this training has saved a file
         self._is_due_at_epoch_end = False
         self._saved_step = 0
         self._saved_at = 0.0  # when the newest file was saved, on the monotonic clock
-        self._minute_mark = 0.0  # when the newest file that keep_checkpoint_per_n_minutes keeps was written
+        self._minute_mark = 0.0  # when the newest file kept by keep_checkpoint_per_n_minutes was written
 
     @property
     def latest_ckpt_file_name(self) -> str:
-        """The newest file's path; "" before the first file."""
+        """The path of the newest file; "" if there is none yet."""
         return str(self._kept[-1][0]) if self._kept else ""
 
     def writes_to(self) -> list[str]:
@@ -131,14 +133,14 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f".*{serialization.SUFFIX}.*{tensorfile.PARTIAL}"):
-            left.unlink()  # a process that was killed has left it
+            left.unlink()  # left behind by a process that was killed
         there = serialization.named_like_one(self._directory)
         self._kept = []
         resumed = now.resumed_from
         if resumed is not None and self._is_of_series(resumed.prefix) and self._is_here(resumed.path):
             self._prefix = resumed.prefix
             mine = sorted((epoch, step, path) for path, prefix, epoch, step in there if prefix == resumed.prefix)
-            # Later files are damaged or not on every rank, and training repeats their steps. So they are deleted first.
+            # Delete later files first: they are damaged or missing on some ranks, and training repeats their steps.
             later = [path for epoch, step, path in mine if (epoch, step) > (resumed.epoch, resumed.step)]
             others = [path for _, _, path in mine if path not in later]
             self._kept = [(path, path.stat().st_mtime) for path in (*later, *others)]
@@ -152,8 +154,8 @@ class ModelCheckpoint(Callback):
         now = run_context.original_args()
         self._delete_surplus()
         due = self._is_due(now)
-        # A training that resumes from the last step of an epoch begins with the next epoch. So the last step is saved
-        # only after epoch_end of the other callbacks.
+        # A training that resumes after the last step of an epoch begins with the next epoch, and does not repeat
+        # epoch_end. So save the last step only after the other callbacks' epoch_end.
         self._is_due_at_epoch_end = due and now.cur_step_num % now.batch_num == 0
         if due and not self._is_due_at_epoch_end:
             self._save(now)
@@ -174,7 +176,7 @@ class ModelCheckpoint(Callback):
         if not self._config.save_checkpoint_seconds:
             return False
         due = np.array([time.monotonic() - self._saved_at >= self._config.save_checkpoint_seconds])
-        if now.all_ranks_save:  # the ranks' clocks differ, but all ranks must save at the same step
+        if now.all_ranks_save:  # all ranks must save at the same step, so use rank 0's clock
             collectives.broadcast_(due, group=now.group)
         return bool(due[0])
 
@@ -202,7 +204,7 @@ class ModelCheckpoint(Callback):
             surplus = []
             for path, written in self._kept[:-1]:
                 if written <= self._minute_mark:
-                    continue  # an earlier call has decided about this file
+                    continue  # an earlier call or training decided to keep this file
                 if written - self._minute_mark >= 60 * self._config.keep_checkpoint_per_n_minutes:
                     self._minute_mark = written
                 else:

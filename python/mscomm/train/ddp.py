@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a wrapper like PyTorch's of the same name, which uses GradientReducer."""
+"""DistributedDataParallel: a wrapper that replaces PyTorch's wrapper of the same name, and uses GradientReducer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PREFIX = "module."
 
 
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
-    """A module that all ranks train as one: when backward() returns, its gradients are the mean over the ranks.
+    """A module that all ranks train together: when backward() returns, the gradients are the means over the ranks.
 
     Names and rules are those of torch.nn.parallel.DistributedDataParallel. So only two lines of a script change: the
-    one that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after
+    line that joins the job, and the import of the wrapper. Clipping, GradScaler and optimizer.step() come after
     backward(), as with PyTorch's wrapper. If the reduction fails, backward() raises the error.
 
     >>> mscomm.init()
@@ -34,27 +34,27 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     ...     optimizer.step()
 
-    device_ids: None, or a list with the one GPU that the module is on; the forward pass then moves its arguments there.
-    output_device: None, or that GPU. broadcast_buffers: all ranks take rank 0's buffers (such as BatchNorm's running
-    means) when the module is wrapped and before the first forward pass of each step. forward_sync_buffers: if given, it
-    decides about the forward passes instead, and the buffers are still sent when the module is wrapped. init_sync: True
-    gives all ranks rank 0's parameters when the module is wrapped. With False, nothing is sent then. The ranks only
-    compare their parameters; if they differ, all raise ValueError. process_group: a Group of mscomm or its name; None
-    means all ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view: True leaves the
-    gradients in the buckets. This saves two copies, but the next step overwrites gradient tensors that the program has
-    kept. find_unused_parameters: has no effect, since a parameter that takes no part in a step is never an error. If it
-    took part on some ranks, all ranks get the mean, and the other ranks count as zeros. static_graph: has no effect,
-    and prints a warning. compression: as in GradientReducer.
+    device_ids: None, or a list with the module's GPU; the forward pass then moves its arguments to that GPU.
+    output_device: None, or the module's GPU. broadcast_buffers: all ranks take rank 0's buffers (such as BatchNorm's
+    running means) when the module is wrapped and before the first forward pass of each step. forward_sync_buffers: if
+    given, it replaces broadcast_buffers for the forward passes; the buffers are still sent when the module is wrapped.
+    init_sync: with True, all ranks take rank 0's parameters when the module is wrapped. With False, the ranks then only
+    compare their parameters; if there is a difference, all ranks raise ValueError. process_group: a Group of mscomm or
+    its name; None means all ranks. bucket_cap_mb: the size of a bucket in MiB (default 4). gradient_as_bucket_view:
+    True leaves the gradients in the buckets. This saves two copies, but the next step overwrites gradient tensors that
+    the program has kept. find_unused_parameters: has no effect, because a parameter that is not used in a step is never
+    an error. If only some ranks used a parameter, all ranks get the mean of the gradients, with zeros for the other
+    ranks. static_graph: has no effect, and prints a warning. compression: as in GradientReducer.
 
     A backward pass is reduced if it begins at an output of a forward pass that ran outside no_sync(). If a step has
-    several such passes, each is reduced. A forward pass under torch.no_grad() does not affect this, but it may exchange
-    buffers; to evaluate on one rank alone, call `.module`. Layers under torch.utils.checkpoint work; if two of them
-    share parameters, they need use_reentrant=False.
+    several such backward passes, each is reduced. A forward pass under torch.no_grad() does not change which passes are
+    reduced, but ranks may exchange buffers in it; to evaluate on one rank alone, call `.module`. Layers under
+    torch.utils.checkpoint work; if two of these layers share parameters, they need use_reentrant=False.
 
     The wrapper reduces the parameters that the module has when it is wrapped. The forward pass raises RuntimeError if a
-    parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced, or if a wrapper
-    or reducer that was made later has taken over a parameter. Each rank keeps the parameters and buffers that are named
-    in module._ddp_params_and_buffers_to_ignore for itself. A module with SyncBatchNorm, which needs torch.distributed,
+    parameter that was frozen at that time now needs a gradient, if a parameter was added or replaced, or if a later
+    wrapper or reducer has taken over a parameter. Each rank keeps its own values of the parameters and buffers that are
+    named in module._ddp_params_and_buffers_to_ignore. A module with SyncBatchNorm, which needs torch.distributed,
     raises ValueError if torch.distributed is not initialized. Other errors are those of GradientReducer.
     """
 
@@ -110,7 +110,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
         self._autograd.check_before_forward()
-        again = torch._C._current_graph_task_id() != -1  # a backward pass recomputes a checkpointed part
+        again = torch._C._current_graph_task_id() != -1  # in a backward pass, checkpointing recomputes layers
         if torch.is_grad_enabled() and self._syncing:
             self._autograd.check_not_taken_over()
             self._check_parameters()
@@ -130,7 +130,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which forward passes are not reduced: their gradients add up on this rank until a later pass.
+        """A context for forward passes whose gradients only add up on this rank, until a later pass is reduced.
 
         >>> with model.no_sync():
         ...     for images, labels in micro_batches[:-1]:
@@ -153,15 +153,16 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ) -> contextlib.AbstractContextManager[None]:
         """A context for loops with fewer steps on some ranks: a rank that has left sends zeros until all have left.
 
-        At the end, all ranks take the parameters of the highest of the ranks that left last and, with
-        broadcast_buffers, its buffers. sync: other objects whose state they take from it, such as [optimizer,
-        scheduler]; without sync, a rank that left early keeps its older state. divide_by_initial_world_size: True takes
-        the mean over all ranks, False over the ranks that still have batches. enable: with False, join() does nothing.
-        throw_on_early_termination: with True, all ranks raise RuntimeError as soon as one rank has no batches left.
+        At the end, all ranks take the parameters of the last rank: the highest of the ranks that left last. With
+        broadcast_buffers, they also take its buffers. sync: other objects whose state all ranks take from the last
+        rank, such as [optimizer, scheduler]; without sync, a rank that left early keeps its older state.
+        divide_by_initial_world_size: True takes the mean over all ranks, False over the ranks that still have batches.
+        enable: with False, join() does nothing. throw_on_early_termination: with True, all ranks raise RuntimeError as
+        soon as one rank has no batches left.
 
-        The loop must make no other calls on the group. Inside join(), the buffers before a forward pass are those of
-        the highest rank that still has batches. If the loop of a rank raises an exception, the other ranks raise
-        Aborted.
+        The loop must make no other calls on the group. Inside join(), the ranks take the buffers before a forward pass
+        not from rank 0, but from the highest rank that still has batches. If the loop of a rank raises an exception,
+        the other ranks raise Aborted.
 
         >>> with model.join(sync=[optimizer]):
         ...     for images, labels in batches:
@@ -195,10 +196,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                 yield
         finally:
             self._refuses_uneven = False
-            self._buffers_due = True  # on all ranks, so that all make the same calls from now on
+            self._buffers_due = True  # set on all ranks, so that all make the same calls from now on
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Like torch.nn.Module's load_state_dict. The names in the state may begin with "module.", but need not.
+        """Like torch.nn.Module's load_state_dict. The names in state_dict may have the prefix "module.", but need not.
 
         ValueError for assign=True, which would replace the parameters.
         """
@@ -216,7 +217,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             "DistributedDataParallel holds this job's memory; copy or save its .module, or its state_dict()"
         )
 
-    # -- what the ranks share
+    # -- parameters and buffers that the ranks share
 
     def _shared_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
@@ -239,10 +240,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
                     f"DistributedDataParallel: {name} was added or replaced after the module was wrapped; change the"
                     " module first, and then wrap it on every rank"
                 )
-        self._places = _places(self.module)  # no parameter is new; a layer was renamed, for example
+        self._places = _places(self.module)  # no parameter is new; perhaps a layer was renamed
 
     def _before_forward(self) -> None:
-        """Let the ranks exchange buffers, if it is time for that, before a forward pass."""
+        """Before a forward pass, exchange the buffers if they are due. Inside join(), this may raise OutOfBatches."""
         if self._group.size == 1:
             return
         due = self._buffers_due and self.broadcast_buffers and bool(self._shared_buffers())
@@ -261,7 +262,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._exchange_buffers(root)
 
     def _exchange_buffers(self, root: int) -> None:
-        """Give all ranks the root's buffers, in one call for each dtype and device."""
+        """Give all ranks the buffers of rank root, in one call for each dtype and device."""
         kinds: dict[Any, list[torch.Tensor]] = {}
         for _, buffer in self._shared_buffers():
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
@@ -270,13 +271,13 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             collectives.broadcast(together, root, out=together, group=self._group)
             if root != self._group.rank:
                 for buffer, part in zip(buffers, together.split([one.numel() for one in buffers]), strict=True):
-                    # Write through .data, which autograd does not track. Otherwise a second forward pass would break
-                    # the backward pass of the first.
+                    # Write through .data, which autograd does not track. Otherwise a second forward pass would make the
+                    # backward pass of the first fail.
                     buffer.data.copy_(part.view(buffer.shape))
 
 
 def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
-    """The device to which the forward pass moves its arguments. ValueError for a device that the module is not on."""
+    """Return the device to which forward() moves its arguments, or None. ValueError if the module is elsewhere."""
     devices = sorted({str(p.device) for p in module.parameters()})
     given = [] if device_ids is None else list(device_ids)
     for argument, ones in (("device_ids", given), ("output_device", [] if output_device is None else [output_device])):
@@ -291,7 +292,7 @@ def _device(module: torch.nn.Module, device_ids: Any, output_device: Any) -> tor
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """x with all its tensors on that device, also those in lists, tuples and dicts."""
+    """Return x with all its tensors moved to that device, including those in lists, tuples and dicts."""
     if isinstance(x, torch.Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, dict):
@@ -302,7 +303,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _check_layers(module: torch.nn.Module) -> None:
-    """Raise ValueError for layers that this wrapper cannot train. It is called before anything is sent."""
+    """Raise ValueError for layers that this wrapper cannot train. Call this before anything is sent."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
@@ -320,7 +321,7 @@ def _check_layers(module: torch.nn.Module) -> None:
 
 
 def _places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The dict entries of the module in which parameters, and layers with parameters, are: (the dict, the key, the
+    """Return the module's dict entries that hold parameters, or layers with parameters, as (the dict, the key, the
     value)."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     for layer in module.modules():

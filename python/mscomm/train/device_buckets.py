@@ -1,8 +1,8 @@
 """Fusion buckets in a device's memory, as arrays of the array library.
 
-One launch of a kernel of csrc/cuda copies the gradients that lie outside their bucket into it, casts them and applies
-error feedback. Without kernels, the gradients are copied, and the array library does the computations. Everything is
-enqueued on the library's current stream; nothing here waits for the device.
+If there is a kernel of csrc/cuda for the dtypes, one launch copies the gradients that lie outside their bucket into the
+bucket, casts them and applies error feedback. Otherwise the gradients are copied, and the array library casts them and
+applies error feedback. All work is enqueued on the library's current stream; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def has_kernel(group: Group, dtype: np.dtype[Any], on_wire: np.dtype[Any]) -> bo
 
 
 def why_not(group: Group, dtype: np.dtype[Any], compression: str | None, model: Any) -> str:
-    """Why gradients of this dtype, in arrays like model, cannot be reduced here; "" if they can."""
+    """Return why gradients of this dtype, in arrays of model's library, cannot be reduced here; "" if they can."""
     arrays = library(model, "parameters", "GradientReducer")
     if not hasattr(arrays, "namespace"):
         return f"of {type(model).__name__} mscomm knows a protocol alone; use PyTorch's or CuPy's arrays"
@@ -49,7 +49,7 @@ class DeviceBucket(Bucket):
         self._group = group
         self._arrays = library(model, "parameters", "GradientReducer")
         self._marks = np.zeros(len(layout.places))
-        self._streams: set[int] = set()  # the streams on which the memory has been used
+        self._streams: set[int] = set()  # the streams that have used the memory
         self._made: list[Any] = []
         self._array, self._memory = self._new(model, layout.marks)
         self._parts: list[OnDevice] = [self._memory[place.span] for place in layout.places]
@@ -67,16 +67,16 @@ class DeviceBucket(Bucket):
             if not self._has_kernel:
                 self._wire_array = bits.view(getattr(self._arrays.namespace, on_wire.name))
             self._limit = largest(on_wire, group.size)
-        # Compute the mean from the sum if the dtype that is sent is narrow, or if the vendor's library has no mean. For
-        # a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in its enqueue.cc). In bfloat16, 1
-        # / n has an error of up to a 512th.
+        # Compute the mean from the sum if gradients are sent in a narrow dtype, or if the vendor's library has no mean.
+        # For a mean, NCCL multiplies by 1 / n in the dtype that is sent (hostToDevRedOp in NCCL's enqueue.cc). In
+        # bfloat16, 1 / n has a relative error of up to 1/512.
         narrow = on_wire != layout.dtype or on_wire.name == "bfloat16"
         sums = op == "sum" or narrow or bool(group.refuses(dtype_code(on_wire), _core.ops.index("avg")))
         self._op = "sum" if sums else "avg"
         self._factor = 1 / group.size if op == "avg" and sums else 1.0
 
     def _new(self, model: Any, size: int) -> tuple[Any, OnDevice]:
-        """An array of zeros in model's dtype, and its memory."""
+        """Return an array of zeros with model's dtype, and the memory of this array."""
         memory, made = self._arrays.new(model, (size,))
         with self._group.failing():
             self._group.core.clear(memory, memory.stream)
@@ -84,8 +84,8 @@ class DeviceBucket(Bucket):
         return self._made[-1], memory
 
     def _stream(self) -> int:
-        """The current stream. On a stream's first use the array library is told, because it may have made the memory on
-        another one."""
+        """Return the current stream. When a stream is used for the first time, tell the array library, which may have
+        allocated the memory on another stream."""
         stream = self._memory.current()
         if stream not in self._streams:
             self._streams.add(stream)
@@ -146,7 +146,7 @@ class DeviceBucket(Bucket):
         self._work = started if async_op else None
 
     def _pack(self, bucket: OnDevice, stream: int) -> None:
-        """Copy the gradients into the bucket, with zeros for those that this rank does not have."""
+        """Copy the gradients into `bucket`, with zeros for gradients that this rank does not have."""
         if not any(self.there):
             self._group.core.clear(bucket, stream)
             return
@@ -187,7 +187,7 @@ class DeviceBucket(Bucket):
             there = self._residual_array[self.layout.places[turn].span]
             self._arrays.assign(there, self._arrays.from_host(there, residual.reshape(-1)))
 
-    # -- computed by the array library
+    # -- computations by the array library
 
     def scale(self, factor: float) -> None:
         self._array *= factor
@@ -196,8 +196,8 @@ class DeviceBucket(Bucket):
         self._array[...] = self._wire_array
 
     def _narrow(self) -> None:
-        """Does the same as HostBucket._narrow, by the array library. The results have the same bits as those of the
-        kernels."""
+        """Round the gradients like HostBucket._narrow, by the array library. The results have the same bits as those of
+        the kernels."""
         use = self._arrays.namespace
         spans = [place.span for place, there in zip(self.layout.places, self.there, strict=True) if there]
         if len(spans) == len(self.there):

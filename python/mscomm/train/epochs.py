@@ -1,10 +1,10 @@
-"""Tells the number of the epoch to datasets and samplers that draw the order of their data from it.
+"""Tells the number of the epoch to datasets and samplers whose order depends on this number.
 
-Before each epoch, Epochs calls set_epoch() of the dataset or of the samplers of a PyTorch DataLoader, a method as
-torch.utils.data.DistributedSampler has it. Numbers begin at 0. Without these calls, such a sampler gives every epoch
-the same order. A script may call set_epoch() itself, before train() or in a callback. That number takes effect, and
-later epochs count on from it. A second train() counts on, too. Datasets that know their place (state_dict,
-load_state_dict), such as mscomm's, count their passes themselves.
+Before each epoch, Epochs calls set_epoch() of the dataset and of the samplers of a PyTorch DataLoader, if they have
+this method, as torch.utils.data.DistributedSampler has. Numbers begin at 0. Without these calls, DistributedSampler
+gives every epoch the same order. A script may call set_epoch() itself, before train() or in a callback. Then this
+number takes effect, and the numbers of later epochs continue from it. A second train() continues the numbers of the
+first. A dataset with state_dict and load_state_dict, such as mscomm's, counts its passes itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 _PLACES = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
-_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the number that each object was given last
+_last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the latest number that each object was given
 
 
 def knows_its_place(dataset: Any) -> bool:
@@ -22,13 +22,14 @@ def knows_its_place(dataset: Any) -> bool:
 
 
 class Epochs:
-    """The objects of one training that draw their order from the epoch."""
+    """The objects of one training that have set_epoch(), and the numbers of their epochs."""
 
     def __init__(self, dataset: Any, initial_epoch: int, resumed: dict[str, int] | None, first: int) -> None:
-        """initial_epoch: the argument of train(). first: the epoch in which training begins. resumed: what numbers()
-        returned for the checkpoint from which training resumes; empty for checkpoints of earlier versions."""
+        """initial_epoch: the argument of train(). first: the number of the first epoch of this training. resumed: the
+        result of numbers() in the checkpoint from which training resumes, {} in a checkpoint of an earlier version, or
+        None without a checkpoint."""
         self._found: dict[str, Any] = {}
-        self._next: dict[str, int] = {}  # the next numbers that do not follow from the previous epoch
+        self._next: dict[str, int] = {}  # an object's next number, unless it follows from the previous one
         self._told: dict[str, int] = {}
         for place in _PLACES:
             one = dataset
@@ -47,29 +48,31 @@ class Epochs:
                 dataset.set_epoch(initial_epoch)
 
     def begin(self) -> None:
-        """Give the objects the number of the epoch. Call it before each epoch, and before the callbacks'
-        epoch_begin."""
+        """Give the objects the number of the epoch that begins. Call this before each epoch, and before epoch_begin of
+        the callbacks."""
         for place, one in self._found.items():
             number = self._next.pop(place) if place in self._next else self._after(place)
             one.set_epoch(number)
             self._told[place] = number
-            with contextlib.suppress(TypeError):  # the object cannot be a weak key
+            with contextlib.suppress(TypeError):  # the object does not support weak references
                 _last[one] = number
 
     def numbers(self, ended: bool) -> dict[str, int]:
-        """The numbers for a checkpoint: of the current epoch, or of the next one if the current one has ended."""
+        """Return the objects' numbers for a checkpoint: of the next epoch if the current epoch has ended, else of this
+        one."""
         return {place: self._after(place) if ended else self._there(place, 0) for place in self._found}
 
     def _after(self, place: str) -> int:
-        """The number of the next epoch."""
+        """Return the number that the object gets for the next epoch."""
         last = self._told.get(place, -1)
         if last < 0:
             with contextlib.suppress(TypeError):
                 last = _last.get(self._found[place], -1)
         there = self._there(place, last)
-        return last + 1 if there == last else there  # a different number was set by the script
+        return last + 1 if there == last else there  # if they differ, the script has set the number
 
     def _there(self, place: str, otherwise: int) -> int:
-        """The number that the object has now, if it can be read."""
+        """Return the number that the object has now. If it cannot be read, return the number that begin() has set, or
+        `otherwise` before the first begin()."""
         number = getattr(self._found[place], "epoch", None)
         return number if isinstance(number, int) else self._told.get(place, otherwise)

@@ -1,4 +1,4 @@
-"""Callbacks, which Model.train calls at each step. The names are MindSpore's."""
+"""Callback, the base class of callbacks, and RunContext, their argument. The names are MindSpore's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RunContext:
-    """The argument of callbacks: it says where the training is, and can end the training."""
+    """The argument of all callbacks. It describes the state of the training, and can end the training."""
 
     def __init__(self, arguments: SimpleNamespace) -> None:
         self._arguments = arguments
@@ -18,13 +18,13 @@ class RunContext:
 
         * cur_epoch_num, cur_step_num: the current epoch and step, counted from 1; steps are counted over all epochs.
           epoch_num: the last epoch. batch_num: the number of steps in an epoch.
-        * net_outputs: the step's loss, a NumPy scalar of the loss's dtype. In data parallel training it is the mean
-          over the ranks, with the same bits on all. local_loss: this rank's own loss.
+        * net_outputs: the step's loss, a NumPy scalar of the loss's dtype. In data-parallel training it is the mean
+          over the ranks, and has the same bits on all ranks. local_loss: this rank's own loss.
         * network, loss_fn, optimizer, train_dataset, list_callback, parallel_mode, dataset_sink_mode: as the program
           gave them.
         * train_dataset_element: the batch, as a tuple.
-        * group: the ranks that train together, None if this rank trains alone. device_number: how many ranks these are.
-          rank: this rank's number in the group, or in the job if it trains alone.
+        * group: the ranks that train together, or None if this rank trains alone. device_number: how many ranks train
+          together. rank: this rank's number in the group, or in the job if this rank trains alone.
         * communication_s: the seconds that this rank has waited for communication since the training began.
         * training_state: a function that returns what ModelCheckpoint writes: (weights, state).
         """
@@ -33,8 +33,8 @@ class RunContext:
     def request_stop(self) -> None:
         """End the training after this step.
 
-        In data parallel training, every rank must call it at the same step. So decide by net_outputs, which is the same
-        on all ranks.
+        In data-parallel training, every rank must call this at the same step. So base the decision on net_outputs,
+        which is the same on all ranks.
         """
         self._stop = True
 
@@ -44,11 +44,11 @@ class RunContext:
 
 
 class Callback:
-    """The base class of callbacks: override the methods that you need. Each is called with a RunContext.
+    """The base class of callbacks: override the methods that you need. Model.train calls them with a RunContext.
 
     on_train_begin, on_train_epoch_begin, on_train_step_begin, on_train_step_end, on_train_epoch_end, on_train_end call
-    begin, epoch_begin, step_begin, step_end, epoch_end and end; you can override either of the two. A callback is a
-    context manager, which is entered before begin and left at the end of the training, also after an exception.
+    begin, epoch_begin, step_begin, step_end, epoch_end and end; you can override a method under either name. A callback
+    is a context manager. It is entered before begin and left at the end of the training, even after an exception.
 
     >>> class StopAt(mscomm.Callback):
     ...     def step_end(self, run_context):
@@ -63,18 +63,19 @@ class Callback:
         pass
 
     def writes_to(self) -> list[str]:
-        """The folders that only this callback writes to. Two ranks of a host that name the same folder cannot train."""
+        """Return the folders that only this rank may write to. It is an error if two ranks of a host name the same
+        folder."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of this callback, such as a scheduler's state: numbers, text, arrays, or None.
+        """Return the state of this callback for a checkpoint, such as a scheduler's: numbers, text, arrays, or None.
 
-        Change this state in step_end or epoch_end, because the checkpoint of a step is written after them.
+        Change this state only in step_end or epoch_end, because a checkpoint is written after these methods.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before begin when training resumes, with what state_dict() returned. Arrays are NumPy's."""
+        """Called before begin when training resumes, with the result of state_dict(). Its arrays are NumPy arrays."""
 
     def begin(self, run_context: RunContext) -> None:
         """Called before the first step."""
@@ -92,7 +93,7 @@ class Callback:
         """Called after each epoch."""
 
     def end(self, run_context: RunContext) -> None:
-        """Called after the last step, when every rank has ended it."""
+        """Called after the last step, when every rank has ended that step."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.begin(run_context)
@@ -114,7 +115,7 @@ class Callback:
 
 
 def checked(callbacks: Any) -> list[Callback]:
-    """A list of one callback, of several, or of none for None. TypeError for anything else."""
+    """Return a list of callbacks, given one callback, several, or None. TypeError for anything else."""
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):

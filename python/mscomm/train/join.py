@@ -1,8 +1,8 @@
-"""join(): training loops that have fewer steps on some ranks, and one model on all ranks at the end.
+"""join(): lets some ranks train fewer steps than others, and gives all ranks the same model at the end.
 
-Before each step, all ranks meet in an all_gather, in which each says what it does next. A rank that has left makes the
-same calls as the others, with zeros, until all have left. The highest of the ranks that left last then sends its model
-and its states to all ranks.
+Before each step, all ranks meet in an all_gather, in which each rank says what it does next. A rank without batches has
+left. It makes the same calls as the others, with zeros, until all ranks have left. Then the last rank, the highest of
+the ranks that left last, sends its model and its states to all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _open: set[str] = set()  # the names of the groups on which this rank is inside 
 
 
 class OutOfBatches(RuntimeError):
-    """All ranks raise this error if one has no batches left and the program wants an error then. The group stays
+    """If the program has asked for it, all ranks raise this error when one rank has no batches left. The group stays
     usable."""
 
 
@@ -45,13 +45,14 @@ def join(
 ) -> Iterator[None]:
     """A context for the training loop of this rank.
 
-    sync: as in GradientReducer.join. by_all: the mean divides by the number of all ranks. on_forward(root): called on a
-    rank that has left, to take part in what rank root sends before a forward pass. at_end(root, uneven): makes the
-    models equal; uneven says whether some ranks left before others. throw: raise OutOfBatches on all ranks as soon as
-    one has left. own: parameters that each rank keeps for itself.
+    sync: as in GradientReducer.join. by_all: the mean divides by the number of all ranks, not only of those that have
+    not left. on_forward(root): called on a rank that has left, to receive the buffers that rank root sends before a
+    forward pass. at_end(root, uneven): makes the models equal; uneven says whether some ranks left before others.
+    throw: raise OutOfBatches on all ranks as soon as one rank has left. own: parameters that each rank keeps for
+    itself.
     """
     step.check_between("join")
-    if group.name in _open:  # the ranks would confuse the meetings of the two loops
+    if group.name in _open:  # the ranks would mix up the meetings of the two loops
         raise RuntimeError(
             f"join: a join() on group {group.name} is open already; put the modules that are trained together into one"
             " wrapper or reducer"
@@ -81,7 +82,7 @@ def join(
 
 
 def last_rank(kinds: np.ndarray[Any, Any]) -> int:
-    """The highest rank that has not left. kinds: what each rank does next."""
+    """Return the highest rank that has not left. kinds: what each rank does next."""
     return int(np.flatnonzero(kinds)[-1])
 
 
@@ -96,11 +97,11 @@ def _until_all_have_left(step: Step, group: Group, on_forward: Callable[[int], N
             on_forward(last_rank(kinds))
 
 
-# -- what all ranks take over from the last rank
+# -- the states that all ranks take over from the last rank
 
 
 def checked(sync: Iterable[Any] | None) -> list[Any]:
-    """sync as a list; TypeError for an item that has no state to take over."""
+    """Return sync as a list. TypeError for an item without state_dict() and load_state_dict()."""
     holders = [] if sync is None else [sync] if hasattr(sync, "state_dict") else list(sync)
     for one in holders:
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
@@ -148,7 +149,7 @@ def _take_over(one: Any, root: int, group: Group, own: Iterable[Any]) -> None:
 
 
 def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) -> list[Any]:
-    """Broadcast the root's arrays and return the results. Writable arrays are written in place."""
+    """Broadcast the arrays of rank root and return the results. Writable arrays are written in place."""
     works = []
     for name, x in arrays:
         writable = memory_anywhere(x, name, "broadcast_parameters").flags.writeable
@@ -157,8 +158,8 @@ def broadcast_all(arrays: Iterable[tuple[str, Any]], root: int, group: Group) ->
 
 
 def _broadcast_state(state: Any, root: int, group: Group) -> Any:
-    """The root's state on all ranks, sent as JSON and CPU arrays. If the state has PyTorch tensors, all its arrays are
-    returned as tensors, otherwise as NumPy arrays."""
+    """Return the state of rank root on all ranks. It is sent as JSON and CPU arrays. If it has PyTorch tensors, all its
+    arrays become tensors on the other ranks, otherwise NumPy arrays."""
     head: Any = None
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if root == group.rank:

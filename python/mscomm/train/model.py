@@ -24,12 +24,12 @@ from mscomm.train.hooks import RunContext
 from mscomm.train.reducer import GradientReducer, broadcast_parameters
 
 BATCHES = "batches in an epoch"
-# The line of code that warnings recommend.
+# The line of code that warnings recommend, to train one model on all ranks.
 ONE_MODEL = "mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)"
 
 
 class Model:
-    """A network with a loss function and an optimizer, and the loop that trains it on one rank or many.
+    """A network with a loss function and an optimizer. train() trains the network on one rank or many.
 
     network, loss_fn, optimizer:
 
@@ -42,8 +42,8 @@ class Model:
       the loss and a dict of gradients; Momentum or SGD over the same parameters, which are changed in place.
 
     PyTorch modules and CuPy arrays are trained on the device that they are on. Without a loss_fn, the network returns
-    the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train together; None means
-    all. TypeError for a network of another kind.
+    the loss. compression: "bf16" or "fp16", as in GradientReducer. group: the ranks that train together; None means all
+    ranks. TypeError for a network of another kind.
 
     >>> mscomm.init()
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
@@ -65,12 +65,12 @@ class Model:
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"Model: loss_fn is a {type(loss_fn).__name__}; expected a callable(output, label)")
         if group is not None and is_initialized():
-            resolve(group)  # raises if this rank is not a member
+            resolve(group)  # raises an error if this rank is not a member
         self._given = {"network": network, "loss_fn": loss_fn, "optimizer": optimizer}
         self._network = networks.adapt(network, loss_fn, optimizer)
         self._compression = compression
         self._group = group
-        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # what resume() has loaded
+        self._resumed: tuple[serialization.Saved, dict[str, Any]] | None = None  # the checkpoint from resume()
 
     def train(
         self,
@@ -84,27 +84,27 @@ class Model:
         """Train until the end of epoch number `epoch`.
 
         epoch: the number of the last epoch, 1 or more. train_dataset: an iterable with get_dataset_size() or len().
-        Each pass over it gives an epoch's batches: tuples, lists or dicts of arrays of NumPy or of the network's
-        library. With a loss_fn, a batch is (data, ..., label). With PyTorch, integer labels become int64, and CPU
-        arrays are moved to the device of the module's first parameter. callbacks: a Callback or several; they are
-        called in their order, but ModelCheckpoint is last. dataset_sink_mode, sink_size: have no effect, and print a
-        warning, because each step runs by itself, as on MindSpore's CPU. initial_epoch: begin after this epoch; it must
-        be 0 after resume(), which knows where to begin.
+        Each pass over train_dataset yields the batches of an epoch: tuples, lists or dicts of arrays of NumPy or of the
+        network's library. With a loss_fn, a batch is (data, ..., label). With PyTorch, integer labels become int64, and
+        CPU arrays are moved to the device of the module's first parameter. callbacks: one Callback or several, which
+        are called in the given order, except that ModelCheckpoint comes last. dataset_sink_mode, sink_size: have no
+        effect, and print a warning, because each step runs by itself, as on MindSpore's CPU. initial_epoch: the number
+        of epochs to skip at the beginning; it must be 0 after resume(), which sets where training begins.
 
-        Before each epoch, set_epoch() of the dataset, and of a DataLoader's samplers, is called with the epoch's
-        number, counted from 0. A dataset that has a state_dict() counts its epochs itself.
+        Before each epoch, train() calls set_epoch() of the dataset and of a DataLoader's samplers with the number of
+        the epoch, counted from 0. A dataset with a state_dict() counts its epochs itself.
 
-        In data parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each uses the batches
-        of its own dataset, and all take the same steps; callbacks see the mean of the ranks' losses. In stand-alone
-        mode, the default, each rank trains by itself.
+        In data-parallel mode (set_auto_parallel_context), the ranks of the group train one model. Each rank uses the
+        batches of its own dataset, and all ranks take the same steps; callbacks see the mean of the ranks' losses. In
+        stand-alone mode, the default, each rank trains a model of its own.
 
         TypeError or ValueError for wrong arguments. All ranks raise ValueError if they differ in the number of batches
         or epochs, if they begin with different weights or optimizer states, or if two ranks of one host write
-        checkpoints into one directory. RuntimeError if the dataset has fewer batches than it said. Other errors are
+        checkpoints into one directory. RuntimeError if the dataset yields fewer batches than its size. Other errors are
         those of all_reduce.
         """
         listed = hooks.checked(callbacks)
-        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # it comes last, to save the others' state
+        listed.sort(key=lambda one: isinstance(one, ModelCheckpoint))  # last: it saves the others' states
         batches = _checked(epoch, train_dataset, sink_size, initial_epoch)
         notices.tell_without_effect("Model.train", dataset_sink_mode=dataset_sink_mode, sink_size=sink_size)
         if self._given["optimizer"] is None:
@@ -120,7 +120,7 @@ class Model:
             own = self._network.own()
             shared = {name: x for name, x in self._network.weights().items() if name not in own}
             sent = broadcast_parameters(shared, group=group)
-            new = {name: x for name, x in sent.items() if x is not shared[name]}  # those not written in place
+            new = {name: x for name, x in sent.items() if x is not shared[name]}  # arrays not written in place
             self._network.load({name: on_host(x, name, "Model.train") for name, x in new.items()})
         _check_same_start(
             group,
@@ -173,24 +173,24 @@ class Model:
                 reducer.close()
 
     def resume(self, path: str | os.PathLike[str]) -> tuple[int, int] | None:
-        """Load a checkpoint, so that the next train() continues with the same bits as a run without a break.
+        """Load a checkpoint, so that the next train() continues with the same bits as a run without an interruption.
 
         path: a directory that ModelCheckpoint has written to, a separate one for each rank; or a file. In a directory,
-        resume() takes the training that wrote last, and its newest checkpoint that every rank has, whole and undamaged.
-        A warning names the checkpoints that are left out. In data parallel mode all ranks call resume() together, after
-        set_auto_parallel_context.
+        resume() considers only the training that wrote last. It loads the newest checkpoint that every rank has, whole
+        and undamaged. A warning names the checkpoints that are left out. In data-parallel mode, all ranks must call
+        resume() together, after set_auto_parallel_context.
 
-        Returns the checkpoint's (epoch, step), or None if training begins at the start, so a script can always call
-        resume(). It returns None if no rank has a checkpoint, or, with a warning, if not every rank has the training's
-        first checkpoint. No file is deleted.
+        Returns (epoch, step) of the checkpoint, or None if there is nothing to resume, so a script can always call
+        resume(). It returns None if no rank has a checkpoint. It returns None with a warning if some ranks have only
+        the training's first checkpoint and others have none. No file is deleted.
 
-        The dataset continues by its load_state_dict(). If it has none, the batches that were done are read again and
-        skipped. Training with another number of ranks or batches is refused; load_checkpoint gives the weights for
-        that.
+        The dataset continues by its load_state_dict(). If it has no such method, train() reads the batches of the epoch
+        again and skips those that were already used. If the number of ranks or of batches has changed, resume() or
+        train() raises ValueError; then load only the weights, with load_checkpoint.
 
         All ranks raise ValueError if only some of them have a checkpoint of a training that got further, or if there is
-        no checkpoint that all of them have. ValueError also for a file that is truncated, damaged, not a checkpoint, or
-        of another network.
+        no checkpoint that all of them have. ValueError also if a file is truncated, damaged, not a checkpoint, or the
+        checkpoint of another network.
 
         >>> model.resume(f"checkpoints/{mscomm.get_rank()}")
         (3, 100)
@@ -204,16 +204,16 @@ class Model:
         return chosen.epoch, chosen.step
 
     def _optimizer_entries(self) -> dict[str, Any]:
-        """The optimizer's state as {path: entry}, without the entries that each rank keeps for itself."""
+        """Return the optimizer's state as {path: entry}, without entries that each rank keeps for itself."""
         optimizer = self._given["optimizer"]
         if not hasattr(optimizer, "state_dict") and not hasattr(optimizer, "get_parameters"):
-            return {}  # an optimizer of the user's own, whose state a checkpoint cannot hold
+            return {}  # the user's own optimizer, whose state a checkpoint cannot hold
         own = self._network.own()
         entries = states.entries(self._network.optimizer_state())
         return {"".join(f"[{key!r}]" for key in path): x for path, x in entries if own.isdisjoint(path)}
 
     def _steps_done(self, batches: int, initial_epoch: int) -> int:
-        """How many steps come before the first step of this training."""
+        """Return the number of steps that come before the first step of this train()."""
         if self._resumed is None:
             return initial_epoch * batches
         resumed, state = self._resumed
@@ -258,7 +258,7 @@ class Model:
         self._resumed = (chosen, state)
 
     def _training_group(self, function: str) -> Group | None:
-        """The ranks that train together; None if this rank trains alone."""
+        """Return the group that trains together, or None if this rank trains alone."""
         if context.get_auto_parallel_context("parallel_mode") != ParallelMode.DATA_PARALLEL:
             if not context.auto_parallel_was_set("parallel_mode"):
                 _tell_if_one_of_several(self._group)
@@ -331,8 +331,8 @@ class Model:
             now.communication_s = reducer.waited_s
 
     def _rest_of_epoch(self, now: SimpleNamespace, state: dict[str, Any] | None) -> Iterator[Any]:
-        """The batches of the current epoch that are still to come. state: from the checkpoint to resume from, or
-        None."""
+        """Yield the remaining batches of the current epoch. state: the state in the checkpoint from which training
+        resumes in this epoch, or None."""
         dataset, first = now.train_dataset, now.cur_step_num % now.batch_num
         taken = first
         if state is not None:
@@ -340,8 +340,8 @@ class Model:
                 dataset.load_state_dict(state["dataset"])
             else:
                 taken = 0
-            # If batches are read again, restore the random states of the epoch's start, because the dataset may draw
-            # its order from them.
+            # If batches are read again, restore the random states of the beginning of the epoch, because the order of
+            # the dataset may depend on them.
             randomness.restore(state["epoch_random"] if taken < first and state["epoch_random"] else state["random"])
         now.epoch_random = None if knows_its_place(dataset) else randomness.states()
         batches = iter(dataset)
@@ -360,7 +360,7 @@ class Model:
                 yield batch
 
     def _state(self, now: SimpleNamespace, reducer: GradientReducer | None, epochs: Epochs) -> dict[str, Any]:
-        """What a checkpoint holds besides the weights."""
+        """Return everything that a checkpoint holds in addition to the weights."""
         dataset = now.train_dataset
         return {
             "epochs": epochs.numbers(ended=now.cur_step_num % now.batch_num == 0),
@@ -380,7 +380,7 @@ class Model:
 
 
 def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any) -> int:
-    """Check the arguments of train(), with TypeError or ValueError. Returns the number of batches in an epoch."""
+    """Raise TypeError or ValueError for wrong arguments of train(). Return the number of batches in an epoch."""
     for name, value, low in (("epoch", epoch, 1), ("sink_size", sink_size, -1), ("initial_epoch", initial_epoch, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Model.train: {name} is a {type(value).__name__}; expected an int")
@@ -405,7 +405,7 @@ def _checked(epoch: Any, train_dataset: Any, sink_size: Any, initial_epoch: Any)
 
 
 def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
-    """Give each callback state in a checkpoint to the next callback of its class. The other callbacks start without a
+    """Give each callback's state in a checkpoint to the next callback of the same class. The other callbacks get no
     state."""
     left = list(callbacks)
     for name, state in states:
@@ -420,19 +420,19 @@ def _load_callbacks(callbacks: list[hooks.Callback], states: list[Any]) -> None:
 
 
 def _states(callbacks: list[hooks.Callback]) -> list[tuple[str, Any]]:
-    """The callbacks' states for a checkpoint, with the names of their classes."""
+    """Return the callbacks' states for a checkpoint, each with the name of the callback's class."""
     states = ((type(one).__name__, one.state_dict()) for one in callbacks)
     return [(name, state) for name, state in states if state is not None]
 
 
 def _place(group: Group | None) -> list[int]:
-    """This rank's number among the ranks that train together, and how many there are."""
+    """Return this rank's number among the ranks that train together, and the number of these ranks."""
     return [0, 1] if group is None else [group.rank, group.size]
 
 
 def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tuple[bool, str]:
-    """Returns whether all ranks write files, and a random name for this call of train(), the same on all ranks.
-    ValueError on all ranks if the facts differ, or if two ranks of a host write into one folder."""
+    """Return whether all ranks write checkpoints, and a random name for this call of train(), the same on all ranks.
+    All ranks raise ValueError if the facts differ, or if two ranks of a host write into the same folder."""
     part = secrets.token_hex(8)
     if group is None:
         return False, part
@@ -460,7 +460,7 @@ def _agree(group: Group | None, facts: dict[str, Any], folders: list[str]) -> tu
 
 
 def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advice: str) -> None:
-    """Raise ValueError on all ranks if they begin with different values. mine: this rank's arrays and numbers by
+    """Raise ValueError on all ranks if the ranks begin with different values. mine: this rank's arrays and numbers, by
     name."""
     if group is None or group.size == 1:
         return
@@ -469,7 +469,7 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
     first = everybodys[0]
     for rank, theirs in enumerate(everybodys):
         if what == "weights" and theirs.keys() != first.keys():
-            continue  # GradientReducer's error says more about differing parameters
+            continue  # later, GradientReducer raises an error that says more
         name = next((name for name in {**first, **theirs} if theirs.get(name) != first.get(name)), None)
         if name is not None:
             raise ValueError(
@@ -478,8 +478,8 @@ def _check_same_start(group: Group | None, what: str, mine: dict[str, Any], advi
 
 
 def _tell_if_one_of_several(group: Group | str | None) -> None:
-    """Warn if several processes each train alone. This is the default, as in MindSpore, but the user hardly wants
-    it."""
+    """Warn if there are several processes and each trains alone. This is the default, as in MindSpore, but rarely what
+    the user wants."""
     if is_initialized():
         size = resolve(group).size
         if size > 1:
@@ -491,7 +491,7 @@ def _tell_if_one_of_several(group: Group | str | None) -> None:
     place = bootstrap.announced(os.environ)
     if place is not None and place.size != 1:
         if place.rank is None:
-            notices.know_rank(0)  # only init() could find out the rank, so every process warns
+            notices.know_rank(0)  # without init(), the rank is unknown, so let every process warn
         notices.warn_once(
             f"Model: {place.launcher} has started {place.size or 'several'} processes, but mscomm.init() was not"
             f" called: each trains a model of its own. For one model: mscomm.init(), then {ONE_MODEL}"

@@ -11,11 +11,12 @@ import numpy as np
 from mscomm import notices
 from mscomm.train.hooks import Callback, RunContext
 
-_EVERY_S = 5.0  # the time between a ProgressBar's lines if there is no terminal
+_EVERY_S = 5.0  # how often ProgressBar prints a line if there is no terminal
 
 
 def _say(line: str) -> None:
-    """Print the line in one write, because several ranks may share a pipe and print() writes the newline separately."""
+    """Print the line by one write. print() writes the newline separately, and other ranks may write to the same
+    pipe."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -23,9 +24,9 @@ def _say(line: str) -> None:
 class LossMonitor(Callback):
     """Prints lines such as `epoch: 1 step: 1, loss is 2.3025854`. The loss is the mean over the ranks.
 
-    The mean has the same bits on all ranks. per_print_times: the number of steps from one line to the next; 0 prints no
-    lines. local: True prints the loss of this rank's own batch instead. If the loss is NaN or infinite, the training
-    ends with a ValueError on every rank, even if no lines are printed.
+    The mean has the same bits on all ranks. per_print_times: the number of steps from one line to the next; with 0, no
+    lines are printed. local: with True, the lines have the loss of this rank's own batch. If the mean is NaN or
+    infinite, the training ends with a ValueError on every rank, even if no lines are printed.
 
     TypeError if per_print_times is not an int, ValueError if it is below 0.
 
@@ -50,13 +51,13 @@ class LossMonitor(Callback):
             )
         if self._per_print_times and now.cur_step_num % self._per_print_times == 0:
             loss = now.local_loss if self._local else now.net_outputs
-            _say(f"{where}, loss is {loss!s}")  # str() keeps a float32 short; format() would widen it
+            _say(f"{where}, loss is {loss!s}")  # str() prints a float32 with few digits; format() would not
 
 
 class TimeMonitor(Callback):
     """Prints after each epoch how long it took: `Train epoch time: 1234.567 ms, per step time: 12.346 ms`.
 
-    data_size: the number of steps in an epoch, if it is not the dataset's. data_time: has no effect; True prints a
+    data_size: the number of steps in an epoch; by default, the dataset's size. data_time: has no effect; True prints a
     warning.
     """
 
@@ -75,10 +76,10 @@ class TimeMonitor(Callback):
 
 
 class ProgressBar(Callback):
-    """Shows on rank 0's terminal the epoch, the steps, the loss, the speed and the share of communication.
+    """Shows the epoch, the steps, the loss, the speed and the share of communication on rank 0's terminal.
 
-    The speed is in data rows per second over all ranks. The share of communication is the part of the time in which
-    rank 0 waits for communication without computing.
+    The speed is in data rows per second over all ranks. The share of communication is the fraction of the time in which
+    rank 0 waits for communication and does not compute.
 
     console: a rich.console.Console; by default it is on stderr. If the console is not a terminal, as under `mscomm
     run`, ProgressBar prints a line every 5 seconds and one at the end.
@@ -89,7 +90,7 @@ class ProgressBar(Callback):
     def __init__(self, console: Any = None) -> None:
         self._console = console
         self._active = False  # True on rank 0 during training
-        self._state = ""  # without a terminal: the last step's line until it is printed, then ""
+        self._state = ""  # without a terminal: the line of the last step, or "" if it is printed
         self._printed = 0.0
         self._bar: Any = None
         self._task: Any = None
@@ -140,7 +141,7 @@ class ProgressBar(Callback):
             self._print()
 
     def _print(self) -> None:
-        """Print the last step's line if it was not printed yet."""
+        """Print the line of the last step, unless it has been printed."""
         if self._state:
             self._console.print(self._state, highlight=False, soft_wrap=True)
         self._state, self._printed = "", time.monotonic()

@@ -14,7 +14,7 @@ from mscomm.train import trees
 
 
 class _Optimizer:
-    """The common part of both optimizers: parameters, and a velocity for each."""
+    """The common part of both optimizers: the parameters, and a velocity for each parameter."""
 
     def __init__(self, params: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
         name = type(self).__name__
@@ -26,13 +26,13 @@ class _Optimizer:
                 raise ValueError(f"{name}: {argument} is {value}; it must not be negative")
         self.parameters = params
         self.learning_rate = learning_rate
-        """It may be changed between steps."""
+        """A program may change the learning rate between steps."""
         self.momentum = momentum
         self.weight_decay = weight_decay
         self._velocities: list[Any] = []
 
     def step(self, gradients: Any) -> None:
-        """Change the parameters by one step. gradients: arrays in the same structure as the parameters."""
+        """Update the parameters by one step. gradients: arrays in the same structure as the parameters."""
         before, given = trees.leaves(self.parameters), trees.leaves(gradients)
         if given.keys() != before.keys():
             raise ValueError(f"{type(self).__name__}.step: gradients of {list(given)}, parameters {list(before)}")
@@ -44,7 +44,7 @@ class _Optimizer:
                 gradient = gradient + self.weight_decay * parameter
             if self.momentum:
                 if first:
-                    self._velocities.append(gradient + 0)  # a copy: gradients are overwritten in the next step
+                    self._velocities.append(gradient + 0)  # copy: the next step overwrites gradients
                 else:
                     self._velocities[i] = self._next(self._velocities[i], gradient)
                 gradient = self._direction(gradient, self._velocities[i])
@@ -59,7 +59,7 @@ class _Optimizer:
         return velocity
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state for a checkpoint: the learning rate and the velocities."""
+        """Return the optimizer's state for a checkpoint: the learning rate and the velocities."""
         return {"learning_rate": self.learning_rate, "velocities": list(self._velocities)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,10 +103,10 @@ class Momentum(_Optimizer):
 
 
 class SGD(_Optimizer):
-    """Gradient descent: v = momentum v + (1 - dampening) g; p = p - learning_rate v. Without momentum, v is g.
+    """Gradient descent: v = momentum v + (1 - dampening) g; p = p - learning_rate v.
 
-    The first v is g. nesterov: with True, p = p - learning_rate (g + momentum v). The other arguments are those of
-    Momentum.
+    In the first step, and without momentum in every step, v is g. nesterov: with True, p = p - learning_rate (g +
+    momentum v). The other arguments are those of Momentum.
 
     >>> optimizer = mscomm.train.SGD([np.zeros(3)], 0.1)
     """

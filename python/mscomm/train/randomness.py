@@ -1,6 +1,6 @@
 """The states of the random number generators that programs share: Python's, NumPy's and PyTorch's.
 
-CuPy's is missing, because CuPy has no way to read it.
+The state of CuPy's generator is left out, because CuPy has no function to read it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 
 def states() -> dict[str, Any]:
-    """The current states for restore(): numbers, tuples and arrays. PyTorch's state is included if the program has
-    imported PyTorch, and those of its GPUs if the program has used them."""
+    """Return the current states for restore(), as numbers, tuples and arrays. PyTorch's state is included if the
+    program has imported PyTorch, and the states of the GPUs if the program has used a GPU with PyTorch."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -38,8 +38,8 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def _restore_cuda(current: int, generators: list[np.ndarray[Any, Any]]) -> None:
-    """The number of GPUs may have changed, so the GPU of this rank continues with the state of the GPU that the rank
-    had before."""
+    """Set the states of the GPUs. This rank's GPU gets the state of the GPU that the rank had before, because the GPUs
+    may have other numbers now."""
     import torch
 
     chosen = dict(enumerate(generators[: torch.cuda.device_count()]))

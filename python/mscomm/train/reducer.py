@@ -23,29 +23,30 @@ from mscomm.train.device_buckets import DeviceBucket, why_not
 from mscomm.train.states import checksum
 from mscomm.train.step import Step
 
-BUCKET_MB = 4.0  # larger buckets are no faster for ranks on one host: see docs/performance.md
-# The libraries whose autograd tells when each gradient is ready. With the others, the program calls reduce().
+BUCKET_MB = 4.0  # between ranks on one host, larger buckets are not faster: see docs/performance.md
+# The libraries that report when each gradient is ready. With other libraries, the program calls reduce().
 _AUTOGRAD = {"torch": "mscomm.train.autograd"}
 
 
 class GradientReducer:
-    """Combines the gradients of all ranks, so that every rank takes the step of the whole batch.
+    """Combines the gradients of all ranks, so that all ranks take the same step, as for one large batch.
 
     parameters: for PyTorch, `model.parameters()` or `model.named_parameters()`; for NumPy, JAX, MindSpore and CuPy, a
     list or a dict of arrays with the shapes and dtypes of the gradients, preferably the weights themselves. PyTorch
     parameters on a GPU and CuPy arrays must be on the device with which this rank has joined. All ranks must give the
-    same parameters in the same order; otherwise all raise a ValueError that names the first difference. mean: True
-    divides the sum by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the first bucket of each
-    dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and carry the rounding
-    error into the next step. exclude: parameters, or their names, that each rank keeps for itself. parameter_broadcast:
-    True writes rank 0's parameters into those of all ranks at the start. group: a Group or its name; None means all
-    ranks.
+    same parameters in the same order; otherwise all ranks raise a ValueError that names the first difference. mean:
+    True divides the sum by the number of ranks. bucket_mb: the size of a bucket in MiB (default 4); the first bucket of
+    each dtype has at most 1 MiB. compression: with "bf16" or "fp16", ranks send 16 bits per element and carry the
+    rounding error into the next step. exclude: parameters, or their names, that each rank keeps for itself.
+    parameter_broadcast: with True, all ranks take rank 0's parameters at the start. group: a Group or its name; None
+    means all ranks.
 
     Without parameter_broadcast, the ranks compare the bits of their parameters, including frozen ones. If PyTorch or
     MindSpore parameters differ, all ranks raise a ValueError that names the rank and the parameter. Other arrays need
-    not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not touch buffers, such as
-    BatchNorm's running means, which are different on each rank. broadcast_parameters(dict(model.named_buffers())) gives
-    all ranks those of rank 0, for example before evaluation. DistributedDataParallel does that by itself.
+    not be the weights, so if they differ, rank 0 only prints a warning. The reducer does not change buffers, such as
+    BatchNorm's running means, which differ between ranks. broadcast_parameters(dict(model.named_buffers())) gives all
+    ranks the buffers of rank 0, for example before evaluation. DistributedDataParallel makes the buffers equal by
+    itself.
 
     With PyTorch, each gradient is a view into the memory of a bucket. A bucket is reduced as soon as the backward pass
     has filled it and all buckets before it; wait() reduces the last bucket. After the first step the buckets are
@@ -58,25 +59,25 @@ class GradientReducer:
     ...     reducer.wait()
     ...     optimizer.step()
 
-    A parameter that took part on no rank keeps its gradient, which may be None. If a parameter took part on some ranks,
-    all ranks get the mean, and the other ranks count as zeros. Clip and unscale gradients after wait(). wait() raises
-    RuntimeError if a gradient was changed since backward(); optimizer.step() raises it if wait() was not called.
+    If no rank used a parameter in a step, the parameter keeps its gradient, which may be None. If only some ranks used
+    it, all ranks get the mean of the gradients, with zeros for the other ranks. Clip and unscale gradients after
+    wait(). wait() raises RuntimeError if a gradient was changed since backward(); optimizer.step() raises it if wait()
+    was not called.
 
     With other libraries, `reduce(gradients)` returns the combined gradients.
 
     >>> gradients = reducer.reduce(gradients)
 
-    On a device, all work is enqueued on the library's current stream, except that buckets which fill during the
-    backward pass are reduced in parallel with it. wait() and reduce() return when all ranks have enqueued their calls;
-    they do not wait for the device. If this mscomm has kernels (see `mscomm doctor`), one launch copies the gradients
-    that lie elsewhere into a bucket and compresses them on the way. Without kernels, the gradients are copied first,
-    and the array library compresses them.
+    On a device, work is enqueued on the library's current stream. Only buckets that become full during the backward
+    pass are reduced in parallel with that stream. wait() and reduce() return when all ranks have enqueued their calls;
+    they do not wait for the device. If this mscomm has kernels (see `mscomm doctor`), one launch copies gradients that
+    lie outside their bucket into the bucket, and compresses them on the way. Without kernels, the gradients are copied
+    first, and the array library compresses them.
 
     Parameters without requires_grad are not reduced. The reducer works as long as the program holds a reference to it.
-    On the CPU, the results have the same bits as one all_reduce per gradient, whatever the buckets; on a device, the
-    vendor's library may add in another order when more arrays are in one call. The errors are those of all_reduce.
-    After an error the group is broken and the gradients are undefined. After rejoin() each rank must make a new
-    reducer.
+    On the CPU, the results have the same bits as one all_reduce per gradient, with any buckets. On a device, the
+    vendor's library may add in another order if a call has more elements. The errors are those of all_reduce. After an
+    error the group is broken and the gradients are undefined. After rejoin() each rank must make a new reducer.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class GradientReducer:
             "parameter_broadcast": bool(parameter_broadcast),
         }
         # Ranks may have different devices. If one rank cannot reduce its gradients, all ranks must raise the error, so
-        # each sends its reason to the others.
+        # each rank sends the reason to the others.
         reasons = (
             f"{name}: {why}"
             for name, p, (dtype, _) in zip(self._names, self._parameters, self._kinds, strict=True)
@@ -150,7 +151,7 @@ class GradientReducer:
             others = [*self._excluded.values(), *self._frozen.values()]
             self._autograd = importlib.import_module(path).Autograd(self._step, self._names, self._parameters, others)
         self.last_rank: int | None = None
-        """After join(): the rank in the group that left last, whose model all ranks have now. None before that."""
+        """After join(): the rank, in the group, whose model all ranks have taken. None before the first join()."""
 
     def _memory(self, x: Any, name: str, function: str) -> np.ndarray[Any, Any]:
         there = memory_anywhere(x, name, function)
@@ -160,32 +161,32 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Any]:
-        """One array per parameter, with its shape: the memory in which its gradient is reduced.
+        """One array per parameter, in the parameter's shape: the memory in which the gradient is reduced.
 
         These are NumPy arrays on the CPU, and arrays of the parameters' library on a device.
         """
         return list(self._step.buffers)
 
     def carry(self, value: float) -> None:
-        """Send a number, such as the loss, with this step's gradients. Afterwards `carried` is its mean over the ranks.
+        """Send a number, such as the loss, with the gradients. After the step, `carried` is the mean over the ranks.
 
-        Call it before the backward pass, or before reduce(). RuntimeError if the bucket that carries the number has
-        been started.
+        Call this before the backward pass, or before reduce(). RuntimeError if the bucket that carries the number has
+        already been started.
         """
         self._step.carry(float(value))
 
     @property
     def carried(self) -> float:
-        """The mean over the ranks of the numbers given to carry() in the last step. A rank that gave none counts as
-        0."""
+        """The mean over the ranks of the numbers given to carry() in the last step, with 0 for a rank that gave no
+        number."""
         return self._step.carried
 
     @property
     def waited_s(self) -> float:
         """The seconds that this rank has spent waiting for reductions at the ends of all steps so far.
 
-        On the CPU, this is the communication that did not overlap with computation. On a device, it is only the time in
-        which the program waited for the other ranks, without the device's work.
+        On the CPU, this is the time of the communication that did not overlap with computation. On a device, it is only
+        the time in which the program waited for other ranks to make their calls.
         """
         return self._step.waited_s
 
@@ -202,17 +203,17 @@ class GradientReducer:
         Aborted.
 
         At the end, all ranks take the parameters of `last_rank`, the highest of the ranks that left last. sync: other
-        objects whose state all ranks take from that rank: optimizers, schedulers, and PyTorch modules with their
-        buffers, in the same order on all ranks. TypeError for an item without state_dict() and load_state_dict().
-        Without sync, a rank that left early keeps its older momentum.
+        objects whose state all ranks take from last_rank: optimizers, schedulers, and PyTorch modules with their
+        buffers. All ranks must give them in the same order. TypeError for an item without state_dict() and
+        load_state_dict(). Without sync, a rank that left early keeps its older momentum.
 
         >>> with reducer.join(sync=[model, optimizer]):
         ...     for images, labels in batches:
         ...         ...
 
-        NumPy, CuPy and MindSpore arrays that the reducer was made with are written in place. mscomm's Momentum and SGD
-        take over their parameters as well, if they are in sync. If the loop makes new arrays in each step, as with JAX,
-        get the final ones after the join():
+        NumPy, CuPy and MindSpore arrays with which the reducer was made are written in place. If mscomm's Momentum or
+        SGD is in sync, its parameters are taken from last_rank, too. If the loop makes new arrays in each step, as with
+        JAX, get the final arrays after the join():
 
         >>> weights = broadcast_parameters(weights, root=reducer.last_rank)
         """
@@ -221,7 +222,7 @@ class GradientReducer:
 
         def at_end(root: int, uneven: bool) -> None:
             self.last_rank = root
-            join.broadcast_all(self._named(), root, self._group)  # JAX arrays cannot be written and stay as they are
+            join.broadcast_all(self._named(), root, self._group)  # JAX arrays cannot be written: they stay unchanged
             if not uneven or root != self._group.rank:
                 return
             if self._autograd is not None:
@@ -242,8 +243,8 @@ class GradientReducer:
         return [checksum(p, name, "GradientReducer") for name, p in self._named()]
 
     def _same_start(self, broadcast: bool) -> None:
-        """Give all ranks rank 0's parameters, or compare them. A difference is a ValueError on all ranks, or a
-        warning."""
+        """With broadcast, give all ranks rank 0's parameters. Otherwise compare the parameters: if they differ, all
+        ranks raise ValueError, or rank 0 warns."""
         if self._group.size == 1:
             return
         weights = [*self._named(), *self._frozen.items()]
@@ -272,14 +273,14 @@ class GradientReducer:
                 log.warn(f"GradientReducer: if these arrays are the weights, {differ}; {remedy}")
             return
 
-    # -- resuming
+    # -- state for checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later reducer of the same parameters needs to continue with the same bits. Call it between steps.
+        """Return the state with which another reducer of the same parameters can continue with the same bits.
 
-        "order" in the dict is the list of the parameters' indices in the order of the buckets, or None if it is not
-        known yet. "residual" maps names to compression residuals, NumPy arrays with the parameters' shapes; without
-        compression it is empty.
+        Call this between steps. In the dict, "order" is the list of the parameters' indices in the order of the
+        buckets, or None if this order is not known yet. "residual" maps names to compression residuals, which are NumPy
+        arrays with the parameters' shapes. Without compression, "residual" is empty.
         """
         self._step.check_between("state_dict")
         owed = {name: self._step.residual(index) for index, name in enumerate(self._names)}
@@ -287,7 +288,7 @@ class GradientReducer:
         return {"order": self._step.order_of_rank_0, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict(). All ranks call it at the same point between two steps, each with its own state.
+        """Continue from a state_dict(). All ranks call this between the same two steps, each with its own state.
 
         The residuals are used only if this reducer compresses. ValueError if the state belongs to other parameters. All
         ranks raise ValueError if the orders in their states differ.
@@ -342,7 +343,7 @@ class GradientReducer:
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes only add to this rank's gradients, to accumulate several batches.
 
-        Use it before the backward pass that reduces. RuntimeError between backward() and wait().
+        After the context, make one backward pass that is reduced. RuntimeError between backward() and wait().
         """
         autograd = self._by_autograd("no_sync", "add the gradients up before reduce(gradients)")
         self._step.check_between("no_sync")
@@ -362,9 +363,9 @@ class GradientReducer:
     def reduce(self, gradients: Any) -> Any:
         """Return the combined gradients in the form in which they were given: a list, a tuple or a dict.
 
-        A list or tuple has the order of the parameters, without excluded ones. A dict has the parameters' names as
-        keys; its entries for excluded parameters are returned unchanged. ValueError if a shape or dtype differs from
-        the parameter's. The results lie in the buckets, so the next call overwrites them, except that JAX gets new
+        A list or tuple has the order of the parameters, without excluded parameters. A dict has the parameters' names
+        as keys; entries for excluded parameters are returned unchanged. ValueError if a gradient has another shape or
+        dtype than its parameter. The results lie in the buckets, so the next call overwrites them; only JAX gets new
         arrays. Gradients that were computed directly into `buffers` are not copied.
         """
         if self._autograd is not None:
@@ -381,7 +382,7 @@ class GradientReducer:
             at = self._step.where_is(source)
             if at is None:
                 elsewhere.append(source)
-            else:  # copy a gradient that lies in another one's place, where it would be overwritten before its turn
+            else:  # copy a gradient that lies in another gradient's place, where it would be overwritten too early
                 elsewhere.append(None if at == index else self._copy(source, given[index]))
         with self._step.owed():
             for index in self._step.order:
@@ -407,7 +408,7 @@ class GradientReducer:
         return [gradients[name] for name in self._names]
 
     def _source(self, x: Any, name: str) -> np.ndarray[Any, Any]:
-        """A gradient's memory, in C order."""
+        """Return a gradient's memory in C order."""
         there = self._memory(x, name, "reduce")
         if isinstance(there, OnDevice) != self._on_device:
             where = "the CPU's, the parameter a device's" if self._on_device else "a device's, the parameter the CPU's"
@@ -435,11 +436,11 @@ class GradientReducer:
 
 
 def broadcast_parameters(parameters: Any, root: int = 0, *, group: Group | str | None = None) -> Any:
-    """Give every rank the root's parameters, so that all ranks begin with the same model.
+    """Give every rank the parameters of rank root, so that all ranks begin with the same model.
 
-    parameters: as for GradientReducer; a model's buffers may be among them. They are written in place and returned. JAX
-    arrays cannot be written, so new arrays are returned, in a list, a tuple or a dict as given. The errors are those of
-    broadcast.
+    parameters: as for GradientReducer; they may include a model's buffers. They are written in place and returned, in a
+    list, a tuple or a dict as given. JAX arrays cannot be written, so new arrays are returned for them. The errors are
+    those of broadcast.
 
     >>> mscomm.train.broadcast_parameters(model.state_dict())
     """
@@ -457,8 +458,8 @@ def _named(parameters: Any) -> list[tuple[str, Any]]:
 
 
 def _chosen(parameters: Any, exclude: list[Any]) -> tuple[list[str], list[Any], dict[str, Any], dict[str, Any]]:
-    """The names and the parameters to reduce; then two dicts, of the excluded parameters and of those that need no
-    gradient."""
+    """Return the names of the parameters to reduce, these parameters, a dict of the excluded parameters, and a dict of
+    the parameters that need no gradient."""
     entries = _named(parameters)
     unknown = [one for one in exclude if isinstance(one, str) and one not in dict(entries)]
     if unknown:
@@ -483,8 +484,8 @@ def _check_alike(
     why_not: str,
     group: Group,
 ) -> None:
-    """ValueError on all ranks if a rank's parameters or options differ from rank 0's; TypeError if a rank gives a
-    why_not."""
+    """Raise ValueError on all ranks if a rank's parameters or options differ from rank 0's, and TypeError if why_not is
+    not empty on a rank."""
     mine = [[name, dtype.name, list(shape)] for name, (dtype, _), shape in zip(names, kinds, shapes, strict=True)]
     everybodys = objects.all_gather_object([options, mine, why_not], group=group)
     (options_of_0, parameters_of_0, _), *_ = everybodys

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint from which the ranks resume: the newest that all ranks have, whole and undamaged."""
+"""Chooses the checkpoint from which the ranks resume: the newest one that all ranks have, whole and undamaged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str, Any]] | None:
-    """The checkpoint to resume from, its weights and its state; None if training begins at the start.
+    """Return the checkpoint to resume from, its weights and its state; None if training begins at the start.
 
-    All ranks of the group call it, each with its directory or its file. A single file gets the prefix "", so that
-    training begins a new series of files. The arrays of a file are read only after the ranks have chosen it. If it is
-    damaged on one rank, all ranks choose the next one. ValueError on all ranks if they cannot agree.
+    All ranks of the group must call this, each with its directory or its file. If path is a file, the checkpoint gets
+    the prefix "", so that training begins a new series of files. The arrays of a file are read only after the ranks
+    have chosen this file. If the file is damaged on one rank, all ranks choose the next older one. All ranks raise
+    ValueError if they cannot agree.
     """
     is_file = path.is_file() or path.suffix == serialization.SUFFIX
     found: list[Saved] = []
@@ -31,7 +32,7 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
     except (OSError, ValueError) as error:
         problem = str(error)
     newest = serialization.newest_prefix(found)
-    found = [one for one in found if one.run or one.prefix == newest]  # files of earlier versions have no run
+    found = [one for one in found if one.run or one.prefix == newest]  # earlier versions wrote files without a run
     while True:
         files = [(*one.place, one.time, one.first) for one in found]
         offers = _gathered([files, problem, os.path.realpath(path)], group)
@@ -58,12 +59,12 @@ def agree_on(path: Path, group: Group | None) -> tuple[Saved, Weights, dict[str,
 
 
 def _gathered(mine: Any, group: Group | None) -> list[Any]:
-    """The values of all ranks of the group, or this rank's value alone if there is no group."""
+    """Return the values of all ranks of the group, or only this rank's value if there is no group."""
     return [mine] if group is None else objects.all_gather_object(mine, group=group)
 
 
 class _File(NamedTuple):
-    """What the ranks tell each other about a checkpoint: see Saved."""
+    """The fields of Saved that ranks tell each other about a checkpoint."""
 
     run: str
     epoch: int
@@ -86,10 +87,10 @@ class _Offer(NamedTuple):
 
 
 def _newest_of_all(offers: list[_Offer]) -> tuple[tuple[str, int, int, str] | None, str]:
-    """Returns (place, warning): which checkpoint is the newest that all ranks have, or None; and a warning, or "".
+    """Return (place, warning): the place of the newest checkpoint that all ranks have, or None; and a warning, or "".
 
-    Only checkpoints of the training that wrote last count. ValueError if only some of the ranks have a checkpoint from
-    which to continue.
+    Only checkpoints of the training that wrote last count. ValueError if a rank has a problem, or if training has got
+    beyond its first checkpoint but there is no checkpoint that all ranks have.
     """
     for rank, offer in enumerate(offers):
         if offer.problem:

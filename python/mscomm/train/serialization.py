@@ -1,4 +1,4 @@
-"""Saves and loads weights (save_checkpoint, load_checkpoint, load_param_into_net), and finds the files in a
+"""Saves and loads weights (save_checkpoint, load_checkpoint, load_param_into_net), and finds the checkpoints in a
 directory."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mscomm.arrays import memory_anywhere, on_host
 from mscomm.train import networks, states, tensorfile, trees
 
 SUFFIX = ".safetensors"
-# Keys of our files' metadata: the fields of Saved, the training's state, and save_checkpoint's append_dict.
+# Keys in the metadata of mscomm's files: the fields of Saved, the training's state, save_checkpoint's append_dict.
 EPOCH, STEP, SAVED, RUN, PART, FIRST, STATE, APPENDED = (
     f"mscomm.{word}" for word in ("epoch", "step", "saved", "run", "part", "first", "state", "appended")
 )
@@ -24,23 +24,23 @@ _NAME = re.compile(rf"(?P<prefix>.+)-(?P<epoch>\d+)_(?P<step>\d+){re.escape(SUFF
 
 
 class Saved(NamedTuple):
-    """A checkpoint file of a training."""
+    """Describes a checkpoint file that ModelCheckpoint has written."""
 
     path: Path
     prefix: str
     epoch: int
     step: int
     time: float  # when the file was written, in seconds since 1970
-    # run and part are random names that all ranks share, or "" in files of earlier versions. run is for the training,
-    # from its first step to its last. part is for the call of train() that wrote the file, because a resumed training
-    # may write the same step again.
+    # run and part are random names that all ranks share, or "" in files of earlier versions. run identifies the
+    # training, from its first step to its last. part identifies the call of train() that wrote the file, because a
+    # resumed training may write the same step again.
     run: str
     part: str
     first: bool  # whether it was the training's first file
 
     @property
     def place(self) -> tuple[str, int, int, str]:
-        """Identifies a checkpoint. It is the same on all ranks, and different for any two checkpoints of one rank."""
+        """Identifies the checkpoint. It is the same on all ranks, but different for any two checkpoints of one rank."""
         return self.run, self.epoch, self.step, self.part
 
 
@@ -54,12 +54,12 @@ def save_checkpoint(
     """Write a network's weights into a safetensors file, as a whole or not at all.
 
     save_obj: a network as for Model, or a dict of arrays, possibly nested. ckpt_file_name: a name without a suffix gets
-    `.safetensors`; the format is safetensors in any case. append_dict: numbers and texts that load_checkpoint returns,
-    too. integrated_save, async_save: have no effect, and values other than the defaults print a warning, because a file
-    always holds whole weights and is complete when the call returns.
+    `.safetensors`; the format is safetensors in any case. append_dict: numbers and texts that load_checkpoint returns
+    with the weights. integrated_save, async_save: have no effect, because a file always holds whole weights and is
+    complete when the call returns; values other than the defaults print a warning.
 
-    TypeError for a value that a file cannot hold. OSError if the file cannot be written; an older file of that name is
-    then unchanged.
+    TypeError for a value that a file cannot hold. OSError if the file cannot be written; an older file with the same
+    name is then unchanged.
 
     >>> mscomm.save_checkpoint(net, "resnet", append_dict={"accuracy": 0.93})
     """
@@ -82,12 +82,13 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Return the weights in a file, or in a directory's newest complete checkpoint, as {name: NumPy array}.
 
-    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to. In a directory, a line on
-    stderr names each file that is left out because it is truncated, damaged or no checkpoint. net: a network into which
-    the weights are loaded, too, as by load_param_into_net. filter_prefix: names that begin with it are left out. The
-    result also has the entries of save_checkpoint's append_dict. It has no training state, which is for Model.resume.
+    ckpt_file_name: any safetensors file, or a directory that ModelCheckpoint has written to. In a directory, files that
+    are truncated, damaged or no checkpoint are left out, and a line on stderr names each of them. net: if given, the
+    weights are also loaded into this network, as by load_param_into_net. filter_prefix: weights are left out if their
+    names begin with this text, or with one of these texts. The result also has the entries of save_checkpoint's
+    append_dict. It does not have the state of the training; Model.resume loads that.
 
-    FileNotFoundError if there is no file. A ValueError says what is wrong with a file.
+    FileNotFoundError if there is no such file or checkpoint. ValueError for a truncated or damaged file.
 
     >>> weights = mscomm.load_checkpoint("checkpoints_0")
     >>> mscomm.load_param_into_net(net, weights)
@@ -118,9 +119,9 @@ def load_param_into_net(
     """Load weights into a network by name. Returns (names that only the network has, names that only the dict has).
 
     net: a network as for Model, except a JAX function, which has no weights of its own. parameter_dict: what
-    load_checkpoint returned, or arrays of any known library. strict_load: True requires the network's dtypes; False
-    converts float weights of another precision. ValueError if a shape or dtype does not fit; the network is then
-    unchanged.
+    load_checkpoint returned, or arrays of any known library by name. strict_load: with True, dtypes must be the same as
+    in the network; with False, float weights of another precision are converted. ValueError if a shape or dtype does
+    not fit; the network is then unchanged.
     """
     network = networks.adapt(net)
     there = network.weights()
@@ -149,7 +150,7 @@ def _newest_undamaged(directory: Path, found: list[Saved]) -> tuple[dict[str, np
 
 
 def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], time: float, first: bool) -> None:
-    """Write a file for load_training. state has at least epoch, step, run and part. time, first: see Saved."""
+    """Write a file for load_training. state: a dict with epoch, step, run, part and more. time, first: see Saved."""
     text, arrays = states.to_text(state)
     arrays |= {name: on_host(x, name, "ModelCheckpoint") for name, x in weights.items()}
     place = {EPOCH: str(state["epoch"]), STEP: str(state["step"]), SAVED: repr(time)}
@@ -158,7 +159,7 @@ def save_training(path: Path, weights: dict[str, Any], state: dict[str, Any], ti
 
 
 def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
-    """The weights and the state in a file. ValueError for a file that has only weights."""
+    """Return the weights and the state in a file. ValueError for a file that has only weights."""
     arrays, metadata = tensorfile.read(path)
     if STATE not in metadata:
         raise ValueError(f"{path}: has weights, but no state of a training; use load_checkpoint for the weights")
@@ -167,7 +168,7 @@ def load_training(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str
 
 
 def saved(path: Path) -> Saved:
-    """Describes a checkpoint file. ValueError if it is not a complete checkpoint of a training."""
+    """Return the description of a checkpoint file. ValueError if it is not a complete checkpoint of a training."""
     metadata = tensorfile.read_metadata(path)
     name = _NAME.fullmatch(path.name)
     try:
@@ -179,15 +180,15 @@ def saved(path: Path) -> Saved:
 
 
 def named_like_one(directory: Path) -> list[tuple[Path, str, int, int]]:
-    """The files whose names are those of checkpoints: (path, prefix, epoch, step)."""
+    """Return the files that are named like checkpoints, as (path, prefix, epoch, step)."""
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
     return [(path, name["prefix"], int(name["epoch"]), int(name["step"])) for path, name in found if name]
 
 
 def complete(directory: Path) -> list[Saved]:
-    """The complete checkpoints of a directory. Warns of each incomplete one; ValueError if all are incomplete.
+    """Return the complete checkpoints in a directory. Warn of each incomplete one. ValueError if all are incomplete.
 
-    Damage to a file's arrays is found only when they are read.
+    Damage in the arrays of a file is not found here, but only when the arrays are read.
     """
     found, faults = [], []
     for path, *_ in named_like_one(directory) if directory.is_dir() else []:
@@ -203,12 +204,12 @@ def complete(directory: Path) -> list[Saved]:
 
 
 def series(directory: Path) -> list[Saved]:
-    """The checkpoints of the training that wrote last, oldest first."""
+    """Return the checkpoints that have the prefix of the newest file, oldest first."""
     found = complete(directory)
     newest = newest_prefix(found)
     return sorted((one for one in found if one.prefix == newest), key=lambda one: (one.epoch, one.step))
 
 
 def newest_prefix(found: list[Saved]) -> str:
-    """The prefix of the file that was written last; "" if there are no files."""
+    """Return the prefix of the file that was written last, or "" if there are no files."""
     return max(found, key=lambda one: one.time).prefix if found else ""

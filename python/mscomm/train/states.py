@@ -1,5 +1,5 @@
-"""Converts a training's state (what state_dict() gives) to text and arrays, for safetensors files and for other
-ranks."""
+"""Converts the state of a training, such as the results of state_dict(), to text and arrays. In this form, the state
+can be written into safetensors files and sent to other ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from mscomm.arrays import names, on_host
 from mscomm.arrays.numpy import readable
 
-PREFIX = "mscomm.state."  # the names of a state's arrays begin with it; all other arrays in a file are weights
+PREFIX = "mscomm.state."  # the names of a state's arrays begin with this; the other arrays in a file are weights
 
 
 def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
-    """Convert a state to JSON, which refers to the arrays by name, and a dict of these arrays.
+    """Convert a state to (text, arrays): JSON that refers to arrays by name, and a dict of these arrays.
 
-    state: None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars, which come back
-    as arrays. For anything else, a TypeError says where in the state it is.
+    A state may contain None, bool, int, float, str, list, tuple, dict, arrays of a known library, and NumPy scalars,
+    which from_text returns as arrays. For any other object, a TypeError says where in the state it is.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -33,7 +33,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
             return [write(one, f"{where}[{i}]") for i, one in enumerate(x)]
         if isinstance(x, tuple):
             return {"tuple": [write(one, f"{where}[{i}]") for i, one in enumerate(x)]}
-        if isinstance(x, Mapping):  # keys may have any type, such as torch's parameter indices
+        if isinstance(x, Mapping):  # keys need not be strings: PyTorch uses indices of parameters
             return {"dict": [[write(key, f"a key of {where}"), write(x[key], f"{where}[{key!r}]")] for key in x]}
         if next(names(x), None) is not None:
             name = f"{PREFIX}{len(arrays)}"
@@ -45,7 +45,7 @@ def to_text(state: Any) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-    """The state that to_text was given. Its arrays are NumPy's. ValueError for a text that to_text did not write."""
+    """Return the state that to_text converted, with NumPy arrays. ValueError for a text that to_text did not write."""
 
     def read(x: Any) -> Any:
         if isinstance(x, list):
@@ -68,7 +68,8 @@ def from_text(text: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
 
 
 def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The items of a nested state that are not containers, each with the keys and indices that lead to it."""
+    """Yield (path, item) for each item of a nested state that is no container. path: the keys and indices of the
+    item."""
     if isinstance(state, Mapping):
         for key in state:
             yield from entries(state[key], (*path, key))
@@ -80,7 +81,7 @@ def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def with_arrays(state: Any, convert: Any) -> Any:
-    """A copy of the state in which each NumPy array is converted."""
+    """Return a copy of the state in which each NumPy array x is replaced by convert(x)."""
     if isinstance(state, np.ndarray):
         return convert(state)
     if isinstance(state, dict):
@@ -91,10 +92,10 @@ def with_arrays(state: Any, convert: Any) -> Any:
 
 
 def checksum(x: Any, argument: str, function: str) -> int:
-    """CRC-32 of an array's dtype, shape and bits in C order. The array may be on the CPU or on a device.
+    """Return the CRC-32 of an array's dtype, shape and bits in C order. The array may be on the CPU or on a device.
 
-    For a number or a text, the repr is used; for anything else, only its type. argument, function: names for the error
-    message if an array cannot be read.
+    For a number or a text, this is the CRC-32 of its repr; for any other object, that of its type. argument, function:
+    names for the error message if an array cannot be read.
     """
     if next(names(x), None) is None or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return zlib.crc32(repr(x if isinstance(x, bool | int | float | str | None) else type(x)).encode())

@@ -1,4 +1,4 @@
-"""The current step: which gradients are ready, which buckets are being reduced, and what the results are."""
+"""Step: keeps track of the gradients that are ready, starts the reduction of full buckets, and holds the results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ LEFT, FORWARD, REDUCES = 0, 1, 2
 class Step:
     """The buckets and the state of the current step. Between two steps nothing is being reduced.
 
-    names, kinds, shapes: for each gradient its name, its (dtype, number of elements) and its shape. make: makes a
-    bucket with a given layout, which the group's ranks reduce with op. in_order: True if gradients become ready in this
-    order; otherwise the reverse order is assumed until the first step has shown rank 0's order.
+    names, kinds, shapes: for each gradient its name, its (dtype, number of elements) and its shape. op: how the ranks
+    of the group combine gradients, "avg" or "sum". make: makes a bucket with a given layout. in_order: True if
+    gradients become ready in the order of names. Otherwise Step assumes the reverse order until the first step has
+    shown in which order rank 0's gradients become ready.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Step:
         self._order_is_final = in_order
         self.order_of_rank_0: list[int] | None = None  # None until it is known
         self._order: list[int] = []  # the order in which this step's gradients became ready
-        self._started = 0  # how many buckets of this step have been started; they start in order
+        self._started = 0  # how many buckets of this step have been started; buckets start in order
         self._failed = False
         self.joining = False
-        self.by_all = False  # inside join(): whether the mean counts the ranks that have left, too
-        self._meeting: Work | None = None  # inside join(): the all_gather of what each rank does next, until it is read
-        # Inside join(): what each rank announced at the last meeting with a rank that had not left.
+        self.by_all = False  # inside join(): whether the mean also counts ranks that have left
+        self._meeting: Work | None = None  # inside join(): the all_gather of what each rank does next, until read
+        # Inside join(): what each rank announced at the last meeting at which some rank had not left.
         self.last_met: np.ndarray[Any, Any] = np.zeros(group.size, np.int64)
         self._carry = 0.0
         self.carried = 0.0
@@ -62,7 +63,7 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether some gradients of this step are ready. Their reduction may have begun, too."""
+        """Whether some gradients of this step are ready. Their reduction may already have begun."""
         return bool(self._order)
 
     def check_between(self, function: str) -> None:
@@ -79,8 +80,8 @@ class Step:
 
     @contextlib.contextmanager
     def owed(self) -> Iterator[None]:
-        """A context for work that other ranks wait for: an exception inside is sent to them, and this object becomes
-        unusable."""
+        """A context for work that other ranks wait for. If the work raises an exception, the other ranks learn of it,
+        and this object becomes unusable."""
         self._check_usable()
         try:
             with self._group.committed("a step of GradientReducer"):
@@ -89,13 +90,14 @@ class Step:
             self._failed = True
             raise
 
-    # -- a gradient
+    # -- single gradients
 
     def ready(self, index: int, source: np.ndarray[Any, Any] | None = None) -> list[int]:
-        """Note that the gradient is ready, in its buffer or in source, and start the complete buckets, in order.
+        """Note that the gradient is ready, in its buffer or in source. Start the buckets that are now full, in order.
 
-        Returns the gradients of the buckets that were started; these gradients now lie in their buffers. finish()
-        starts the last bucket, so that the calling thread reduces it without a switch of threads.
+        Returns the indices of the gradients in the buckets that were started; these gradients now lie in their buffers.
+        The last bucket is not started here, but by finish(), so that the calling thread reduces it without a switch of
+        threads.
         """
         self._check_usable()
         bucket, turn = self._bucket_of[index]
@@ -117,7 +119,7 @@ class Step:
         return begun
 
     def missing(self) -> list[int]:
-        """The gradients that are not ready yet in this step."""
+        """Return the indices of the gradients that are not ready yet in this step."""
         return [
             place.number
             for bucket in self._buckets
@@ -127,7 +129,7 @@ class Step:
         ]
 
     def was_used(self, index: int) -> bool:
-        """After a step: whether any rank had this gradient."""
+        """After a step: return whether any rank had this gradient."""
         bucket, turn = self._bucket_of[index]
         return bool(bucket.marks[turn] != 0)
 
@@ -143,9 +145,10 @@ class Step:
         self._carry = value
 
     def where_is(self, gradient: np.ndarray[Any, Any]) -> int | None:
-        """The index of the gradient whose buffer is this memory; -1 for another part of the buckets, None outside them.
+        """Return the index of the gradient whose buffer is this memory.
 
-        The memory must be in C order.
+        -1 if the memory is another part of the buckets, None if it is outside the buckets. The memory must be in C
+        order.
         """
         begin, end = span = _span(gradient)
         if not any(begin < last and first < end for first, last in self._spans):
@@ -154,7 +157,7 @@ class Step:
 
     @property
     def order(self) -> list[int]:
-        """The gradients in the order of the buckets."""
+        """The indices of the gradients in the order of the buckets."""
         return [place.number for bucket in self._buckets for place in bucket.layout.places]
 
     @property
@@ -171,7 +174,7 @@ class Step:
         self.joining, self._meeting = False, None
 
     def meet(self, kind: int) -> np.ndarray[Any, Any]:
-        """Tell the other ranks what this rank does next, and return what each rank does."""
+        """Tell the other ranks what this rank does next, and return what each rank does next."""
         self._announce(kind)
         assert self._meeting is not None
         kinds = self._meeting.wait()
@@ -184,11 +187,11 @@ class Step:
     def _announce(self, kind: int) -> None:
         self._meeting = collectives.all_gather(np.array([kind]), group=self._group, async_op=True)
 
-    # -- all gradients
+    # -- the end of a step, and the layout of the buckets
 
     def finish(self) -> bool:
-        """Reduce the remaining buckets, with zeros for missing gradients, and wait. Returns whether there are new
-        buffers."""
+        """Reduce the remaining buckets, with zeros for missing gradients, and wait for all buckets. Return whether the
+        gradients have moved to new buckets."""
         began = time.monotonic()
         while self._started < len(self._buckets):
             self._start_next(async_op=self._started < len(self._buckets) - 1)
@@ -236,8 +239,8 @@ class Step:
         self._bucket_of = {
             place.number: (bucket, turn) for bucket in self._buckets for turn, place in enumerate(bucket.layout.places)
         }
-        # The last bucket whose dtype is precise enough for a loss carries the number. If there is none (None), a
-        # separate call sends the number.
+        # The last bucket whose dtype is precise enough for a loss carries the number of carry(). If there is no such
+        # bucket, a separate call sends the number.
         carrying = [bucket for bucket in self._buckets if bucket.carries]
         self._carrier = carrying[-1] if carrying else None
         places = [self._bucket_of[index] for index in range(len(self._kinds))]
@@ -247,11 +250,11 @@ class Step:
             bucket.array_of(turn, shape) for (bucket, turn), shape in zip(places, self._shapes, strict=True)
         ]
 
-    # -- resuming
+    # -- state for checkpoints: order and residuals
 
     def take_order(self, order: list[int]) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients became ready, and move the gradients into
-        them."""
+        """Rebuild the buckets in `order`, in which rank 0's gradients became ready, and move the gradients into the new
+        buckets."""
         before = self._bucket_of
         self._lay_out(order)
         self._order_is_final, self.order_of_rank_0 = True, order
@@ -263,7 +266,7 @@ class Step:
         return self._bucket_of[index][0].narrows
 
     def residual(self, index: int) -> np.ndarray[Any, Any] | None:
-        """A copy of this gradient's compression residual; None without compression."""
+        """Return a copy of this gradient's compression residual, or None without compression."""
         bucket, turn = self._bucket_of[index]
         owed = bucket.residual_of(turn)
         return None if owed is None else owed.reshape(self._shapes[index])
@@ -275,6 +278,6 @@ class Step:
 
 
 def _span(memory: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The addresses at which the memory begins and ends."""
+    """Return the addresses at which the memory begins and ends."""
     begin: int = memory.__array_interface__["data"][0]
     return begin, begin + memory.nbytes

@@ -1,9 +1,9 @@
 """Safetensors files (https://github.com/huggingface/safetensors), which hold named arrays and short texts.
 
-A reader executes nothing in them. This module adds two things to the package safetensors. A file is written as a whole
-or not at all, and its metadata contain a checksum of everything in the file. The checksum is zlib's CRC-32. It detects
-every single wrong bit, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors. It does not protect
-from people who change files on purpose. SHA-256 and BLAKE2 take two to four times as long.
+A reader executes nothing in these files. This module adds two things to the package safetensors: a file is written as a
+whole or not at all, and its metadata contain a checksum of everything in the file. The checksum is zlib's CRC-32. It
+detects every single wrong bit, every burst of up to 32 wrong bits, and all but one in 2^32 of other errors. It does not
+protect from people who change files on purpose. SHA-256 and BLAKE2 would, but take two to four times as long.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mscomm.arrays.numpy import DTYPES
 
 Array = np.ndarray[Any, Any]
 
-HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes that the format has
-CHECKSUM = "mscomm.checksum"  # the key in the metadata for two checksums: of the other metadata, and of the arrays
+HELD = tuple(name for name in DTYPES if name != "complex128")  # the dtypes of the format
+CHECKSUM = "mscomm.checksum"  # the metadata's key for two checksums: of the other metadata, and of the arrays
 PARTIAL = ".partial"  # the suffix of a file that is still being written
 
 
 def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a file as a whole or not at all: it gets its name when all of it is on the disk.
+    """Write a file as a whole or not at all: it gets its name only when its whole content is on the disk.
 
-    arrays: they may have any strides. A file of that name is replaced. TypeError for a dtype that the format lacks
-    (complex128). After an OSError the old file is unchanged.
+    The arrays may have any strides. An older file with the same name is replaced; after an OSError it is unchanged.
+    TypeError for complex128, which the format does not have.
     """
     for name, x in arrays.items():
         if x.dtype.name not in HELD:
@@ -52,7 +52,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) 
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
         raise
-    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the file's name must reach the disk, too
+    _to_disk(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # also write the file's new name to the disk
 
 
 def _to_disk(path: Path, flags: int) -> None:
@@ -64,7 +64,7 @@ def _to_disk(path: Path, flags: int) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """The arrays of a file, new and writable, and its metadata.
+    """Return the arrays of a file, new and writable, and the metadata.
 
     ValueError if the file is truncated, damaged, or not a safetensors file. Files without a checksum, which earlier
     versions and other programs write, are not checked for damage.
@@ -78,14 +78,14 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file, checked against their checksum. The arrays are not checked. ValueError if the file is
-    truncated or the metadata are damaged."""
+    """Return the metadata of a file after a check of their checksum. The arrays are not checked. ValueError if the file
+    is truncated or the metadata are damaged."""
     with _opened(path) as file:
         return _checked_metadata(path, file)[0]
 
 
 def _checked_metadata(path: Path, file: Any) -> tuple[dict[str, str], str | None]:
-    """The metadata, and the checksum of the arrays if the file has one."""
+    """Return the metadata, and the checksum of the arrays, or None if the file has no checksums."""
     metadata: dict[str, str] = file.metadata() or {}
     if CHECKSUM not in metadata:
         return metadata, None
@@ -120,8 +120,8 @@ def _opened(path: Path) -> Iterator[Any]:
     except safetensors.SafetensorError as error:
         with open(path, "rb") as other:
             begin = other.read(9)
-        # MindSpore's files are protobuf and begin with a newline. A damaged safetensors file may have that suffix and a
-        # newline, too, but its ninth byte is "{".
+        # MindSpore's files are protobuf and begin with a newline. A damaged safetensors file may also have the suffix
+        # .ckpt and begin with a newline, but its ninth byte is "{".
         if path.suffix == ".ckpt" and begin.startswith(b"\n") and not begin.endswith(b"{"):
             to = path.with_suffix(".safetensors")
             raise ValueError(

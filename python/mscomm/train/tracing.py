@@ -1,4 +1,4 @@
-"""StepTrace: records when a rank computed, read data and communicated, for `mscomm trace`."""
+"""StepTrace: records for `mscomm trace` when a rank computed, read data and communicated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from mscomm.train.hooks import Callback, RunContext
 
 
 class StepTrace(Callback):
-    """Writes a file `rank_<rank>.json` when the training ends. All ranks use the same directory.
+    """Writes a file `rank_<rank>.json` when the training ends. Give all ranks the same directory.
 
     For steps first_step to last_step of this training, the file says when each step began and how long it took, how
-    long the rank waited for data, and which calls the group made meanwhile. `mscomm trace merge DIR -o FILE` makes one
-    file of all ranks, for Perfetto. `mscomm trace DIR` says which rank the others waited for. At the end rank 0 prints
-    which steps were recorded. ValueError if last_step is before first_step.
+    long the rank waited for data, and which calls the group made during the step. `mscomm trace merge DIR -o FILE`
+    joins the files of all ranks into one file for Perfetto. `mscomm trace DIR` says for which rank the others waited.
+    At the end, rank 0 prints which steps were recorded. ValueError if first_step is below 1 or last_step is before
+    first_step.
 
     >>> model.train(1, dataset, callbacks=[mscomm.train.StepTrace("trace", first_step=10, last_step=20)])
     """
@@ -30,7 +31,7 @@ class StepTrace(Callback):
         self._directory = Path(directory)
         self._first, self._last = first_step, last_step
         self._calls: list[dict[str, Any]] = []
-        self._ended = self._began = 0.0  # when the previous step ended, and when this one began
+        self._ended = self._began = 0.0  # when the previous step ended, and when the current step began
         self._steps = 0  # how many steps of this training have begun
         self._number = 0  # the number of the group's last call that was recorded
         self._who: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Arrays in lists, tuples and dicts, possibly nested: the form of parameters that are not in a module or cell."""
+"""Trees of arrays: lists, tuples and dicts, possibly nested. Parameters outside of a module or cell have this form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays in order, by their paths, such as layers.0.weight."""
+    """Return {path: array} for all arrays of the tree, in order. A path is, for example, layers.0.weight."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, path: str) -> None:
@@ -26,7 +26,7 @@ def leaves(tree: Any) -> dict[str, Any]:
 
 
 def rebuilt(tree: Any, arrays: list[Any]) -> Any:
-    """A copy of the tree with these arrays in place of its own."""
+    """Return a copy of the tree with the given arrays in place of the tree's arrays."""
 
     def walk(node: Any, rest: Iterator[Any]) -> Any:
         if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""The networks that Model trains: one file per library, chosen by the type of the network.
+"""Adapts the networks of each library to Model. There is one file per library, chosen by the type of the network.
 
 Each file has a class Network(network, loss_fn, optimizer) with the members of the protocol below.
 """
@@ -19,19 +19,20 @@ class Network(Protocol):
     """A network with its loss function and its optimizer."""
 
     def trained(self) -> dict[str, Any]:
-        """The weights with which GradientReducer is made, by name, in the same order on every rank."""
+        """Return the weights to give to GradientReducer, by name, in the same order on every rank."""
 
     def weights(self) -> dict[str, Any]:
-        """The arrays that are saved: the trained weights, and what else the network learns, such as running means."""
+        """Return the arrays to save: the trained weights, and other arrays that training changes, such as running
+        means."""
 
     def own(self) -> set[str]:
-        """The names of the weights, and of the optimizer's entries, that each rank keeps for itself."""
+        """Return the names of the weights and optimizer entries that each rank keeps for itself."""
 
     def load(self, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take over weights with the names, shapes and dtypes of weights()."""
+        """Write the given weights into the network. Names, shapes and dtypes must be those of weights()."""
 
     def begin(self) -> None:
-        """Called before the first step of a training."""
+        """Model.train calls this before the first step."""
 
     def step(self, batch: tuple[Any, ...], reducer: GradientReducer | None) -> np.generic:
         """Train with one batch, of NumPy arrays or arrays of the network's library. Return the loss on this rank.
@@ -45,8 +46,8 @@ class Network(Protocol):
 
 
 def adapt(network: Any, loss_fn: Any = None, optimizer: Any = None) -> Network:
-    """The network in the form that Model uses. TypeError for a network that no file here knows."""
-    name = next((name for name in names(network) if name != "numpy"), None)  # NumPy has no networks of its own
+    """Return the network in the form that Model uses. TypeError for a network of an unknown kind."""
+    name = next((name for name in names(network) if name != "numpy"), None)  # NumPy itself has no networks
     if name is None:
         if hasattr(network, "loss_and_gradients"):
             name = "numpy"
@@ -78,7 +79,7 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def as_tuple(batch: Any) -> tuple[Any, ...]:
-    """A dataset's batch as a tuple. From a dict, the tuple takes the values."""
+    """Return a dataset's batch as a tuple. For a dict, this is the tuple of its values."""
     if isinstance(batch, dict):
         return tuple(batch.values())
     if isinstance(batch, tuple | list):
@@ -87,7 +88,7 @@ def as_tuple(batch: Any) -> tuple[Any, ...]:
 
 
 def data_and_label(batch: tuple[Any, ...]) -> tuple[Iterable[Any], Any]:
-    """Split a batch for a loss_fn: the last item is the label."""
+    """Return (data, label) for a loss_fn: the last item of the batch is the label, the other items are the data."""
     if len(batch) < 2:
         raise ValueError(f"Model: with a loss_fn a batch is (data, label); this one has {len(batch)} arrays")
     return batch[:-1], batch[-1]

@@ -2,7 +2,7 @@
 
 The optimizer holds the parameters. It is mscomm.train.Momentum or SGD over a dict or a list, possibly nested, of JAX
 arrays, or an object of your own with `parameters`, step(gradients), state_dict() and load_state_dict(). The function is
-compiled with jax.jit; the reduction runs outside of it.
+compiled with jax.jit, and gradients are reduced outside of the compiled code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Network:
         result: Any = np.asarray(loss)[()]
         if reducer is not None:
             reducer.carry(float(result))
-            named = trees.leaves(gradients)  # by name, because JAX sorts the keys of dicts
+            named = trees.leaves(gradients)  # match by name, because JAX sorts the keys of dicts
             reduced = reducer.reduce({name: named[name] for name in self.trained()})
             gradients = trees.rebuilt(self._optimizer.parameters, list(reduced.values()))
         self._optimizer.step(gradients)

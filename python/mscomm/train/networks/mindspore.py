@@ -12,8 +12,8 @@ from mscomm.train.reducer import GradientReducer
 
 
 class Network:
-    """The loss is loss_fn(output, label), or the cell's output if there is no loss_fn. Each rank keeps parameters with
-    layerwise_parallel for itself."""
+    """A cell with its loss and optimizer. The loss is loss_fn(output, label), or the cell's output if there is no
+    loss_fn. Each rank keeps parameters with layerwise_parallel=True for itself."""
 
     def __init__(self, network: Any, loss_fn: Any, optimizer: Any) -> None:
         self._cell = network
@@ -43,13 +43,13 @@ class Network:
         write_over(self.weights(), weights)
 
     def begin(self) -> None:
-        """In graph mode the loss and the gradients are one compiled graph, and the optimizer's step is another. The
-        reduction runs between the two, in Python."""
+        """In graph mode, compile the loss and the gradients into one graph. The optimizer's step is another graph, and
+        the reduction runs between the two graphs, in Python."""
         self._cell.set_train(True)
         if mindspore.get_context("mode") != mindspore.GRAPH_MODE:
             self._loss_and_gradients = self._eager
             return
-        if self._compiled is None:  # compile only once, because MindSpore keeps a graph for each call of jit
+        if self._compiled is None:  # call jit only once, because MindSpore keeps the graph of every call
             self._compiled = mindspore.jit(self._eager)
         self._loss_and_gradients = self._compiled
 
@@ -74,7 +74,7 @@ class Network:
         write_over(mine, state)
 
     def _own_parameters(self) -> dict[str, Any]:
-        """The optimizer's moments, step number and changing learning rate, but not the cell's weights."""
+        """Return the optimizer's parameters, such as moments, step number and learning rate, without the weights."""
         ours = {id(p) for p in self._cell.get_parameters()}
         return {p.name: p for p in self._optimizer.get_parameters() if id(p) not in ours}
 

@@ -15,8 +15,8 @@ from mscomm.train.reducer import GradientReducer
 
 
 class Network:
-    """The loss is loss_fn(output, label), or the module's output if there is no loss_fn. CPU batches are moved to the
-    device of the module's first parameter."""
+    """A module with its loss and optimizer. The loss is loss_fn(output, label), or the module's output if there is no
+    loss_fn. CPU batches are moved to the device of the module's first parameter."""
 
     def __init__(self, network: torch.nn.Module, loss_fn: Any, optimizer: Any) -> None:
         self._module = network
@@ -25,7 +25,7 @@ class Network:
         self._device = torch.device("cpu")
 
     def trained(self) -> dict[str, Any]:
-        return dict(self._module.named_parameters())  # also frozen ones: ranks compare their starting weights, too
+        return dict(self._module.named_parameters())  # including frozen weights: ranks compare them, too
 
     def weights(self) -> dict[str, Any]:
         return dict(self._module.state_dict())
@@ -46,7 +46,7 @@ class Network:
         else:
             reducer.zero_grad()
         loss = self._loss(tuple(self._there(x) for x in batch))
-        late = self._device.type != "cpu"  # reading the loss waits for the device, so queue the backward pass first
+        late = self._device.type != "cpu"  # reading the loss waits for the device, so enqueue the backward pass first
         if late:
             loss.backward()
         result: Any = on_host(loss.detach(), "the loss", "Model.train")[()]
@@ -68,7 +68,7 @@ class Network:
             return self._module(*batch)
         data, label = data_and_label(batch)
         if not (label.is_floating_point() or label.is_complex() or label.dtype is torch.bool):
-            label = label.long()  # PyTorch's losses want classes as int64
+            label = label.long()  # PyTorch's losses need class numbers in int64
         return self._loss_fn(self._module(*data), label)
 
     def optimizer_state(self) -> Any:
