@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 WHEELS := build/wheels
 DIST := dist
 RELEASE := build/release
-# Which tests pytest runs (-m). If this is empty, pyproject.toml selects all tests but the long and the huge ones.
+# The value of pytest's option -m, which selects tests. If it is empty, pyproject.toml leaves out the tests that are
+# marked `long` or `huge`.
 MARKS :=
 SOURCES := $(shell find csrc src python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 # Without these options, Open MPI's mpirun refuses to run as root, and to start more ranks than there are cores.
@@ -64,8 +65,8 @@ test-mindspore: $(MINDSPORE)/.installed
 	$(MINDSPORE)/bin/pytest -q tests/test_arrays.py tests/test_reducer.py tests/test_train.py \
 	  tests/test_examples_frameworks.py
 
-# Uses the machine's own interpreter and its packages, because a machine with a GPU has a PyTorch that fits, and perhaps
-# no network.
+# Uses the machine's own Python and its packages: the PyTorch that is installed there fits the GPU, and the machine may
+# have no network.
 GPU_SITE := build/gpu-site
 test-gpu:
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps --upgrade --target $(GPU_SITE) .
@@ -75,8 +76,8 @@ test-gpu:
 	  PYTHONPATH=$(GPU_SITE) $(PYTHON) bench/gpu.py; } 2>&1 | tee build/gpu.log
 
 # auditwheel names the wheel after the oldest glibc that has everything that the wheel needs, and refuses a wheel that
-# needs other libraries of this machine. The trial runs outside the source tree, where only the installed wheel can be
-# imported.
+# needs other libraries of this machine. The wheel is tried outside the source tree, so that Python
+# cannot import the sources instead of the wheel.
 wheel: $(VENV)/.release
 	rm -rf $(DIST) $(RELEASE)
 	$(BIN)/python -m build --outdir $(RELEASE) .

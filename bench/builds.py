@@ -1,11 +1,12 @@
-"""One build of mscomm beside another: what a change costs or saves.
+"""Compares the speed of two builds of mscomm, to show what a change costs or saves.
 
     python bench/builds.py OLD/bin/mscomm NEW/bin/mscomm -n 2,4,8
 
-`mscomm bench` of the two builds takes turns, one job after the other, in rounds, so that slow minutes of the machine
-fall on both. Prints a table in Markdown: the median over the rounds of each build's median, in microseconds, and the
-ratio of the old time to the new one with its interval (a paired bootstrap over rounds, see ratio.py). A cell is
-"slower" if the whole interval is below 1, and "faster" if it is above 1.
+In each round, `mscomm bench` runs with one build and then with the other, so that slow minutes of the machine affect
+both builds. The script prints a table in Markdown. It shows each build's time in microseconds, which is the median over
+rounds of the median time in a round; and the ratio of the old time to the new time, with an interval (a paired
+bootstrap over rounds, see ratio.py). A cell is "slower" if the whole interval is below 1, and "faster" if the whole
+interval is above 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Cell = tuple[str, int, str, int]  # collective, ranks, memory, size
 
 
 def measure(mscomm: str, collective: str, ranks: int, memory: str, sizes: tuple[str, str, int]) -> dict[Cell, float]:
-    """The median time in microseconds of each size, out of place."""
+    """Run `mscomm bench`. Returns for each size the median time of an out-of-place call, in microseconds."""
     smallest, largest, factor = sizes
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder, "samples.json")

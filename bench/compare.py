@@ -1,17 +1,19 @@
-"""Compares mscomm with Open MPI, MPICH and gloo, each in the better of two settings, and with NumPy's memory speed.
+"""Compares mscomm with Open MPI, MPICH and gloo, each in the better of two settings, and with the speed of memory.
 
     python bench/compare.py -n 2,4,8 --openmpi-prefix OPENMPI --mpich-prefix MPICH results
     python bench/compare.py --read results
 
 For each collective and number of ranks, `mscomm bench` runs twice: for 8 bytes, and for 4 KiB to 64 MiB. In each of
-these jobs all contenders take turns, in rounds, and every result is checked; the jobs run one after the other. All
-samples are kept in the folder, with the pictures ratio.svg and share.svg, and tables are printed in Markdown.
+these jobs all contenders take turns, in rounds, and the results of each contender are checked once at each size. The
+jobs run one after the other. All samples are kept in the folder, with the pictures ratio.svg and share.svg. Tables are
+printed in Markdown.
 
-The tables have the times, and how many times as fast mscomm is as the better setting of the better MPI, and of gloo:
-with arrays of mscomm.empty ("arena") and with ordinary ones ("foreign"). From 64 KiB on, they also have the time that
-NumPy takes to read and write what the collective must ("memory"), as a share of mscomm's time. A time is the median
-over rounds of each round's median. A ratio is that of two times; its interval is a paired bootstrap over rounds. Ratios
-below 1 are in bold. After the tables come the goals, and the cells that miss them.
+The tables show the times, and how many times as fast mscomm is as MPI (the better MPI, in its better setting) and as
+gloo (in its better setting). mscomm is measured with arrays of mscomm.empty ("arena") and with ordinary arrays
+("foreign"). From 64 KiB on, the tables also show "memory", as a share of mscomm's time: the time that NumPy takes to
+read and write as many bytes as the collective must. A time is the median over rounds of the median time in a round. The
+interval of a ratio of two times is a paired bootstrap over rounds. Ratios below 1 are in bold. The goals, and the cells
+that miss them, follow the tables.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ MPI = ("openmpi", "openmpi-single", "mpich", "mpich-single")
 GLOO = ("torch-gloo", "torch-gloo-4")
 MEMORIES = {"arena": "mscomm", "foreign": "private"}
 MEMORY = "memory"
-MEMORY_FROM = 64 << 10  # bytes; below this, a call's fixed costs dominate
+MEMORY_FROM = 64 << 10  # bytes; for smaller messages, a call's fixed costs dominate
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 SIZES = (8, *(4 << 10 << shift for shift in range(0, 15, 2)))  # 8 B, then 4 KiB to 64 MiB
 
 
 class Goal(NamedTuple):
-    """A goal for the sizes from `smallest` to `largest`: mscomm must be at least `mean` times as fast as the peers in
-    the geometric mean, and at least `each` times as fast at each size.
+    """A goal for the sizes from `smallest` to `largest`: compared with the fastest of `peers`, mscomm must be at least
+    `mean` times as fast in the geometric mean over the sizes, and at least `each` times as fast at each size.
     """
 
     collectives: tuple[str, ...]
@@ -97,20 +99,20 @@ class Cell:
         return float(np.median(self._rounds[name]))
 
     def best(self, names: Iterable[str]) -> str | None:
-        """The fastest of those names that were measured."""
+        """The fastest of the contenders `names`; None if none of them was measured."""
         return min(filter(self.has, names), key=self.us, default=None)
 
     def ratio(self, theirs: str, ours: str) -> Ratio:
-        """The ratio of the time of `theirs` to that of `ours`."""
+        """The ratio of the time of `theirs` to the time of `ours`."""
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """The ratio of NumPy's time for the same bytes to the time of `ours`."""
+        """NumPy's time for the same bytes over the time of `ours`; None if not measured, or for small messages."""
         return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 
 class Series:
-    """The measurements of one collective on one number of ranks."""
+    """The measurements of one collective with one number of ranks."""
 
     def __init__(self, path: Path) -> None:
         document = json.loads(path.read_text())
@@ -134,13 +136,16 @@ class Series:
         return f"{self.collective}, {self.ranks} ranks"
 
     def setting(self) -> dict[str, Any]:
-        """The facts that all series of a report must share."""
+        """The machine, the versions and the peers' settings, which must be equal in all series of a report."""
         facts = {name: self.environment[name] for name in ("cpu", "cpus", "kernel", "mscomm", "python", "numpy")}
         about = self.environment["contenders"]
         return {**facts, **{name: about[name] for name in (*MPI, *GLOO) if name in about}}
 
     def ratios(self, peers: tuple[str, ...], memory: str) -> list[tuple[Cell, str, Ratio]]:
-        """For each size: the cell, the best of the peers, and the ratio of its time to mscomm's in that memory."""
+        """For each size: the cell, the fastest of `peers`, and the ratio of its time to mscomm's time.
+
+        memory: the kind of arrays that mscomm uses, "arena" or "foreign".
+        """
         found = []
         for cell in self.cells:
             best = cell.best(peers)
@@ -150,7 +155,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """The folder's series in order; ClickException if their settings differ."""
+    """All series of the folder, by collective and number of ranks. Raises ClickException if their settings differ."""
     found = [Series(path) for path in sorted(folder.glob("*-*.json"))]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -177,7 +182,7 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
-# -- what is printed
+# -- the report
 
 
 def report(all_series: list[Series]) -> Iterator[str]:
@@ -242,7 +247,7 @@ def _ratio_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """For each goal, a line per collective and number of ranks with the cells that miss it; then what is missing."""
+    """The lines about all goals: whether each goal is met, which cells miss it, and what was not measured."""
     for goal in GOALS:
         who = "MPI" if goal.peers is MPI else "gloo"
         lacking = []
@@ -262,7 +267,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
     mean = geometric_mean(one.value for *_, one in cells)
     missed = [(cell, best, one) for cell, best, one in cells if one.value < goal.each]
     unsure = sum(one.low < goal.each <= one.value for *_, one in cells)
-    if missed:  # cells that were not measured cannot change this
+    if missed:  # the goal is missed, whatever the unmeasured cells would show
         verdict = "MISSED"
     elif gaps:
         verdict = "not measured"
@@ -280,7 +285,7 @@ def _goal(goal: Goal, collective: str, ranks: int, who: str, cells: list[tuple[C
 
 
 def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[str]:
-    """The sizes of the goal that were not measured, and the peers that were not measured at every size."""
+    """The names of the goal's sizes that were not measured, and of the peers that were not measured at some size."""
     case = Case(ROWS[collective], np.dtype(np.float32), "sum", 0, ranks, 0)
     wanted = [case.size(case.count(size)) for size in SIZES if goal.smallest <= size <= goal.largest]
     there = {cell.size for cell in cells}
@@ -288,7 +293,7 @@ def _gaps(goal: Goal, collective: str, ranks: int, cells: list[Cell]) -> list[st
     return [*(size_text(size) for size in wanted if size not in there), *lacking]
 
 
-# -- pictures
+# -- the pictures
 
 
 def draw(all_series: list[Series], folder: Path) -> None:
@@ -343,7 +348,7 @@ def draw(all_series: list[Series], folder: Path) -> None:
         plt.close(figure)
 
 
-# -- the command
+# -- the command line
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -419,11 +424,12 @@ def _check_peers(names: list[str], prefixes: dict[str, Path]) -> None:
 
 
 def _measure(words: list[str], into: Path) -> list[str]:
-    """Run `mscomm bench` twice, for 8 bytes and for 4 KiB to 64 MiB, and write the rows of both to one file.
+    """Run `mscomm bench` twice, for 8 bytes and for 4 KiB to 64 MiB, and write the rows of both runs to one file.
 
-    Returns the runs that failed. A run with wrong results also exits with 1, but it has written its file.
+    Returns a line for each run that failed, which is a run that has written no file. A run with wrong results exits
+    with status 1, but it has written its file.
     """
-    into.unlink(missing_ok=True)  # the file of an earlier run
+    into.unlink(missing_ok=True)  # removes the file of an earlier run
     documents, failed = [], []
     with tempfile.TemporaryDirectory(prefix="mscomm-compare-") as scratch:
         for smallest, largest in ((SIZES[0], SIZES[0]), (SIZES[1], SIZES[-1])):

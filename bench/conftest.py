@@ -1,7 +1,8 @@
 """Real ranks for pytest-benchmark: this process is rank 0, and the other ranks make the same calls.
 
-For each group size, the other ranks are started once, as workers of a scheduler, and this process joins them. When the
-size changes, it leaves. Before a measurement, rank 0 broadcasts the call and the number of calls (follower.py).
+For each number of ranks, the other ranks are started once, as workers of a scheduler, and this process joins them. When
+the number of ranks changes, this process ends the job. Before each measurement, rank 0 broadcasts which call the other
+ranks must make and how many times (follower.py).
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Ranks:
         """Time one collective of one size, and check the result of the last call."""
         case = case_of(name)
         rounds, iterations = (50, 20) if size <= 64 << 10 else (20, 1)
-        # pytest-benchmark's pedantic mode makes a warm-up round and the rounds, and one more call for the result if a
-        # round has several calls. Without timing (--benchmark-disable), it makes one call.
+        # All ranks must make the same number of calls. pytest-benchmark's pedantic mode makes one warm-up round and
+        # then `rounds` rounds. If a round has several calls, it makes one more call to get a result. If timing is off
+        # (--benchmark-disable), it makes one call.
         calls = (1 + rounds) * iterations + (iterations > 1) if benchmark.enabled else 1
         mscomm.broadcast(np.array([ROWS.index(name), size, shared, calls]))
         buffers = buffers_of(case, size, shared)
@@ -81,7 +83,7 @@ _now: Ranks | None = None
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """The ranks for the test's parameter `n`. Reuses those of the previous test if it had the same n."""
+    """A job of `n` ranks, where `n` is a parameter of the test. Reuses the previous test's job if `n` is the same."""
     global _now
     n = request.getfixturevalue("n")
     if _now is not None and _now.size != n:

@@ -1,11 +1,12 @@
-"""Measures the images per second of the tutorials' pipeline, beside PyTorch's DataLoader with the same operations.
+"""Measures how many images per second the tutorials' pipeline gives, compared with PyTorch's DataLoader.
 
     python bench/dataset.py [--rounds 7] [--seconds 0.6]
 
-Images of 32 x 32 pixels in CIFAR-10's files become batches of 32 by RandomCrop(32, padding 4), RandomHorizontalFlip,
-Resize, Rescale, Normalize, HWC2CHW and TypeCast. PyTorch's side has torchvision's operations on Pillow's images,
-written out here, and begins with the images in memory. Both sides take turns in one run, and the medians over the
-rounds count. CPU seconds are those of the process and of its workers. It prints the table of docs/performance.md.
+The pipeline reads images of 32 x 32 pixels from files in CIFAR-10's format. It applies RandomCrop(32, padding 4),
+RandomHorizontalFlip, Resize, Rescale, Normalize, HWC2CHW and TypeCast, and makes batches of 32. For PyTorch, this
+script applies the same operations to Pillow images as torchvision would, and has all images in memory from the start.
+Both sides take turns in one run, and the medians over the rounds count. CPU seconds are those of the process and its
+workers. The script prints the table of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mscomm.dataset import cifar10, transforms, vision
 
 BATCH_SIZE, IMAGES = 32, 50_000
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
-RATES = {32: 20_000, 224: 1_500}  # by image size: roughly the images per second, to choose the number of images
+RATES = {32: 20_000, 224: 1_500}  # image size: about how many images per second; decides how many images are used
 
 
 def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[Any]:
@@ -46,7 +47,7 @@ def by_mscomm(folder: Path, size: int, images: int, workers: int) -> Iterable[An
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """CIFAR-10's images in memory, with torchvision's operations on them."""
+    """A PyTorch dataset of CIFAR-10's images in memory. Each access to an image applies the operations to it."""
 
     def __init__(self, folder: Path, size: int, images: int) -> None:
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in cifar10.TRAIN])
@@ -88,7 +89,7 @@ def cpu_seconds() -> float:
 
 
 def measured(batches: Iterable[Any], images: int) -> tuple[float, float]:
-    """The images per CPU second and per second, in one pass."""
+    """Make one pass over `batches`. Returns the images per CPU second, and the images per second."""
     cpu, began = cpu_seconds(), time.perf_counter()
     count = sum(len(image) for image, _ in batches)
     took, busy = time.perf_counter() - began, cpu_seconds() - cpu
@@ -98,7 +99,7 @@ def measured(batches: Iterable[Any], images: int) -> tuple[float, float]:
 
 
 def write(folder: Path) -> None:
-    """Write files of CIFAR-10's size with random pixels."""
+    """Write files in CIFAR-10's format, of the same size, with random pixels."""
     random_pixels = np.random.default_rng(1)
     for name in cifar10.TRAIN:
         records = random_pixels.integers(0, 256, (10_000, cifar10.RECORD_BYTES), np.uint8)
@@ -107,7 +108,7 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: workers in the table -> workers that are started
+SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: workers in the table: workers to start
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),
 }
@@ -137,7 +138,7 @@ def main() -> None:
                 for turn in range(args.rounds + 1):
                     for name, batches in made.items():
                         rate = measured(batches, images)
-                        if turn:  # the first turn also reads files and starts workers
+                        if turn:  # the first turn does not count: it also reads files and starts workers
                             rates[name].append(rate)
                 cells = []
                 for kind in range(2):

@@ -2,10 +2,10 @@
 
     python bench/enqueue.py [--calls 10000]
 
-The job has one rank, and a driver and an NCCL that do nothing (idle.py). Its arrays are just an address, a shape and a
-dtype, and their current stream costs nothing, so the time that is left is mscomm's. The kinds of calls take turns in
-rounds, and the median of all calls counts. The time that NCCL, the driver and an array library add is not included: see
-bench/gpu.py.
+The job has one rank, and a driver and an NCCL that do nothing (idle.py). An array of idle.py is just an address, a
+shape and a dtype, and finding its current stream costs nothing, so all the time is mscomm's own. The kinds of calls
+take turns in rounds, and for each kind the median of all calls counts. The times of NCCL, the driver and an array
+library are not included: bench/gpu.py measures with those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 10
 
 
 def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """The time of each call in microseconds."""
+    """Make `calls` calls. Returns the time of each call in microseconds."""
     taken = []
     clock = time.perf_counter_ns
     for _ in range(calls):

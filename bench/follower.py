@@ -1,4 +1,4 @@
-"""A rank other than rank 0 of conftest.py: makes the calls that rank 0 broadcasts, until rank 0 broadcasts STOP."""
+"""What every rank but rank 0 runs in a job of conftest.py: it makes the calls that rank 0 announces, until STOP."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Measures what mscomm adds to the host's time to enqueue a call of NCCL, and compares fused calls with single ones.
+"""Measures how much time mscomm adds on the host to enqueue a call of NCCL, and compares fused with single calls.
 
     python bench/gpu.py [--calls 10000] [--json FILE]
 
-The job has one rank, whose collectives are just copies, because only the host's part is measured. NCCL itself is called
-through CuPy. Rounds of NCCL and of mscomm take turns, and the median of all calls counts. This needs CuPy.
+The job has one rank, so its collectives are just copies: one rank is enough to measure the time on the host. NCCL
+itself is called through CuPy. Rounds of NCCL and of mscomm take turns, and the median of all calls counts. The script
+needs CuPy.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ PARAMETERS = [3 * 3 * 64 * 64] * 20 + [1 << 20] * 4 + [64] * 100  # the gradient
 
 
 def times(call: Callable[[], Any], calls: int) -> list[float]:
-    """The host's time of each call in microseconds. The device must be idle before."""
+    """The host's time for each of `calls` calls, in microseconds. The device must be idle at the beginning."""
     taken = []
     for turn in range(calls):
         began = time.perf_counter_ns()
         call()
         taken.append((time.perf_counter_ns() - began) / 1e3)
-        if turn % 100 == 99:  # otherwise the queue would fill up, and calls would wait for it
+        if turn % 100 == 99:  # otherwise the stream's queue would fill up, and calls would wait
             cupy.cuda.get_current_stream().synchronize()
     cupy.cuda.get_current_stream().synchronize()
     return taken
 
 
 def in_turn(contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-    """The median time of each contender, over interleaved rounds."""
+    """The median time of each contender in microseconds. The contenders take turns in rounds."""
     seen: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
         times(call, 200)
@@ -52,7 +53,7 @@ def in_turn(contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, f
 
 
 def step_ms(step: Callable[[], Any], steps: int = 50) -> float:
-    """The device's time for a step, measured with its events."""
+    """The device's median time for a step in milliseconds, measured with the device's events."""
     taken = []
     for _ in range(steps):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()

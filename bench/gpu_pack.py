@@ -2,10 +2,11 @@
 
     python bench/gpu_pack.py [--json FILE]
 
-The buckets have 1 MiB to 256 MiB, in few and in many parts. The plain copy is cuMemcpyDtoDAsync of the same bytes in
-one piece. Several calls of one kind are captured into a graph, so that only the device's time is measured, by its
-events. The graphs take turns, and the median round counts. A rate counts all bytes that are read and written. Data that
-fits the GPU's cache stays there, for all kinds. The last number is the host's time for a call of pack. This needs CuPy.
+The buckets have 1 MiB to 256 MiB, in few and in many parts. The plain copy is one cudaMemcpyAsync of the same bytes.
+Several calls of one kind are captured into a CUDA graph, so that events measure only the device's time. The graphs take
+turns, and the median round counts. A rate counts all bytes that are read and written. Whatever the kind of call, data
+that fits into the GPU's cache stays there from call to call. The last number of a line is the host's time for a call of
+pack. The script needs CuPy.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MIB = 1 << 20
 
 
 def sizes_of(kind: str, count: int) -> list[int]:
-    """The number of elements of each part; `count` in all."""
-    if kind == "network":  # half of the elements in one part, the rest in ever smaller parts
+    """The number of elements of each part. The parts have `count` elements together."""
+    if kind == "network":  # each part has about half of the elements that are left
         sizes = []
         while count > 3:
             sizes.append(count // 2 - (len(sizes) % 2))
@@ -43,7 +44,7 @@ def sizes_of(kind: str, count: int) -> list[int]:
 
 
 def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The device's time for each call, the median of interleaved rounds."""
+    """The device's time for a call of each kind in ms: the median over rounds in which the kinds take turns."""
     stream = cupy.cuda.get_current_stream()
     graphs = {}
     for name, call in calls.items():
@@ -67,7 +68,7 @@ def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
 
 
 def host_us(call: Callable[[], Any], calls: int = 50) -> float:
-    """The host's median time to enqueue a call."""
+    """The host's median time to enqueue a call, in microseconds."""
     taken = []
     for _ in range(calls):
         began = time.perf_counter_ns()
@@ -78,7 +79,7 @@ def host_us(call: Callable[[], Any], calls: int = 50) -> float:
 
 
 def measure(kind: str, total: int) -> dict[str, float]:
-    """The rates in GB/s by name, and the host's time in us as "host us"."""
+    """For each kind of call its rate in GB/s; under "host us" the host's time for a call of pack in microseconds."""
     core, stream = resolve(None).core, cupy.cuda.get_current_stream()
     count = total // 4
     arrays = [cupy.ones(size, np.float32) for size in sizes_of(kind, count)]
@@ -91,7 +92,7 @@ def measure(kind: str, total: int) -> dict[str, float]:
     whole, narrow, residual = memory(full), memory(half).view(ml_dtypes.bfloat16), memory(owed)
     one, other = cupy.ones(count, np.float32), cupy.empty(count, np.float32)
     to_device = cupy.cuda.runtime.memcpyDeviceToDevice
-    calls: dict[str, tuple[Callable[[], Any], int]] = {  # with the bytes read and written per element
+    calls: dict[str, tuple[Callable[[], Any], int]] = {  # the call, and how many bytes it reads and writes per element
         "copy": (lambda: cupy.cuda.runtime.memcpyAsync(other.data.ptr, one.data.ptr, total, to_device, stream.ptr), 8),
         "pack": (lambda: core.pack(whole, parts, stream.ptr, begins=begins), 8),
         "unpack": (lambda: core.unpack(whole, parts, stream.ptr, begins=begins), 8),

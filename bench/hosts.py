@@ -1,4 +1,4 @@
-"""Measures all_reduce between hosts: mscomm beside two settings of gloo, and beside the wire's time for the same bytes.
+"""Measures all_reduce between hosts. Compares mscomm with two settings of gloo, and with the speed of the wire.
 
     sudo python bench/hosts.py results
     python bench/hosts.py --read results
@@ -6,15 +6,17 @@
 The hosts are network namespaces of this machine (tests/hosts.py), so they share its CPUs and its memory bus. A link of
 1 Gbit/s is limited to this rate in both directions, after a burst of 256 KiB; an unshaped link is as fast as the kernel
 can make it. For each link and layout (2x4: 2 hosts with 4 ranks each) all contenders take turns in one job, in rounds,
-and every result is checked. The calls are float32 sums in place, in ordinary arrays. All samples are kept in the
-folder, and tables are printed in Markdown. A call's time is the mean over the ranks. A time in the tables is the median
-over rounds of each round's median. A ratio is that of two times; its interval is a paired bootstrap over rounds.
+and the results of mscomm and gloo are checked once at each size. The calls are float32 sums in place, in ordinary
+arrays. All samples are kept in the folder, and tables are printed in Markdown. A call's time is the mean over the
+ranks. A time in the tables is the median over rounds of the median time in a round. The interval of a ratio of two
+times is a paired bootstrap over rounds.
 
 In an all_reduce of S bytes over H hosts, every host must send and receive at least 2 (H-1)/H S bytes. "wire" is the
-time for just these bytes: one rank of each host sends them to the next host, and receives at the same time from the
-host before. "share" is that time over mscomm's. "sent" is the number of bytes that the busiest host has sent by its
-interface, over the bytes that it must send. Below 1 some bytes went another way, and the command fails. Ratios to gloo
-below 1 are in bold. After the tables come the goals, and the cells that miss them.
+time to move just these bytes: one rank of each host sends them to the next host, and receives at the same time from the
+host before. "share" is the wire's time divided by mscomm's time. "sent" is the number of bytes that the busiest host
+has sent through its interface, divided by the number of bytes that it must send. If this quotient is below 1, some
+bytes went another way, and the command fails. Ratios to gloo below 1 are in bold. The goals, and the cells that miss
+them, follow the tables.
 """
 
 from __future__ import annotations
@@ -38,18 +40,20 @@ from mscomm.bench.peers import PEERS, Missing
 from mscomm.bench.plan import ROUNDS_WITH_PEERS, size_of
 
 HOSTS = Path(__file__).parents[1] / "tests/hosts.py"
-LINKS = {"1gbit": "1gbit", "unshaped": ""}  # each host's rate in tc's notation
+LINKS = {"1gbit": "1gbit", "unshaped": ""}  # the rate limit of each host, in the notation of tc; "" means no limit
 SIZES = {"1gbit": (64 << 10, 1 << 20, 16 << 20), "unshaped": (8, 64 << 10, 1 << 20, 16 << 20)}
 LAYOUTS = ("2x1", "4x1", "2x4")
 INTERFACE = "net0"
-PASSED_ON = ("MSCOMM_ALGO",)  # variables of our environment that the ranks get
-SENT_FROM = 4 << 10  # bytes; below this, most of what is sent is headers
+PASSED_ON = ("MSCOMM_ALGO",)  # the environment variables of this process that the ranks also get
+SENT_FROM = 4 << 10  # bytes; for smaller messages, most of what is sent is headers
 SERIES_S = 900.0
 LAST_LINES = 30
 
 
 class Goal(NamedTuple):
-    """A goal for each size from `smallest` on: at least this share of the wire, and this speed over the better gloo."""
+    """A goal for mscomm at each size from `smallest` on: at least this share of the wire's speed, and at least `speed`
+    times as fast as the better setting of gloo. None sets no such goal.
+    """
 
     link: str
     layouts: tuple[str, ...]
@@ -91,19 +95,19 @@ class Series:
         return f"{self.link}, {hosts} hosts, {ranks} {'rank' if ranks == '1' else 'ranks'} each"
 
     def setting(self) -> dict[str, Any]:
-        """The facts that all series of a report must share."""
+        """The machine, the versions and the settings, which must be equal in all series of a report."""
         names = ("cpu", "cpus", "kernel", "congestion_control", "mscomm", "python", "numpy")
         about = self.environment["contenders"]
         facts = {"variables": self.variables, **{name: self.environment[name] for name in names}}
         return {**facts, **{name: about[name] for name in (*GLOO, WIRE)}}
 
     def sent(self, name: str, size: int) -> float:
-        """The bytes that the busiest host sent, over the bytes that every host must send."""
+        """What the busiest host sent with contender `name`, divided by what every host must send."""
         row = self._rows[size]
         return float(row["results"][name]["in_place"]["sent_bytes"] / row["least_bytes"])
 
     def beside_the_wire(self) -> Iterator[str]:
-        """Lines about bytes that went between the hosts by another way than their interfaces."""
+        """Lines about bytes that did not go through the hosts' interfaces."""
         for size in self._rows:
             for name in self.environment["contenders"]:
                 if (sent := self.sent(name, size)) < 1:
@@ -113,7 +117,7 @@ class Series:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """The folder's series in order; ClickException if their settings differ."""
+    """All series of the folder, by link and layout. Raises ClickException if their settings differ."""
     found = [Series(path) for path in folder.glob("*-*.json")]
     if not found:
         raise click.ClickException(f"{folder} has no measurements")
@@ -128,7 +132,7 @@ def read_all(folder: Path) -> list[Series]:
     return found
 
 
-# -- what is printed
+# -- the report
 
 
 def report(all_series: list[Series]) -> Iterator[str]:
@@ -168,12 +172,12 @@ def times(series: Series) -> Iterator[str]:
 
 
 def speed(cell: Cell) -> Ratio:
-    """How many times as fast mscomm is as the better gloo."""
+    """How many times as fast mscomm is as the better setting of gloo."""
     return cell.ratio(_better_gloo(cell), "mscomm")
 
 
 def share(cell: Cell) -> Ratio:
-    """The ratio of the wire's time to mscomm's."""
+    """The ratio of the wire's time to mscomm's time."""
     return cell.ratio(WIRE, "mscomm")
 
 
@@ -186,7 +190,7 @@ def _share_text(one: Ratio) -> str:
 
 
 def goals(all_series: list[Series]) -> Iterator[str]:
-    """For each goal, a line per layout with the cells that miss it, or a line that it was not measured."""
+    """The lines about all goals: for each layout, whether the goal is met, which cells miss it, or "not measured"."""
     for goal in GOALS:
         for layout in goal.layouts:
             for series in all_series:
@@ -233,7 +237,7 @@ def _part_of_goal(
         yield f"  * {size_text(cell.size)}: {text(one)}"
 
 
-# -- the command
+# -- the command line
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
@@ -286,8 +290,8 @@ def main(
 
 
 def _measure(plan: dict[str, Any], into: Path) -> list[str]:
-    """Run one job on new hosts. Returns what failed."""
-    into.unlink(missing_ok=True)  # the file of an earlier run
+    """Run one job on new hosts, which writes its measurements to `into`. Returns what failed: one text, or none."""
+    into.unlink(missing_ok=True)  # removes the file of an earlier run
     began = time.monotonic()
     hosts_count, ranks = map(int, plan["layout"].split("x"))
     with tempfile.TemporaryDirectory(prefix="mscomm-hosts-") as scratch:
@@ -319,7 +323,7 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            start_new_session=True,  # Ctrl-C must not reach the process: it removes the hosts when we terminate it
+            start_new_session=True,  # so that Ctrl-C does not end it: it removes the hosts when it is terminated below
         )
     try:
         status = process.wait(SERIES_S)

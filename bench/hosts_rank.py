@@ -2,7 +2,8 @@
 
     mscomm run ... hosts_rank.py PLAN RESULT
 
-PLAN is a JSON file with hosts (their names, in order), interface, sizes, rounds, and iters (null: by size).
+PLAN is a JSON file with these keys: hosts (the names of the hosts, in order), interface, sizes, rounds, and iters (the
+number of timed calls in a round; null: chosen by size).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main(plan_file: str, result_file: str) -> None:
 
 
 class Job:
-    """The case, this rank's host, and the number of bytes that the host has sent."""
+    """The case to measure, this rank's place on the hosts, and the number of bytes that its host has sent."""
 
     def __init__(self, case: Case, names: list[str], interface: str) -> None:
         self.case, self.names, self._interface = case, names, interface
@@ -83,11 +84,14 @@ class Job:
         self.first_of_host = case.rank % self.local_ranks == 0
 
     def least_bytes(self, size: int) -> int:
-        """The bytes that every host must send, and receive, however many ranks it has."""
+        """How many bytes each host must send, and must also receive, for a message of `size` bytes.
+
+        The number of ranks on a host does not matter.
+        """
         return 2 * (self.hosts - 1) * size // self.hosts
 
     def sent(self) -> int:
-        """The bytes that this host has sent by its interface, headers included."""
+        """How many bytes this host has sent through its interface so far, headers included."""
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == self._interface:
@@ -104,7 +108,7 @@ def _gloos(case: Case, given: dict[str, Any]) -> list[Contender]:
     return [PEERS[name].start(case, None) for name in GLOO_INTERFACES]
 
 
-# -- the wire
+# -- the contender "wire"
 
 
 def _wire(job: Job) -> Local:
@@ -137,7 +141,7 @@ class Ring:
             sock.setblocking(False)
 
     def exchange(self, out: memoryview, into: memoryview) -> None:
-        """Send and receive at the same time, until everything is sent and received."""
+        """Send all of `out` to the right and fill `into` from the left, at the same time."""
         sent = got = 0
         while sent < len(out) or got < len(into):
             came = _moved(self._left.recv_into, into[got:])
@@ -161,7 +165,7 @@ class Ring:
 
 
 def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
-    """The number of bytes moved; None if the socket is not ready."""
+    """Send or receive once, by `move`. Returns the number of bytes moved; None if the socket is not ready."""
     try:
         return move(bytes_) if bytes_ else 0
     except BlockingIOError:
@@ -169,7 +173,7 @@ def _moved(move: Callable[[memoryview], int], bytes_: memoryview) -> int | None:
 
 
 def _connected(host: str) -> socket.socket:
-    """Connect to the host's listener for the ring, as soon as the host listens."""
+    """Connect to the listener of the ring on `host`. Tries again until the host listens."""
     until = time.monotonic() + START_S
     while True:
         try:
@@ -184,7 +188,10 @@ def _connected(host: str) -> socket.socket:
 
 
 def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[str, Any]:
-    """A row of the file. Per call, each host must send `least_bytes`, and the busiest host has sent `sent_bytes`."""
+    """Measure all contenders at one size. Returns a row of the file.
+
+    In the row, `least_bytes` is what each host must send in a call, and `sent_bytes` is what the busiest host has sent.
+    """
     size = job.case.size(count)
     buffers = Buffers(job.case, count, True, np.empty)  # all contenders use the same memory
     calls = {contender.name: contender.call(buffers) for contender in contenders}
@@ -211,14 +218,14 @@ def _of_size(plan: Plan, job: Job, contenders: list[Local], count: int) -> dict[
 
 
 def iterations_of(plan: Plan, size: int) -> int:
-    """The calls in a round: their number depends on the size, because the links decide how long a call takes."""
+    """The number of timed calls in a round. By default it depends on the size of the message alone."""
     if plan.iterations is not None:
         return plan.iterations
     return 100 if size <= 64 << 10 else 20 if size <= 1 << 20 else 4
 
 
 def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, plan: Plan) -> list[float]:
-    """The time of each call in microseconds, averaged over the ranks that take part."""
+    """Make the calls of a round. Returns the time of each call in us, averaged over the ranks that take part."""
     buffers.fill_for_repetition()
     for _ in range(plan.warmup):
         call()
@@ -230,7 +237,7 @@ def _round(job: Job, name: str, call: Callable[[], object], buffers: Buffers, pl
 
 
 def _wrong(call: Callable[[], object], buffers: Buffers) -> int:
-    """Make one call and count the wrong elements of its results on all ranks."""
+    """Make one call. Returns the number of wrong elements in the results of all ranks."""
     buffers.fill()
     mscomm.barrier()
     call()

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
-// IDLE defines a function that only returns success. GIVES defines one that also gives out a handle.
+// IDLE defines a function that only returns success. GIVES defines a function that also writes a handle to its argument.
 #define IDLE(name) \
   FAKE_EXPORT int name() { return 0; }
 #define GIVES(name) \
@@ -55,7 +55,7 @@ FAKE_EXPORT int cuDeviceGetUuid(unsigned char* uuid, int device) {
 FAKE_EXPORT int cuDeviceGetAttribute(int* value, int, int) { return *value = 1, 0; }
 FAKE_EXPORT int cuCtxGetCurrent(void** context) { return *context = current, 0; }
 FAKE_EXPORT int cuCtxSetCurrent(void* context) { return current = context, 0; }
-FAKE_EXPORT int cuCtxPushCurrent_v2(void* context) { return current = context, 0; }  // the stack has one place
+FAKE_EXPORT int cuCtxPushCurrent_v2(void* context) { return current = context, 0; }  // the stack holds one context
 FAKE_EXPORT int cuCtxPopCurrent_v2(void** context) { return *context = current, 0; }
 FAKE_EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, 0; }
 FAKE_EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = 0, 0; }

@@ -1,8 +1,9 @@
-"""A driver and an NCCL that do nothing (idle.cc), and arrays on their device, to measure the cost of mscomm itself.
+"""A CUDA driver and an NCCL that do nothing (idle.cc), and arrays on a device of this driver.
+
+They serve to measure the cost of mscomm itself. enqueue.py and tests/test_cost.py use this file. An array is just an
+address, a shape and a dtype.
 
     python bench/idle.py     # compiles the library, and prints its path
-
-An array is just an address, a shape and a dtype. enqueue.py and tests/test_cost.py use this file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures how long init() takes, from the first rank's entry to the last rank's return. All ranks have done their
-imports before, and enter at the same time.
+"""Measures how long init() takes, from the first rank's call to the last rank's return. All ranks have finished their
+imports by then, and call init() at the same time.
 
     mscomm run -n 8 bench/init_time.py
     mpirun -n 8 python bench/init_time.py
 
-Rank 0 prints one line, in milliseconds.
+Rank 0 prints this time in milliseconds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import psutil
 
 import mscomm
 
-IMPORTED_AFTER_S = 3  # by then every rank has imported what it needs, even on two cores
+IMPORTED_AFTER_S = 3  # after the parent's start; by then every rank has done its imports, even on two cores
 
 init = mscomm.init
 time.sleep(
     max(0.0, psutil.Process(os.getppid()).create_time() + IMPORTED_AFTER_S - time.time())
-)  # all ranks have the same parent, and so start at the same time
+)  # all ranks have the same parent, so they wake at the same time
 entered = time.time()
 init()
 returned = time.time()

@@ -2,14 +2,15 @@
 
     python bench/mindspore_step.py -n 2 --network mlp
 
-MindSpore's own communication uses parallel_mode=DATA_PARALLEL, and processes that are started as a dynamic cluster
-(MS_ROLE and so on). It usually runs in graph mode, and is measured in PyNative mode, too. Steps without any exchange of
-gradients, in n processes at once and in one alone, show what PyNative mode costs and what the exchange costs.
+A kind of step has a mode (graph or PyNative) and a way to exchange gradients. MindSpore's own communication uses
+parallel_mode=DATA_PARALLEL, in processes that are started as a dynamic cluster (MS_ROLE and so on). MindSpore users
+usually train in graph mode. Some kinds exchange nothing, in n processes at once or in one process alone: they show how
+much PyNative mode costs and how much the exchange costs.
 
 All processes of all kinds are started once. In every round each kind takes a few steps while the others wait. All kinds
-have the same network, first weights, batches and number of threads. Each step ends with the loss as a number. After the
-warm-up, all kinds that exchange gradients must have the same weights. Times are those of the slowest process, as
-medians over rounds; the interval of a ratio is a paired bootstrap over rounds.
+have the same network, initial weights, batches and number of threads. A step ends when its loss is a Python number.
+After the warm-up, all kinds that exchange gradients must have the same weights. A time is the median over rounds of
+the slowest process's time. The interval of a ratio is a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from ratio import interval, ratio
 
 STEPS = 8  # how many steps of one kind are taken in a row
 WARM_UP = 5
-PATIENCE_S = 300  # how long a process may take to answer: compiling a graph takes longer than starting the cluster
+PATIENCE_S = 300  # how long a process may take to answer; most of this is for compiling a graph
 
-# What exchanges the gradients.
+# The values of Kind.carrier: what exchanges the gradients.
 NOBODY, MINDSPORE, MSCOMM = "nobody", "MindSpore", "mscomm"
 
 
@@ -51,11 +52,11 @@ KINDS = (
 THEIRS = Kind("graph", MINDSPORE)
 
 
-# -- one process -------------------------------------------------------------------------------------------------------
+# -- the code of one process -------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """The place of one process among those of its kind."""
+    """What one process must know: its kind, its rank there, and the settings."""
 
     kind: Kind
     rank: int  # -1 for MindSpore's scheduler
@@ -67,16 +68,16 @@ class Place(NamedTuple):
 
 
 def network(name: str) -> tuple[Any, tuple[int, ...]]:
-    """The network as a cell, and the shape of its batch."""
+    """The network `name` as a MindSpore cell, and the shape of a batch for it."""
     from mindspore import nn
 
-    if name == "mlp":  # much data to exchange for little computing
+    if name == "mlp":  # much data to exchange, little to compute
         cells = [nn.Dense(512, 1024), nn.ReLU(), nn.Dense(1024, 1024), nn.ReLU(), nn.Dense(1024, 10)]
         return nn.SequentialCell(cells), (64, 512)
     if name == "deep":  # many small gradients
         cells = [cell for _ in range(40) for cell in (nn.Dense(128, 128), nn.LayerNorm((128,)), nn.ReLU())]
         return nn.SequentialCell(*cells, nn.Dense(128, 10)), (64, 128)
-    # Small, because MindSpore's convolutions on CPUs use oneDNN's reference code, which is slow.
+    # "cnn" is small, because MindSpore's convolutions on CPUs use oneDNN's reference code, which is slow.
     cells = []
     for before, after in ((3, 8), (8, 16)):
         cells += [nn.Conv2d(before, after, 3, stride=2, has_bias=True), nn.ReLU()]
@@ -87,7 +88,7 @@ NETWORKS = ("mlp", "deep", "cnn")
 
 
 def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
-    """A function that trains one step with this process's batch, and the weights."""
+    """A function that trains one step on this process's batch and returns the loss; and the list of weights."""
     import mindspore
     import numpy as np
     from mindspore import nn
@@ -95,7 +96,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     cell, shape = network(place.network)
     draw = np.random.default_rng(0)
     for p in cell.get_parameters():
-        if p.ndim > 1:  # biases begin with 0, and the factors of norms with 1
+        if p.ndim > 1:  # biases begin with 0, and the scales of layer norms keep their initial 1
             weights = draw.normal(0, (2 / np.prod(p.shape[1:])) ** 0.5, p.shape)
             p.set_data(mindspore.Tensor(weights.astype(np.float32)))
         elif p.name.endswith("bias"):
@@ -109,7 +110,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
     cell.set_train(True)
 
     if place.kind.carrier != MSCOMM:
-        # This is what MindSpore's Model builds; in data-parallel mode, it adds a DistributedGradReducer.
+        # MindSpore's Model builds the same cells. In data-parallel mode TrainOneStepCell adds a DistributedGradReducer.
         train = nn.TrainOneStepCell(nn.WithLossCell(cell, loss_fn), optimizer)
         train.set_train(True)
         return lambda: float(train(images, labels).asnumpy()), parameters
@@ -124,7 +125,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
 
 
 def be_a_process(pipe: Connection, place: Place) -> None:
-    """Join the other processes of the kind, take as many steps as the pipe says, and send the seconds of one step."""
+    """Join the other processes of the kind. For each number of steps from the pipe, send back the seconds per step."""
     if place.kind.carrier == MINDSPORE:
         cluster = {"MS_WORKER_NUM": place.size, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": place.port}
         role = {"MS_ROLE": "MS_SCHED"} if place.rank < 0 else {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": place.rank}
@@ -163,7 +164,7 @@ def be_a_process(pipe: Connection, place: Place) -> None:
     assert all(np.isfinite(p.asnumpy()).all() for p in weights)
 
 
-# -- the processes of a kind, seen from outside ------------------------------------------------------------------------
+# -- the main process: the processes of one kind -----------------------------------------------------------------------
 
 
 class Job:
@@ -187,7 +188,7 @@ class Job:
             raise
 
     def seconds(self, alone: bool) -> float:
-        """The seconds of one step in the slowest process."""
+        """Take STEPS steps, in all processes or in the first one alone. Returns the slowest one's seconds per step."""
         chosen = range(1 if alone else len(self._members))
         for rank in chosen:
             self._members[rank][1].send(STEPS)
@@ -227,7 +228,7 @@ def _start(place: Place) -> tuple[BaseProcess, Connection]:
     return process, ours
 
 
-# -- all kinds ---------------------------------------------------------------------------------------------------------
+# -- the main process: all kinds ---------------------------------------------------------------------------------------
 
 
 def check_weights(jobs: dict[Kind, Job]) -> None:
@@ -273,7 +274,7 @@ def report(times: dict[Kind, Any], about: str) -> None:
 @click.option("--without", multiple=True, type=click.Choice(MODES), help="Leave a mode out.")
 def main(size: int, name: str, rounds: int, threads: int | None, bucket_mb: float | None, without: tuple[str]) -> None:
     threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
-    os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # all processes inherit these; 3 shows only errors
+    os.environ.update(OMP_NUM_THREADS=str(threads), GLOG_v="3")  # for all processes; GLOG_v=3 shows only errors
 
     import numpy as np
 

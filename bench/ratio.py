@@ -1,10 +1,10 @@
-"""The ratio of the times of two contenders that took turns in rounds, and the interval of the ratio."""
+"""Computes the ratio of the times of two contenders that took turns in rounds, and an interval for this ratio."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-ENOUGH_ROUNDS = 11  # with fewer, the bootstrap has few distinct medians: the interval is little more than their range
+ENOUGH_ROUNDS = 11  # with fewer rounds, the bootstrap has few distinct medians, and the interval is about their range
 
 
 class Ratio(NamedTuple):
@@ -14,8 +14,8 @@ class Ratio(NamedTuple):
 
 
 def ratio(theirs: Any, ours: Any) -> Ratio:
-    """The median of their rounds over the median of ours, and the interval with 95 % of the paired bootstraps."""
-    import numpy as np  # imported here, because mindspore_step.py first sets the number of threads
+    """The median of `theirs` divided by the median of `ours`, and the interval with 95 % of the paired bootstraps."""
+    import numpy as np  # not at the top: mindspore_step.py must set the number of threads before NumPy is imported
 
     theirs, ours = np.asarray(theirs), np.asarray(ours)
     draw = np.random.default_rng(0).integers(0, len(ours), (2000, len(ours)))
@@ -25,5 +25,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """What to call the interval of a ratio over so many rounds. "95 %" assumes that the rounds are independent."""
+    """The name of a ratio's interval: "95 %" if there are enough rounds, which must be independent; else "range"."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

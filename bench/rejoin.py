@@ -1,9 +1,9 @@
 """Measures how fast a killed rank is replaced: `python bench/rejoin.py -n 4 --times 100`.
 
-The ranks of a job under `mscomm run --max-restarts` are killed in turn by SIGKILL, at a random point of a loop of
-all_reduce calls on all ranks and on a group of two. Each time, two durations are measured: from a new rank's call of
-init() to the end of its first all_reduce, and from the survivors' PeerLost to the end of their next all_reduce. The
-second includes the start of a new Python.
+The job runs under `mscomm run --max-restarts`. In a loop, its ranks make all_reduce calls on all ranks and on a group
+of two. SIGKILL kills one rank after the other at random moments. Each time, two durations are measured: from the new
+rank's call of init() to the end of its first all_reduce, and from the survivors' PeerLost to the end of their next
+all_reduce. The second duration includes the start of a new Python process.
 """
 
 from __future__ import annotations

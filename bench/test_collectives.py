@@ -1,7 +1,7 @@
-"""Times each collective of table.py, by size, number of ranks and memory: `pytest bench/ --benchmark-only`.
+"""Times each collective of table.py for several sizes, numbers of ranks and kinds of memory.
 
-Each row of the report is one combination. Compare runs with pytest-benchmark's --benchmark-save and
---benchmark-compare.
+Run it with `pytest bench/ --benchmark-only`. Each row of the report is one combination. To compare runs, use
+pytest-benchmark's --benchmark-save and --benchmark-compare.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from follower import ROWS
 SIZES = {"8B": 8, "4KiB": 4 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
 
 
-# The decorators are in this order so that the ranks are started only once for each n.
+# With the decorators in this order, the ranks are started only once for each n.
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "barrier"])

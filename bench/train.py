@@ -2,10 +2,10 @@
 
     python bench/train.py -n 2 --network mlp
 
-Every rank has two copies of the network, one for each library. In every round it takes a few steps with each of them,
-some with an exchange of gradients and some without (no_sync). The difference of these two times in the same round is
-the exposed communication: the part that the backward pass did not hide. Times are those of the slowest rank, as medians
-over rounds. The intervals of the ratios come from a paired bootstrap over rounds.
+Every rank has two copies of the network, one for each library. In every round, a rank takes a few steps with each copy,
+first with an exchange of gradients and then without an exchange (no_sync). The difference between these two times in a
+round is the exposed communication: the part that the backward pass did not hide. A time is the median over rounds of
+the slowest rank's time. The intervals of the ratios come from a paired bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ STEPS = 4  # how many steps of one kind are taken in a row
 
 
 def network(name: str) -> tuple[Any, Any, Any]:
-    """A network, a batch of images, and their labels."""
+    """The network `name`, a batch of inputs for it, and their labels."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    if name == "mlp":  # much data to exchange for little computing
+    if name == "mlp":  # much data to exchange, little to compute
         return (
             nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
             torch.randn(64, 512),

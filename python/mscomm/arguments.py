@@ -49,7 +49,10 @@ def _bounds(array: Any) -> tuple[int, int]:
 def checked_counts(
     function: str, argument: str, counts: Sequence[int], group: Group, shape: tuple[int, ...] | None
 ) -> list[int]:
-    """Return the row counts as a list of ints. If the shape of x is given, they must add up to the rows of x."""
+    """Return `counts`, a row count for each rank, as a list of ints. Raises TypeError or ValueError if they are wrong.
+
+    shape: the shape of x, or None. If it is given, the counts must add up to the rows of x.
+    """
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:

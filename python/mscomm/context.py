@@ -31,11 +31,12 @@ _OF_TLS = {"config_file_path", "client_password", "server_password"}
 def set_context(**options: Any) -> None:
     """Set mode, device_target, device_id, save_graphs and save_graphs_path, as the tutorials' scripts do.
 
-    device_target ("CPU", "GPU" or "Ascend") is the backend that init() takes if it is called without one, and device_id
-    is this rank's device; both must be set before init(). The other options have no effect; a warning says so if their
-    value is not the default (PYNATIVE_MODE, save_graphs=True).
+    device_target ("CPU", "GPU" or "Ascend") decides the backend if init() is called without one. device_id is this
+    rank's device. Both must be set before init(). The other options have no effect; a warning says so for a value that
+    is not the default, such as PYNATIVE_MODE or save_graphs=True.
 
-    Raises ValueError for an unknown option, mode or device_target; then nothing is set.
+    Raises ValueError for an unknown option, mode or device_target, and TypeError or ValueError for a wrong device_id.
+    After such an error, nothing is set.
     """
     for name, value in options.items():
         if name not in _KNOWN:
@@ -51,7 +52,7 @@ def set_context(**options: Any) -> None:
 
 
 def get_context(name: str) -> Any:
-    """The value of one option, or its default if the user has not set it."""
+    """The value of one option of set_context, or its default if the user has not set it."""
     if name not in _context:
         raise ValueError(f"get_context: {name!r} is none of {', '.join(_KNOWN)}")
     value = _context[name]
@@ -73,9 +74,9 @@ def device_id() -> int | None:
 def set_ps_context(*, enable_ssl: bool | None = None, **options: Any) -> None:
     """Set how a scheduler and its workers protect their links.
 
-    enable_ssl=False, if given explicitly, permits links off loopback without a job key; a call without enable_ssl
-    permits nothing. enable_ssl=True raises NotImplementedError, because TLS is not in this release. config_file_path,
-    client_password and server_password belong to TLS, too, and have no effect; a warning says so.
+    An explicit enable_ssl=False permits links to other hosts (not on loopback) without a job key. A call without
+    enable_ssl permits nothing. enable_ssl=True raises NotImplementedError, because TLS is not in this release.
+    config_file_path, client_password and server_password are also for TLS. They have no effect; a warning says so.
     """
     global _plain_links
     unknown = options.keys() - _OF_TLS
@@ -135,7 +136,7 @@ _FUSIONS = ("allreduce", "allgather", "reducescatter", "openstate")
 
 
 def _fusion(value: Any) -> None:
-    """Check a comm_fusion, which is spelled as in MindSpore: {"allreduce": {"mode": "size", "config": 32}}."""
+    """Check a value of comm_fusion. Its form is MindSpore's: {"allreduce": {"mode": "size", "config": 32}}."""
     if not isinstance(value, dict) or not value.keys() <= set(_FUSIONS):
         raise ValueError(f'{value!r}; expected {{"allreduce": {{"mode": "auto" or "size", "config": MiB or None}}}}')
     said = value.get("allreduce", {"mode": "auto"})
@@ -175,7 +176,7 @@ _AUTO_PARALLEL = {
     "comm_fusion": _Option(None, _fusion),
     "enable_parallel_optimizer": _Option(False, _only(False)),
     "pipeline_stages": _Option(1, _only(1)),
-    # The options below are for other modes, or for a compiled graph.
+    # In MindSpore, the options below are for other parallel modes or for compiled graphs.
     "all_reduce_fusion_config": _Option([], _anything),
     "auto_parallel_search_mode": _Option("recursive_programming", _anything),
     "dataset_strategy": _Option("data_parallel", _only("data_parallel", "full_batch")),
@@ -201,13 +202,13 @@ def set_auto_parallel_context(**options: Any) -> None:
     * gradients_mean: if False, the default, the ranks' gradients are summed; if True, they are averaged.
     * parameter_broadcast: if True, all ranks begin with rank 0's weights. If False, the default, it is an error if the
       ranks begin with different weights.
-    * device_num, global_rank: compared with the group when a training begins.
+    * device_num, global_rank: if they are set, they must agree with the group when a training begins.
     * comm_fusion: {"allreduce": {"mode": "size", "config": 32}} sets the size of a fusion bucket in MiB; with mode
       "auto" mscomm chooses the size.
 
-    MindSpore's other options are accepted if they mean nothing in data parallel training; a warning, once in a job,
-    names each that differs from its default. An unknown name is a ValueError; a wrong value is a ValueError or a
-    TypeError, or a NotImplementedError if this release lacks it. After such an error, nothing is set.
+    MindSpore's other options are accepted if they mean nothing in data parallel training. For each of them whose value
+    is not the default, there is one warning in the job. Raises ValueError for an unknown name, ValueError or TypeError
+    for a wrong value, and NotImplementedError for a value that this release lacks. After such an error, nothing is set.
 
     >>> mscomm.set_auto_parallel_context(parallel_mode=mscomm.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     """

@@ -1,4 +1,6 @@
-"""The table of all environment variables that mscomm reads: name, default, parser, meaning, and reading modules.
+"""The table of all environment variables that mscomm reads.
+
+A row has the variable's name, default, parser and meaning, and the modules that read the variable.
 
 `read(name, env)` returns the value, or raises a ValueError that names the variable, its text and what was expected. The
 page docs/env.md is written from this table by `python -m mscomm.environment`.
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# The kinds of variables, by who sets them. They are the headings of docs/env.md, in this order.
+# The kinds of variables: a kind says who sets the variable. The kinds are the headings of docs/env.md, in this order.
 YOURS, CLUSTER, RUN, LAUNCHER = (
     "Yours to set",
     "A scheduler and workers",
@@ -37,7 +39,7 @@ class Variable(NamedTuple):
     set_by: str = YOURS
 
     def read(self, env: Mapping[str, str]) -> Any:
-        """The parsed value in env, or the default."""
+        """The parsed value of the variable in `env`, or its default if it is unset or empty."""
         text = env.get(self.name, "").strip()
         if not text:
             return self.default
@@ -47,7 +49,7 @@ class Variable(NamedTuple):
             raise ValueError(f"{self.name}={text!r}: {error}") from None
 
 
-# -- how texts are read ------------------------------------------------------------------------------------------------
+# -- parsers -----------------------------------------------------------------------------------------------------------
 
 
 def words(text: str) -> str:
@@ -111,7 +113,7 @@ LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:
-    """A row for a variable that a launcher sets. read() returns its text, which the launcher's module checks."""
+    """A row for a variable that a launcher sets. read() returns the text unchecked; the launcher's module checks it."""
     return Variable(name, None, words, f"{meaning[0].upper()}{meaning[1:]}.", readers, set_by)
 
 
@@ -479,26 +481,29 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def variable(name: str) -> Variable:
-    """The row of that name."""
+    """The row of the variable `name`."""
     return _BY_NAME[name]
 
 
 def read(name: str, env: Mapping[str, str]) -> Any:
-    """The value that a variable of the table has in env; ValueError if its text is invalid."""
+    """The parsed value of a variable in `env`, or its default. Raises ValueError if the variable's text is invalid."""
     return _BY_NAME[name].read(env)
 
 
 def given(env: Mapping[str, str], *set_by: str) -> dict[str, str]:
-    """The variables of the table that are set in env, or only those of the kinds `set_by`. None of them is a secret."""
+    """The names and texts of the variables that are set in `env`. set_by: the kinds to return, by default all.
+
+    No variable of the table holds a secret.
+    """
     return {row.name: env[row.name] for row in VARIABLES if env.get(row.name) and row.set_by in (set_by or ABOUT)}
 
 
 def read_by(module: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the table that are set in env and that this module reads."""
+    """The names and texts of the variables that are set in `env` and that the module `module` reads."""
     return {row.name: env[row.name] for row in VARIABLES if module in row.readers and env.get(row.name)}
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page docs/env.md ----------------------------------------------------------------------------------------------
 
 
 def page() -> str:

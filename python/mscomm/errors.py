@@ -1,8 +1,8 @@
 """The errors that a failed collective call raises.
 
 Every error says which rank and host failed, in which operation and call number, what was expected and what to do. A
-failed call breaks the group on all its members: each later call on it raises the same error again. Wrong arguments
-raise TypeError or ValueError instead: then nothing was sent, and the group can still be used.
+failed call breaks the group on all its members: each later call on the group raises the same error again. Wrong
+arguments raise TypeError or ValueError instead. Then nothing was sent, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ KINDS: dict[str, type[Error]] = {
 
 
 def make(kind: str, text: str, ranks: Iterable[int] = (), waiting_for: Iterable[int] = ()) -> Error:
-    """The error of that kind; an unknown kind, which only a newer peer could send, becomes a plain Error."""
+    """An error of the class named `kind`. An unknown name, which only a newer peer could send, gives a plain Error."""
     return KINDS.get(kind, Error)(text, ranks, waiting_for)

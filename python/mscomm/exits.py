@@ -19,7 +19,7 @@ _watching = False
 
 
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
-    """Call these functions when the process ends. Only the first call of watch() has an effect.
+    """Let the process call these functions when it ends. Only the first call of watch() has an effect.
 
     release() leaves the job. tell(error, words) tells the other ranks of the exception that ends this rank, and returns
     whether there are other ranks.
@@ -43,7 +43,7 @@ def _release(release: Callable[[], None]) -> None:
 class _TellingHook:
     """An excepthook that tells the other ranks why this rank ends, then calls the previous excepthook.
 
-    full: whether the previous hook gets the whole traceback, or only the part of the user's program.
+    full: True if the previous hook gets the whole traceback, False if it gets only the frames of the user's program.
     """
 
     def __init__(self, before: Any, tell: Callable[[BaseException, str], bool], full: bool) -> None:
@@ -71,7 +71,7 @@ class _TellingHook:
             tracebacks.shorten(error)
             trace = tracebacks.users_part(trace)
             if has_others and issubclass(kind, KeyboardInterrupt) and self._before is sys.__excepthook__:
-                # Ctrl-C interrupts all ranks, so each prints only one line.
+                # Ctrl-C interrupts all ranks, so each rank prints only one line.
                 print(f"KeyboardInterrupt{where}", file=sys.stderr, flush=True)
                 return
         self._before(kind, error, trace)

@@ -1,4 +1,4 @@
-"""Log lines about what mscomm does, for finding faults. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control them.
+"""Writes log lines about what mscomm does, which help to find faults. MSCOMM_DEBUG and MSCOMM_DEBUG_FILE control them.
 
     mscomm node7:4711 [3] INFO mesh: 7 links by 10.0.0.7, algorithm of all_reduce: direct
 
@@ -20,8 +20,8 @@ from mscomm import environment
 
 VERSION, WARN, INFO, TRACE = range(1, 5)
 _NAMES = dict(zip((VERSION, WARN, INFO, TRACE), environment.LEVELS, strict=True))
-_HELD = 1000  # how many lines are kept until the rank is known, if the file's name has %r
-_PIECE = select.PIPE_BUF  # a pipe that is ready takes this many bytes at once
+_HELD = 1000  # how many lines are kept until the rank is known, if the file's name contains %r
+_PIECE = select.PIPE_BUF  # a pipe that is ready for writing takes this many bytes without blocking
 
 
 class Log:
@@ -101,7 +101,7 @@ def set_rank(rank: int) -> None:
 
 
 def version(text: str) -> None:
-    """Log the version, if the user has set MSCOMM_DEBUG, at any level."""
+    """Log the version if the user has set MSCOMM_DEBUG, to whatever level."""
     if _get().tells_version:
         _get().write(VERSION, text)
 
@@ -113,7 +113,7 @@ def warn(text: str) -> None:
 
 
 def info(text: str) -> None:
-    """Log what was found and chosen: once per job or group, never per call."""
+    """Log what mscomm has found and chosen. Use this once per job or group, never per call."""
     if enabled(INFO):
         _get().write(INFO, text)
 
@@ -131,6 +131,6 @@ def notice(text: str) -> None:
 
 
 def trace(text: str) -> None:
-    """Log what each call does."""
+    """Log what one call does. This is for lines that every call writes."""
     if enabled(TRACE):
         _get().write(TRACE, text)

@@ -1,16 +1,16 @@
-"""Messages from one rank to another. They are independent of the group's collective calls, and not ordered with them.
+"""Messages from one rank to another. There is no order between messages and the group's collective calls.
 
 Messages are matched by source and tag, in the order in which they were sent. Several threads of a rank may send and
 receive at once, also while other threads make collective calls on the same group. Strided arrays are read and written
 in C order.
 
 Messages travel through the CPU. A device array that is sent is first copied to the host, after the work on its
-library's current stream; a device array that receives is filled from the host. Either side may use a device of any
-backend.
+library's current stream. A message for a device array is received on the host, and then copied to the device. Either
+side may use a device of any backend.
 
-All functions raise TypeError or ValueError for wrong arguments, before anything is sent, and PeerLost,
-CollectiveTimeout, Mismatch or Aborted (see mscomm.errors) if the message fails. Then the group is broken, as after a
-failed collective call, and the contents of out are undefined.
+All functions raise TypeError or ValueError for wrong arguments, before anything is sent. If the message fails, they
+raise PeerLost, CollectiveTimeout, Mismatch or Aborted (see mscomm.errors). Then the group is broken, as after a failed
+collective call, and the contents of out are undefined.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAST_TAG = _core.last_tag  # 2^31 - 1
 
 
 class _Any(enum.Enum):
-    """The wildcards. Unlike MPI's they are no ints, so a wrongly computed rank or tag is never taken for a wildcard."""
+    """The wildcards. Unlike MPI's wildcards they are not ints, so a wrong rank or tag is never taken for a wildcard."""
 
     ANY_SOURCE = _core.any_source
     ANY_TAG = _core.any_tag
@@ -54,7 +54,7 @@ ANY_TAG: Literal[_Any.ANY_TAG] = _Any.ANY_TAG
 class Status:
     """Describes the message that recv or sendrecv has received. Before that, all fields are None.
 
-    source: the sender's rank in the group. tag: the message's tag. count: its number of elements, 1 for an object.
+    source: the sender's rank in the group. tag: the message's tag. count: its number of elements; 1 for an object.
 
     >>> status = mscomm.Status()
     >>> mscomm.recv(out, mscomm.ANY_SOURCE, mscomm.ANY_TAG, status=status)
@@ -79,13 +79,13 @@ def send(
     """Send x to rank dst, which receives it by recv with this rank as src and the same tag.
 
     x: an array of any shape, also empty, of a dtype that collective calls take. dst: a rank in the group (in
-    torch.distributed it is a rank in the world). It may be this rank itself: the message is then copied, and kept until
-    it is received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout: seconds
-    or a timedelta; None takes init's.
+    torch.distributed it is a rank in the world). dst may be this rank itself: the message is then copied, and kept
+    until it is received. tag: an int from 0 to 2^31 - 1. group: None for all ranks, or a Group or its name. timeout:
+    seconds or a timedelta; None takes init's.
 
-    Returns None once x may be used again. This may be before the recv is called, or only after that, so two ranks that
-    exchange arrays must use sendrecv or async_op. async_op=True: returns a Work at once; leave x alone until the Work
-    has ended. The first send to a rank waits for the connection to it, also with async_op.
+    Returns None as soon as x may be used again. send may wait until dst has called recv, so two ranks that exchange
+    arrays must use sendrecv or async_op. async_op=True: returns a Work at once; do not change x until the Work has
+    ended. Even with async_op, the first send to a rank waits until the two ranks are connected.
 
     The receiver's out must have x's dtype and number of elements, in any shape; otherwise both ranks raise Mismatch.
     Raises CollectiveTimeout, whose `.waiting_for` is dst, if the message was not received in time. Raises PeerLost if
@@ -118,22 +118,22 @@ def recv(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive into out the next message that rank src sends here with this tag; return out.
+    """Receive the next message that rank src sends to this rank with this tag. Fills and returns out.
 
     out: a writable array with the dtype and the number of elements that were sent, in any shape; otherwise both ranks
     raise a Mismatch that names both sides. src: a rank in the group (in torch.distributed it is a rank in the world),
-    or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, which says after
-    the recv whose message it was, and with which tag. group: None for all ranks, or a Group or its name. timeout:
-    seconds or a timedelta; None takes init's.
+    or mscomm.ANY_SOURCE. tag: an int from 0 to 2^31 - 1, or mscomm.ANY_TAG. status: a mscomm.Status, to which recv
+    writes the message's source, tag and count. group: None for all ranks, or a Group or its name. timeout: seconds or
+    a timedelta; None takes init's.
 
     Messages of one source and tag are received in the order in which they were sent. A message with another tag or from
-    another source may be received earlier. Messages of several sources come in the order in which they reach this rank.
-    If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work, whose wait()
-    returns out and fills status; do not use `out` before that.
+    another source may be received earlier. Messages of several sources are received in the order in which they reach
+    this rank. If a message fits several recvs, the recv that was called first gets it. async_op=True: returns a Work,
+    whose wait() returns out and fills status; do not use `out` before that.
 
     Raises CollectiveTimeout, whose `.waiting_for` is src, if no message came in time. Raises PeerLost if src ended or
-    left without sending one. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent one, and PeerLost is
-    raised when all of them have left. A recv that has waited for 10 s writes a line to stderr that says so.
+    left without sending a message. With ANY_SOURCE, `.waiting_for` has all ranks that could have sent a message, and
+    PeerLost is raised when all of them have left. After 10 s of waiting, recv writes a line about it to stderr.
 
     Like MPI_Recv, which also takes a message that is shorter than the buffer; like torch.distributed.recv, which
     returns the sender's rank.
@@ -167,12 +167,12 @@ def sendrecv(
     group: Group | str | None = None,
     timeout: Timeout = None,
 ) -> Any:
-    """Send x to rank dst and receive into out from rank src, both at once; return out.
+    """Send x to rank dst, and at the same time receive from rank src into out. Returns out.
 
     Ranks that exchange arrays by sendrecv in any pattern, in pairs or around a ring, never deadlock, whatever the
-    sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, also
-    this rank itself. x and out may differ in shape and dtype, but must not share memory: ValueError if they do.
-    Arguments and errors are those of send and recv. Like MPI_Sendrecv.
+    sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, even
+    this rank itself. x and out may differ in shape and dtype, but must not share memory. Raises ValueError if
+    arrays on the CPU do. All other arguments and errors are those of send and recv. Like MPI_Sendrecv.
 
     >>> right, left = (rank + 1) % size, (rank - 1) % size
     >>> mscomm.sendrecv(np.full(3, rank), right, np.empty(3, int), left)   # on rank 1 of 4
@@ -182,20 +182,20 @@ def sendrecv(
     sending = _sending("sendrecv", x, dst, send_tag, "send_tag", group)
     receiving = _receiving("sendrecv", out, src, recv_tag, "recv_tag", status, group)
     ends = memory_anywhere(x, "x", "sendrecv"), memory_anywhere(out, "out", "sendrecv")
-    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):  # device arrays are copied
+    if not any(isinstance(end, OnDevice) for end in ends) and np.shares_memory(*ends):  # device arrays may overlap
         raise ValueError("sendrecv: x and out overlap; give out memory of its own, or a copy of x")
     return receiving.result(group.sendrecv(sending, receiving.message, group.seconds(timeout)))
 
 
 class _Receiving(NamedTuple):
-    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, dtype's number, the array that receives
-    result: Callable[[tuple[int, int]], Any]  # takes the source and tag that came; returns what the user gets
+    message: tuple[int, int, int, np.ndarray[Any, Any]]  # source, tag, the dtype's number, the array to receive into
+    result: Callable[[tuple[int, int]], Any]  # takes the message's source and tag; returns what the user gets
 
 
 def _sending(
     function: str, x: Any, dst: Any, tag: Any, tag_argument: str, group: Group
 ) -> tuple[int, int, int, np.ndarray[Any, Any]]:
-    """The message to send: destination, tag, dtype's number and array. Checks the arguments."""
+    """Check the arguments. Returns the message to send: destination, tag, the dtype's number, and the array."""
     source = readable(on_host(x, "x", function))
     code = dtype_code(source.dtype)
     return checked_rank(function, "dst", dst, group), checked_tag(function, tag_argument, tag), code, source
@@ -224,7 +224,7 @@ def _receiving(
 
 
 def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status: Any, group: Group) -> tuple[int, int]:
-    """The source and tag that a message must match, as the core's numbers. TypeError if status is not a Status."""
+    """Check the arguments. Returns the source and tag that a message must have, as numbers for the core."""
     if status is not None and not isinstance(status, Status):
         raise TypeError(f"{function}: status is a {type(status).__name__}, not a mscomm.Status")
     source = _core.any_source if src is ANY_SOURCE else checked_rank(function, "src", src, group)
@@ -232,7 +232,7 @@ def checked_source(function: str, src: Any, tag: Any, tag_argument: str, status:
 
 
 def _on_host_for(function: str, out: Any, there: OnDevice) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
-    """A host array that receives for a device array, and the function that copies it there."""
+    """A host array to receive into, and a function that copies it to `out`, a device array."""
     if not hasattr(library(out, "out", function), "namespace"):
         kind = type(out).__name__
         raise TypeError(f"{function}: out is a {kind}, which mscomm knows by its protocol alone: receive to the CPU")

@@ -1,11 +1,11 @@
-"""Warnings that concern all ranks of a job, so that only one rank writes them; and the options that have no effect.
+"""Warnings that concern all ranks of a job but that only one rank writes; and the options that have no effect.
 
 Options without effect are accepted because scripts written for MindSpore set them. Each has a row in WITHOUT_EFFECT,
 and setting it gives a warning.
 
-Rank 0 writes the warnings. Before a process has joined, it uses the rank that its launcher announces. If the launcher
-announces none, the warning waits until init() has found out the rank. A process without a launcher writes its own
-warnings.
+Rank 0 writes the warnings. A process that has not joined a job yet takes its rank from its launcher's variables. If the
+launcher announces no rank, the warning waits until init() has found out the rank. A process without a launcher writes
+its own warnings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def warn_once(text: str, rank: int | None = None) -> None:
 
 
 def know_rank(rank: int) -> None:
-    """Set this process's rank, which decides whether it writes warnings, and write or drop those that wait."""
+    """Set this process's rank, which decides whether it writes warnings. Write or drop the warnings that wait."""
     global _rank
     _rank = rank
     waiting, _waiting[:] = list(_waiting), []

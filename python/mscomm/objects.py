@@ -2,13 +2,14 @@
 
 An object is None, a bool, int, float, complex, str, bytes, list, tuple, set, frozenset or dict of such; a NumPy array
 or a NumPy scalar; a date, time, datetime or timedelta, with a timezone or a ZoneInfo; a path of pathlib; an
-OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which arrives as one that needs no gradient; or an object of a
-class registered by register_object. Each keeps its type. Anything else is a TypeError that says where in the object it
-is. As for any wrong argument, the error is raised before anything is sent, and uses up no call number. This rank has
-then not made the call, and the other ranks wait until it does, until it ends, or until their timeout passes.
+OrderedDict; a CPU tensor of PyTorch, JAX or MindSpore, which arrives as a tensor that needs no gradient; or an object
+of a class registered by register_object. Each keeps its type. For anything else, the call raises a TypeError that says
+where in the object the fault is. As for any wrong argument, the error is raised before anything is sent, and uses up no
+call number. This rank has then not made the call. The other ranks wait until this rank makes the call or ends, or until
+their timeout passes.
 
 A rank that cannot read an object, for example because it has not registered the class, raises an Error, and the group
-stays usable. It raises TypeError for a tensor of a library that it has not installed.
+stays usable. It raises TypeError if the object has a tensor of a library that is not installed on this rank.
 
 With `allow_pickle=True` the sender pickles what it cannot send otherwise, and the receiver unpickles it. This can run
 any code of the sender's choice, so use it only if you trust every rank of the group. A call without allow_pickle that
@@ -91,7 +92,7 @@ def broadcast_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The root's obj as a new object, on every rank. obj is read only at the root.
+    """The root's obj as a new object, on every rank. Only the root reads obj.
 
     The object is sent as in all_gather_object.
 
@@ -123,8 +124,8 @@ def scatter_object(
 ) -> Any:
     """This rank's item of the root's objs, as a new object.
 
-    objs: a list or tuple with one object for each rank, read only at the root. The root raises TypeError or ValueError
-    if it is something else or has another length. The objects are sent as in all_gather_object.
+    objs: a list or tuple with one object for each rank; only the root reads it. The root raises TypeError if objs is
+    something else, and ValueError if it has another length. The objects are sent as in all_gather_object.
 
     >>> mscomm.scatter_object(["a", {"b": 1}] if mscomm.get_rank() == 0 else None)   # on 2 ranks: rank 0, rank 1
     'a'
@@ -198,7 +199,7 @@ def recv_object(
     timeout: Timeout = None,
     allow_pickle: bool = False,
 ) -> Any:
-    """The next object that rank src sends here by send_object with this tag.
+    """The next object that rank src sends to this rank by send_object with this tag.
 
     src and tag (also mscomm.ANY_SOURCE and ANY_TAG), status, the errors, and the order of messages are as in recv. If
     the object cannot be read, recv_object raises an Error, and the group stays usable.
@@ -232,6 +233,6 @@ def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bo
 
 
 def _seconds_left(seconds: float) -> Callable[[], float]:
-    """A function that returns how many of the seconds are left, for a timeout that two messages share."""
+    """A function that returns how many of the seconds from now are left. An object's two messages share a timeout."""
     until = time.monotonic() + seconds
     return lambda: max(until - time.monotonic(), 0.001)

@@ -1,9 +1,9 @@
-"""MindSpore's communication operators as callables, with its argument names: AllReduce(ReduceOp.SUM)(x).
+"""MindSpore's communication operators as callables, with MindSpore's argument names: AllReduce(ReduceOp.SUM)(x).
 
-They call the functions of mscomm, with the same arrays and errors, and with the group's timeout. An operator may be
-made before init(), because its group is looked up when it is called. Ranks are ranks in the group. Wrong arguments
-raise TypeError and ValueError as in MindSpore. A rank that has no result gets None, where MindSpore would give it a
-meaningless tensor.
+The operators call the functions of mscomm, take the same arrays and raise the same errors. The timeout is that of the
+group. An operator may be made before init(), because its group is looked up when it is called. A rank among the
+arguments is a rank in the group. Wrong arguments raise TypeError and ValueError as in MindSpore. A rank that has no
+result gets None, where MindSpore would give it a meaningless tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORLD = GlobalComm.WORLD_COMM_GROUP
 
 
 class ReduceOp:
-    """The reductions by MindSpore's names, and those that only mscomm has."""
+    """MindSpore's names for reductions, and names for the reductions that only mscomm has."""
 
     SUM = "sum"
     MAX = "max"
@@ -38,7 +38,9 @@ class ReduceOp:
 
 
 class _Operator:
-    """Refuses wrong arguments when an operator is made, as MindSpore does, and warns of arguments without effect."""
+    """The base class of the operators. When an operator is made, it raises an error for wrong arguments, as MindSpore
+    does, and warns of arguments without effect.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
@@ -48,10 +50,10 @@ class _Operator:
 
     @property
     def __ms_class__(self) -> bool:
-        """Raises, because operators do not work in a cell that MindSpore compiles. Only its compiler reads this.
+        """Raises RuntimeError, because operators do not work in a cell that MindSpore compiles.
 
-        Without this error, the compiler would go on to our Python code and fail somewhere inside it. A compiled graph
-        may also run its calls in another order on each rank.
+        Only MindSpore's compiler reads this attribute. Without the error, the compiler would go on with mscomm's Python
+        code and fail somewhere inside it. Also, a compiled graph may run its calls in another order on each rank.
         """
         raise RuntimeError(
             f"mscomm.ops.{type(self).__name__} is called in a cell that MindSpore compiles (GRAPH_MODE, or jit), and"
@@ -62,7 +64,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class AllReduce(_Operator):
-    """mscomm.all_reduce."""
+    """Calls mscomm.all_reduce."""
 
     op: str = ReduceOp.SUM
     group: Group | str | None = _WORLD
@@ -73,7 +75,7 @@ class AllReduce(_Operator):
 
 @dataclass(frozen=True)
 class AllGather(_Operator):
-    """mscomm.all_gather: the ranks' arrays one after the other along axis 0."""
+    """Calls mscomm.all_gather, which returns the ranks' arrays one after the other along axis 0."""
 
     group: Group | str | None = _WORLD
 
@@ -83,7 +85,7 @@ class AllGather(_Operator):
 
 @dataclass(frozen=True)
 class ReduceScatter(_Operator):
-    """mscomm.reduce_scatter: axis 0 is divided over the ranks."""
+    """Calls mscomm.reduce_scatter, which divides the reduced array among the ranks along axis 0."""
 
     op: str = ReduceOp.SUM
     group: Group | str | None = _WORLD
@@ -94,7 +96,7 @@ class ReduceScatter(_Operator):
 
 @dataclass(frozen=True)
 class Broadcast(_Operator):
-    """mscomm.broadcast. A tuple of arrays gives a tuple, as in MindSpore; an array gives an array."""
+    """Calls mscomm.broadcast. For a tuple of arrays it returns a tuple, as in MindSpore; for an array, an array."""
 
     root_rank: int
     group: Group | str | None = _WORLD
@@ -107,7 +109,7 @@ class Broadcast(_Operator):
 
 @dataclass(frozen=True)
 class Reduce(_Operator):
-    """mscomm.reduce: the result on dest_rank, None elsewhere."""
+    """Calls mscomm.reduce: dest_rank gets the result, the other ranks get None."""
 
     dest_rank: int
     op: str = ReduceOp.SUM
@@ -119,7 +121,7 @@ class Reduce(_Operator):
 
 @dataclass(frozen=True)
 class CollectiveGather(_Operator):
-    """mscomm.gather: the ranks' arrays along axis 0 on dest_rank, None elsewhere."""
+    """Calls mscomm.gather: dest_rank gets the ranks' arrays joined along axis 0, the other ranks get None."""
 
     dest_rank: int
     group: Group | str | None = _WORLD
@@ -130,7 +132,7 @@ class CollectiveGather(_Operator):
 
 @dataclass(frozen=True)
 class CollectiveScatter(_Operator):
-    """mscomm.scatter: each rank's part along axis 0 of what src_rank has."""
+    """Calls mscomm.scatter, which divides src_rank's array along axis 0: each rank gets one part."""
 
     src_rank: int = 0
     group: Group | str | None = _WORLD
@@ -141,9 +143,9 @@ class CollectiveScatter(_Operator):
 
 @dataclass(frozen=True)
 class AlltoAll(_Operator):
-    """Split x along split_dim, send part i to rank i, and join what came in rank order along concat_dim.
+    """Splits x along split_dim, sends part i to rank i, and joins the received parts along concat_dim in rank order.
 
-    split_count is the size of the group. With split_dim = concat_dim = 0 it is mscomm.all_to_all.
+    split_count must be the size of the group. With split_dim = concat_dim = 0 this is the same as mscomm.all_to_all.
     """
 
     split_count: int
@@ -168,7 +170,7 @@ class AlltoAll(_Operator):
         for axis in range(self.split_dim, 0, -1):  # move the parts to the front: (n, ..., part, ...)
             parts = parts.swapaxes(axis, axis - 1)
         came = collectives.all_to_all(parts, group=self.group)
-        for axis in range(self.concat_dim):  # move the source ranks to their place
+        for axis in range(self.concat_dim):  # move the axis of the source ranks in front of concat_dim
             came = came.swapaxes(axis, axis + 1)
         shape[self.split_dim] = part
         shape[self.concat_dim] *= n
@@ -177,7 +179,7 @@ class AlltoAll(_Operator):
 
 @dataclass(frozen=True)
 class Barrier(_Operator):
-    """mscomm.barrier."""
+    """Calls mscomm.barrier."""
 
     group: Group | str | None = _WORLD
 
@@ -187,7 +189,7 @@ class Barrier(_Operator):
 
 @dataclass(frozen=True)
 class Send(_Operator):
-    """mscomm.send with sr_tag as the tag.
+    """Calls mscomm.send with sr_tag as the tag.
 
     group_back, which MindSpore uses in gradients, has no effect; a warning says so.
     """
@@ -203,9 +205,10 @@ class Send(_Operator):
 
 @dataclass(frozen=True)
 class Receive(_Operator):
-    """mscomm.recv into a new NumPy array of that shape and dtype.
+    """Calls mscomm.recv with a new NumPy array of that shape and dtype, and returns the array.
 
-    dtype is NumPy's, or for example mindspore.float32. group_back has no effect; a warning says so.
+    dtype is a dtype of NumPy, MindSpore or PyTorch, such as mindspore.float32. group_back has no effect; a warning says
+    so.
     """
 
     sr_tag: int

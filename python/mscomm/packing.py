@@ -1,9 +1,9 @@
-"""Python objects as bytes, and back.
+"""Turns Python objects into bytes, and bytes into Python objects.
 
 The bytes are one msgpack value. Nothing in them can name code: reading runs only decode functions that this process has
-registered (registry.py), and unpickles only if the call allows it. A type that msgpack lacks is an array whose first
-item is an empty extension; the extension's code says what the other items are. The reader compares each size with the
-number of bytes that have come before it allocates so much memory.
+registered (registry.py), and unpickles only if the call allows it. A value of a type that msgpack lacks is written as
+an array whose first item is an empty extension; the extension's code says what the other items are. Before the reader
+allocates memory for a container, it checks that the bytes that are left can hold so many items.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from mscomm import registry
 from mscomm.errors import Error
 
-DEEPEST = 128  # levels of containers in containers; each level needs two frames of Python's stack
+DEEPEST = 128  # how deep containers may be nested; each level needs two frames of Python's stack
 
 # The codes of the extension at the beginning of an array, each with what follows in the array.
 _TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
@@ -39,13 +39,13 @@ _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 _C = TypeVar("_C", dict[Any, Any], set[Any])
-_PICKLE_PROTOCOL = 5  # every supported Python has it
+_PICKLE_PROTOCOL = 5  # every supported version of Python has it
 
 
 def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
-    """obj as bytes, from which unpack makes an equal object of the same types.
+    """Return obj as bytes. From these bytes, unpack makes an equal object of the same types.
 
-    Arrays come back in C order, and numpy.longlong as numpy.int64, its equal.
+    But arrays come back in C order, and numpy.longlong comes back as numpy.int64, which is equal.
 
     allow_pickle: pickle what cannot be sent otherwise. called: the name of the object in error messages.
 
@@ -59,7 +59,7 @@ def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
 
 
 def unpack(data: Any, allow_pickle: bool = False) -> Any:
-    """The object from which pack made data, a bytes-like object. Arrays are new and writable.
+    """Return the object that pack has turned into `data`. data: any bytes-like object. Arrays are new and writable.
 
     Raises Error if pack did not make data, if data has a pickle and allow_pickle is False, if the class of an object is
     not registered here, or if an object cannot be decoded. Raises TypeError for a tensor of a library that is not
@@ -254,7 +254,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 class _Reader:
-    """Reads one object. Compares every size with the bytes that are left before it allocates memory of that size."""
+    """Reads one object. A size in the data is compared with the number of bytes that are left, before it is used."""
 
     def __init__(self, data: bytes, allow_pickle: bool) -> None:
         self.data = data
@@ -283,7 +283,7 @@ class _Reader:
     def _array(self, depth: int) -> Any:
         size = self._checked(self._unpacker.read_array_header(), depth)
         begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # the head of an empty extension
+        if size == 0 or begin[:2] != b"\xc7\x00":  # a list: it does not begin with an empty extension
             return [self.read(depth) for _ in range(size)]
         self._unpacker.skip()
         code = begin[2] if len(begin) == 3 else 0
@@ -382,7 +382,7 @@ class _Reader:
 
     @staticmethod
     def _distinct(make: Callable[[list[Any]], _C], items: list[Any], hashed: list[Any], what: str) -> _C:
-        """Make a dict or set of the items. ValueError if two of its keys are equal, or one cannot be hashed."""
+        """Make a dict or set of the items. Raises ValueError if two of `hashed` are equal or one cannot be hashed."""
         for one in hashed:
             try:
                 hash(one)
@@ -409,7 +409,7 @@ def _a(name: str) -> str:
 
 
 def _name_of_dtype(dtype: np.dtype[Any]) -> str | None:
-    """The dtype's name in the bytes; None if it cannot be sent."""
+    """The name that stands for the dtype in the bytes; None if arrays of this dtype cannot be sent."""
     if dtype.name == "bfloat16":
         return "bfloat16"
     return dtype.str if _DTYPE.fullmatch(dtype.str) else None

@@ -1,7 +1,7 @@
-"""Classes whose objects can be sent, besides plain types. An object is sent as a name and a value of a sendable type.
+"""The table of classes whose objects can be sent, besides plain types.
 
-The name only selects the row of this table that decodes the value. A name without a row here is an error, so nothing
-that comes from another rank can name code.
+An object is sent as a name and a value of a sendable type. On the receiving rank, the name only selects the row of this
+table that decodes the value. A name without a row there is an error, so nothing that another rank sends can name code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 class Fields(dict[str, Any]):
-    """The fields of a dataclass, by name. It is sent as a dict."""
+    """The fields of an object of a dataclass, by name. They are sent as a dict."""
 
 
 class NotInstalled(TypeError):
@@ -54,20 +54,20 @@ def register_object(
     *,
     name: str | None = None,
 ) -> C:
-    """Let the object functions send and receive objects of that class; return the class.
+    """Let the object functions send and receive objects of the class `cls`. Returns the class.
 
     Every rank that receives such objects must register the class, too. encode(obj) returns something that can be sent:
-    plain values, arrays, or objects of other registered classes. decode(value) makes the object from it. Without them
-    cls must be a dataclass or an Enum. A dataclass is sent as its fields; __init__ and __post_init__ do not run on
-    arrival. A member of an enum is sent as its name. If the fields or members of sender and receiver differ, the
-    receiver raises an Error. Each subclass must be registered itself.
+    plain values, arrays, or objects of other registered classes. decode(value) makes the object from this value. If
+    encode and decode are not given, cls must be a dataclass or an Enum. An object of a dataclass is sent as its fields;
+    the receiver does not run __init__ and __post_init__. A member of an enum is sent as its name. If the fields or
+    members of sender and receiver differ, the receiver raises an Error. Each subclass must be registered itself.
 
-    name: stands for the class between the ranks; by default its module and name. Give a name if these differ between
-    ranks. Registering a class again replaces its functions.
+    name: the name by which the ranks know the class. The default is the module and the name of the class. Give a name
+    if these differ between ranks. Registering a class again replaces its functions.
 
     Raises TypeError if cls is not a class, or if it is neither dataclass nor Enum and encode or decode is missing.
-    Raises ValueError if another class has the name, if the class has another name already, or if objects of the class
-    can be sent without a row.
+    Raises ValueError if another class has the name, if the class is registered under another name, or if objects of the
+    class can be sent without being registered.
 
     >>> @mscomm.register_object
     ... @dataclasses.dataclass
@@ -100,7 +100,7 @@ def register_object(
 
 
 def row_of(obj: Any) -> Row | None:
-    """The row by which the object is sent; None if there is none."""
+    """The row that encodes the object; None if the table has none for it."""
     row = _by_class.get(type(obj))
     return row if row is not None else _row_of_tensor(obj)
 
@@ -175,7 +175,7 @@ def _flags(cls: type[enum.Flag], names: Any) -> enum.Flag:
     return functools.reduce(operator.or_, [_member(cls, name) for name in names], cls(0))
 
 
-# -- rows that are there from the start
+# -- the rows for classes of the standard library
 
 
 def _ints(value: Any, count: int) -> list[int]:
@@ -259,16 +259,16 @@ register_object(datetime.timedelta, lambda x: [x.days, x.seconds, x.microseconds
 register_object(datetime.timezone, _timezone_of, _timezone)
 register_object(zoneinfo.ZoneInfo, _zone_of, _zone)
 register_object(OrderedDict, dict, _ordered)
-# These are registered under names that are the same in all Python versions.
+# These classes need a name, because their modules are not the same in all versions of Python.
 for _cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
     register_object(_cls, str, functools.partial(_path, _cls), name=f"pathlib.{_cls.__name__}")
 
 
-# -- tensors
+# -- the rows for tensors
 
 
 def _row_of_tensor(obj: Any) -> Row | None:
-    """The row for a tensor of a library's own class, which arrives as a tensor of that class; else None."""
+    """The row for a tensor; None if obj is no tensor, or a tensor of a subclass that would arrive as the base class."""
     library = arrays.packable(obj)
     return None if library is None else _by_name[f"{library} tensor"]
 

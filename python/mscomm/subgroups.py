@@ -20,13 +20,14 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
     rank_ids: ranks in the world; a rank's place in the list is its rank in the group. A rank that is not in the list
     need not call create_group. If it does, nothing is sent, and it gets a Group that is False, so that it can test
-    `if group:`. Every use of this Group, or of its name, raises RuntimeError. If the group exists already with the same
-    ranks, it is returned. Groups may overlap, and two threads may use two groups at once. The call returns when all
-    ranks of the list have made it, so ranks that are in several groups must create them in the same order.
+    `if group:`. Any other use of this Group, or of its name, raises RuntimeError. If a group with this name and the
+    same ranks exists already, it is returned. Groups may overlap, and two threads may use two groups at once. The call
+    returns when all ranks of the list have made it, so ranks that are in several groups must create them in the same
+    order.
 
-    Raises TypeError if group is no str or rank_ids no list of ints. Raises ValueError if the list is empty, has a
-    number that is no rank, or has a rank twice, or if the name belongs to a group of other ranks. Raises Mismatch if
-    the ranks do not agree on the list, PeerLost if one of them is lost, and CollectiveTimeout after MS_TOPO_TIMEOUT.
+    Raises TypeError if group is not a str or rank_ids is not a list of ints. Raises ValueError if the list is empty,
+    has a number that is no rank, or has a rank twice, or if the name belongs to a group of other ranks. Raises Mismatch
+    if the ranks do not agree on the list, PeerLost if one of them is lost, and CollectiveTimeout after MS_TOPO_TIMEOUT.
 
     >>> pair = mscomm.create_group("pair", [0, 1])
     >>> if pair:                                                           # ranks 0 and 1
@@ -60,10 +61,10 @@ def create_group(group: str, rank_ids: list[int]) -> Group:
 
 
 def create_variant(group: str, algo: str) -> Group:
-    """A second group of all ranks, whose collectives use the algorithms `algo`, so that these can be measured.
+    """Create one more group of all ranks, whose collectives use the algorithms `algo`, so that these can be measured.
 
-    algo is written as MSCOMM_ALGO; ValueError if it is invalid. All ranks call this. rejoin() does not bring the group
-    back. The other errors are those of create_group.
+    algo: a text in the form of MSCOMM_ALGO. Raises ValueError if algo is invalid; the other errors are those of
+    create_group. All ranks call this. rejoin() does not create the group again.
     """
     job = default()
     made = Group(group, list(job.world.ranks), job.timeout_s)
@@ -74,8 +75,9 @@ def create_variant(group: str, algo: str) -> Group:
 def split(color: int | None, key: int = 0, *, group: Group | str | None = None) -> Group:
     """Divide a group: the ranks with the same color form a new group, ordered by key, then by rank.
 
-    All ranks of the group (None: the world) call it. A rank with color None is in none of the new groups; it gets a
-    Group that is False, like a non-member in create_group. The errors are those of create_group. Like MPI_Comm_split.
+    All ranks of the group (None: the world) call split. Returns the new group of this rank. A rank with color None is
+    in none of the new groups; it gets a Group that is False, like a rank outside of the list in create_group. The
+    errors are those of create_group. Like MPI_Comm_split.
     """
     job = default()
     parent = resolve(group)
@@ -105,9 +107,9 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
 
 
 def shrink(group: Group | str | None, name: str) -> Group:
-    """After PeerLost: create a new group of those ranks of the group that are still there, in the same order.
+    """After PeerLost, create a new group of the group's ranks that are still there, in the same order.
 
-    All of these ranks call it. The new group lasts until rejoin(). The errors are those of create_group.
+    All of these ranks call shrink. The new group lasts until rejoin(). The errors are those of create_group.
     """
     job = default()
     parent = resolve(group)

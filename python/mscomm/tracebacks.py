@@ -17,8 +17,8 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 def shorten(error: BaseException) -> None:
     """Remove mscomm's own frames from the tracebacks of error and of the exceptions in its chain.
 
-    If an mscomm error was raised from another mscomm error, the other error is removed, because it is only what this
-    rank saw of the first cause. A traceback that has only mscomm's frames keeps them.
+    If an mscomm error was raised from another mscomm error, the other error is removed from the chain, because it is
+    only what this rank saw of the first cause. A traceback that has only frames of mscomm keeps them.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -53,7 +53,7 @@ def place(trace: TracebackType | None) -> str:
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> str:
-    """The innermost line outside of installed libraries, or else the innermost line.
+    """The innermost line outside of installed libraries; if there is none, the innermost line of all.
 
     lines: pairs of path and line number, the outermost first.
     """

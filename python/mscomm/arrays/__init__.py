@@ -1,35 +1,37 @@
-"""Array libraries: one module for each. The package that an array's type comes from says which module it is.
+"""The array libraries, with one module for each. mscomm chooses the module by the package that defines an array's type.
 
 A library module has
 
 * `is_array(x)`: whether mscomm takes x;
-* `memory(x)` -> a numpy.ndarray over x's memory, with any strides, read-only if x cannot be written. If there is no
-  such memory, as for a tensor on a device that this backend does not reach, it raises TypeError with words that can
+* `memory(x)` -> a numpy.ndarray over x's memory, with any strides, read-only if x cannot be written. If mscomm cannot
+  reach x's memory, for example because no backend supports x's device, `memory` raises TypeError with a text that can
   follow "x";
-* `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and a function that makes the
-  result from the memory when the memory has been filled;
+* `new(x, shape)` -> C-contiguous memory for a result of x's type, dtype and device, and a function. The caller fills
+  the memory and then calls the function, which returns the result;
 * `over(memory)`, if the library's arrays can be written -> an array over the memory of a C-contiguous numpy.ndarray;
-* `written((x,))`, if the library wants to know that the memory of x was written;
-* `of_numpy(numbers)`, if its tensors can be in objects (PACKABLE) -> a tensor on the CPU with the shape, dtype and
-  numbers of a writable numpy.ndarray in C order, which the caller does not use any more.
+* `written((x,))`, if the library must be told that mscomm has written the memory of x;
+* `of_numpy(numbers)`, if mscomm can send the library's tensors in Python objects (PACKABLE) -> a tensor on the CPU with
+  the shape, dtype and elements of `numbers`. This is a writable numpy.ndarray in C order, which the caller gives away.
 
 If the library has arrays on devices, `memory` returns an `OnDevice` of device.py for them, and the module also has
 
-* `packed(x)` -> x, or a copy of x in C order, which is enqueued on the current stream;
+* `packed(x)` -> x if it is in C order; otherwise a copy of x in C order, which is enqueued on the current stream;
 * `assign(out, made)`: enqueues a copy of made to out on the current stream;
-* `on_host(x)` -> a numpy.ndarray with the numbers that x has after the work on the current stream;
-* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and numbers of a numpy.ndarray, which may be
-  changed after the call;
-* `namespace`, if mscomm may compute with the arrays: it has the library's `isfinite`, `clip`, `where` and dtypes;
-* `used(x)`, if the library may reuse freed memory on another stream: tells it that the current stream has used x.
+* `on_host(x)` -> a numpy.ndarray with the elements that x has when the work on the current stream is done;
+* `from_host(x, numbers)` -> an array on x's device with the shape, dtype and elements of `numbers`, a numpy.ndarray.
+  The caller may change `numbers` after the call;
+* `namespace`, if mscomm may compute with the arrays: the module that has `isfinite`, `clip`, `where` and the dtypes;
+* `used(x)`, if the library may reuse freed memory on another stream: tells the library that the current stream uses x.
 
-To make its calls cheap, it may also have (src/calls.cc reads the rows of `plain_types`)
+To make calls on its arrays cheap, the module may also have these names, which src/calls.cc finds in `plain_types`:
 
-* `PLAIN`: its array types, without subclasses, each with the backend that reaches arrays of that type on a device;
+* `PLAIN`: a dict with the library's array types (but not their subclasses) as keys. The value is the backend for arrays
+  of that type on a device;
 * `plain`: the type's `__dlpack_c_exchange_api__`, or a function: `plain(x)` -> (address, shape, the dtype's number,
-  device, current stream), with device -1 for the CPU. It returns None if the elements of x do not lie one after the
-  other or cannot be written; then `memory` describes x;
-* `pending`, with an exchange API: the dtype's number -> functions that say whether x has other numbers than its memory;
+  device, current stream), with device -1 for the CPU. The function returns None if x is not contiguous or cannot be
+  written; then mscomm calls `memory`;
+* `pending`, if `plain` is an exchange API: for a dtype's number, functions of x that say whether an operation on x's
+  memory is still pending, such as a negation;
 * `empty(x, shape)` -> an array of x's type, dtype and device, in C order.
 """
 
@@ -44,7 +46,7 @@ import numpy as np
 
 from mscomm.arrays.device import OnDevice
 
-# For the top-level package of an array's type, the name of the module in this folder.
+# The top-level package of an array's type -> the name of a module in this folder.
 LIBRARIES = {
     "numpy": "numpy",
     "torch": "torch",
@@ -54,14 +56,14 @@ LIBRARIES = {
     "cupy": "cupy",
 }
 
-# The libraries whose tensors can be in Python objects.
+# The libraries whose tensors mscomm can send in Python objects.
 PACKABLE = ("torch", "jax", "mindspore")
 
 _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What makes calls on arrays of one type cheap (see above). backend: the one for such arrays on a device."""
+    """What makes calls on arrays of one type cheap: see the text at the top. backend: for such arrays on a device."""
 
     plain: Any
     empty: Callable[[Any, tuple[int, ...]], Any]
@@ -71,12 +73,12 @@ class Plain(NamedTuple):
 
 
 plain_types: dict[type, Plain] = {}
-"""The rows of the array types that were seen so far. The core keeps pointers into a row, so no row is replaced."""
+"""A row for each type of array that was used so far. The core keeps pointers into a row, so no row is replaced."""
 _NOTHING: dict[int, tuple[Callable[[Any], bool], ...]] = {}
 
 
 def names(x: Any) -> Iterator[str]:
-    """The libraries that the type of x and its base classes come from."""
+    """Yield the names of the libraries that define the type of x and its base classes."""
     for kind in type(x).__mro__:
         name = LIBRARIES.get(kind.__module__.partition(".")[0])
         if name is not None:
@@ -84,12 +86,12 @@ def names(x: Any) -> Iterator[str]:
 
 
 def library(x: Any, argument: str, function: str) -> ModuleType:
-    """The module for x's array library; TypeError, naming the function and its argument, if there is none."""
+    """The module for x's array library. Raises TypeError, naming the function and its argument, if there is none."""
     try:
         return _found[type(x)]
     except KeyError:
         pass
-    for name in (*names(x), "numpy", "cuda", "dlpack"):  # "numpy" takes Python's numbers
+    for name in (*names(x), "numpy", "cuda", "dlpack"):  # the module "numpy" also takes Python numbers
         module = importlib.import_module(f"mscomm.arrays.{name}")
         if module.is_array(x):
             backend = getattr(module, "PLAIN", {}).get(type(x))
@@ -121,7 +123,9 @@ def memory_anywhere(x: Any, argument: str, function: str) -> np.ndarray[Any, Any
 
 
 def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], Any]]:
-    """Memory for a result of x's type, dtype and device, and a function that makes the result of the filled memory.
+    """Memory for a result of x's type, dtype and device, and a function to call when the memory has been filled.
+
+    The function returns the result.
 
     Raises TypeError, naming the function, if mscomm cannot make arrays of x's library.
     """
@@ -132,7 +136,7 @@ def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, 
 
 
 def packed(function: str, argument: str, x: Any) -> OnDevice:
-    """The memory of x, an array on a device, or of a copy of x in C order. The memory keeps its array alive."""
+    """The memory of x, an array on a device; or of a copy, if x is not in C order. It keeps x or the copy alive."""
     arrays = library(x, argument, function)
     try:
         return arrays.memory(arrays.packed(x))  # type: ignore[no-any-return]
@@ -141,7 +145,10 @@ def packed(function: str, argument: str, x: Any) -> OnDevice:
 
 
 def packable(x: Any) -> str | None:
-    """The library of x, if x is a tensor of exactly the type that the library's of_numpy makes; else None."""
+    """The name of x's library if mscomm can send x in a Python object, else None.
+
+    The type of x must be exactly the type that the library's of_numpy returns, not a subclass.
+    """
     name = next(names(x), None)
     if name not in PACKABLE:
         return None
@@ -150,7 +157,7 @@ def packable(x: Any) -> str | None:
 
 
 def on_cpu(x: Any) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU. For other tensors, raises TypeError with words that can follow "x"."""
+    """The memory of a tensor on the CPU. For other tensors, raises TypeError with a text that can follow "x"."""
     there = library(x, "x", "on_cpu").memory(x)
     if isinstance(there, OnDevice):
         raise TypeError(f"is on device {there.index}; copy it to the CPU first")
@@ -158,7 +165,10 @@ def on_cpu(x: Any) -> np.ndarray[Any, Any]:
 
 
 def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
-    """The numbers of x: its memory if x is on the CPU, else a copy, made after the work on the current stream."""
+    """The elements of x as a NumPy array: x's memory if x is on the CPU, otherwise a copy.
+
+    The copy is made when the work on the current stream is done.
+    """
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         return there
@@ -169,7 +179,7 @@ def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
 
 
 def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) -> None:
-    """Write numbers of x's shape into x, wherever its memory is; they are converted to its dtype."""
+    """Copy `numbers`, which have x's shape, into x on the CPU or on a device. They are converted to x's dtype."""
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         there[...] = numbers
@@ -184,7 +194,7 @@ def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) ->
 
 
 def assigned(out: Any, made: Any) -> Any:
-    """Copy `made`, an array of out's library, to `out`, and return `out`. If that cannot be written, return `made`."""
+    """Copy `made`, an array of out's library, to `out`. Returns `out`, or `made` if `out` cannot be written."""
     if isinstance(out, np.ndarray):
         out[...] = made
         return out
@@ -196,7 +206,7 @@ def assigned(out: Any, made: Any) -> Any:
 
 
 def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    """If x is on a device, the numbers as an array of x's library on that device; otherwise the numbers unchanged."""
+    """`numbers` as an array of x's library on x's device; if x is not on a device, `numbers` itself."""
     arrays = _library_of_its_own(x)
     if arrays is None or not isinstance(arrays.memory(x), OnDevice):
         return numbers
@@ -204,7 +214,7 @@ def beside(x: Any, numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _library_of_its_own(x: Any) -> ModuleType | None:
-    """The module of x's library. None for NumPy's arrays, for numbers, and for arrays known by a protocol alone."""
+    """The module for x's library. None for NumPy arrays, for numbers, and for arrays known only by a protocol."""
     return library(x, "x", "library") if next(names(x), "numpy") != "numpy" else None
 
 
@@ -214,7 +224,7 @@ def written_all(arrays: tuple[Any, ...]) -> None:
 
 
 def written(x: Any) -> None:
-    """Tell x's library that the memory of x was written, if the library wants to know."""
+    """Tell x's library that the memory of x was written, if the library must be told."""
     if type(x) is not np.ndarray:
         tell = getattr(library(x, "x", "written"), "written", None)
         if tell is not None:

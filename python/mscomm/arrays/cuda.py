@@ -1,7 +1,7 @@
-"""Arrays of all other libraries with the CUDA array interface (version 3), such as Numba and PyCUDA.
+"""Arrays with the CUDA array interface (version 3) whose library has no module here, such as Numba and PyCUDA.
 
-Calls are enqueued on the stream that the array names, or else on the legacy default stream. mscomm cannot make such
-arrays, so `out` must be given.
+Calls are enqueued on the stream that the interface of the array names; if it names none, on the legacy default stream.
+mscomm cannot make such arrays, so `out` must be given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NumPy arrays over memory that another library owns, by its address."""
+"""Makes NumPy arrays over memory that another library owns, from the address of this memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def in_memory(
     *,
     writable: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """An array of that shape and dtype at the address. The array keeps the owner of the memory alive.
+    """A NumPy array of that shape and dtype over the memory at `address`. The array keeps `owner` alive.
 
     strides: in bytes; None means C order without gaps.
     """
@@ -33,7 +33,7 @@ def in_memory(
         "shape": shape,
         "typestr": f"|V{dtype.itemsize}",  # raw bytes, because NumPy has no typestr for bfloat16
         "strides": strides,
-        # An array without elements may have address 0, for which NumPy would allocate memory of its own.
+        # An array without elements may have address 0. For this address NumPy would allocate new memory.
         "data": (address or 1 << 12, not writable),
     }
     return np.asarray(_Described(owner, interface)).view(dtype)

@@ -16,8 +16,8 @@ class OnDevice(np.ndarray[Any, Any]):
     """The memory of an array on a device: address, shape, strides and dtype, as NumPy describes them.
 
     The host cannot read or write this memory: an attempt raises TypeError. `backend` is the backend that reaches the
-    memory, and `index` is the device. Calls on the array are enqueued on `stream`, a handle of the vendor's.
-    `current()` returns the library's current stream at any time.
+    memory, and `index` is the number of the device. Calls on the array are enqueued on `stream`, which is the vendor's
+    handle of a stream. `current()` returns the handle of the stream that is the library's current one at that moment.
     """
 
     backend: str
@@ -64,7 +64,10 @@ def on_device(
     backend: str = "nccl",
     writable: bool = True,
 ) -> OnDevice:
-    """The memory of an array on a device. strides: in bytes; None means C order without gaps."""
+    """Describe the memory of an array on a device. strides: in bytes; None means C order without gaps.
+
+    owner: the object to keep alive. current: returns the library's current stream; the result's `stream` is set by it.
+    """
     there = in_memory(owner, address, shape, dtype, strides, writable=writable).view(OnDevice)
     there.backend, there.index, there.current = backend, index, current
     there.stream = current()

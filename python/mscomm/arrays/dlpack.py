@@ -1,7 +1,7 @@
-"""Arrays on a device of all other libraries with DLPack (`__dlpack__`, `__dlpack_device__`).
+"""Arrays on a device with DLPack's methods (`__dlpack__`, `__dlpack_device__`) whose library has no module here.
 
-Calls are enqueued on the legacy default stream; `__dlpack__` makes the array ready for use there. mscomm cannot make
-such arrays, so `out` must be given.
+Calls are enqueued on the legacy default stream; `__dlpack__` makes the array ready for use on that stream. mscomm
+cannot make such arrays, so `out` must be given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mscomm.arrays.numpy import DTYPES, dtype_of
 
 __all__ = ["assign", "from_host", "is_array", "memory", "new", "on_host", "packed"]
 
-# For each DLDeviceType, the backend that reaches such memory.
+# DLPack's number of a type of device -> the backend that reaches memory on such devices.
 _BACKENDS = {2: "nccl", 13: "nccl", 12: "hccl"}  # kDLCUDA, kDLCUDAManaged, and kDLExtDev, which torch_npu uses
 _LEGACY_DEFAULT_STREAM = 1
 
@@ -31,7 +31,7 @@ def memory(x: Any) -> OnDevice:
     stream = _LEGACY_DEFAULT_STREAM if kind != 12 else None
     try:
         capsule = x.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:  # the library is older than DLPack 1.0
+    except TypeError:  # the library is older than DLPack 1.0, and does not know max_version
         capsule = x.__dlpack__(stream=stream)
     try:
         address, shape, strides, dtype, _, index, read_only = _core.describe_dlpack(capsule)

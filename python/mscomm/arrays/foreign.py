@@ -1,4 +1,4 @@
-"""Shared code for array libraries that mscomm knows only through a protocol. mscomm cannot make their arrays."""
+"""Functions for arrays that mscomm knows only by a protocol. mscomm cannot make such arrays, so all raise TypeError."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""JAX arrays on the CPU. They cannot be written, so results are new arrays, over the memory that the core filled.
+"""JAX arrays on the CPU. They cannot be written, so each result is a new array over memory that the core has filled.
 
-Calls must be outside of jit: inside it the compiler chooses their order, which may be different on each rank.
+Calls must be made outside of functions that JAX compiles (jit). In compiled code, the compiler chooses the order of the
+calls, and the order may differ between ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def of_numpy(numbers: np.ndarray[Any, Any]) -> jax.Array:
 
 def new(x: jax.Array, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], Callable[[], jax.Array]]:
     filled = np.empty(shape, x.dtype)
-    if not getattr(x, "committed", True):  # x has no fixed device: JAX may move it to where it is needed
+    if not getattr(x, "committed", True):  # x is not bound to a device: JAX may move it, and the result, too
         return filled, lambda: jax.device_put(filled)
     where = x.sharding if shape == x.shape else next(iter(x.devices()))
     return filled, lambda: jax.device_put(filled, where)

@@ -1,4 +1,7 @@
-"""MindSpore tensors on the CPU, in PyNative mode. `asnumpy()` shares a tensor's memory, but copies a view."""
+"""MindSpore tensors on the CPU, in PyNative mode.
+
+`asnumpy()` returns an array over the memory of a tensor. If the tensor is a view of another one, it returns a copy.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ def is_array(x: Any) -> bool:
 def memory(x: mindspore.Tensor) -> np.ndarray[Any, Any]:
     there: np.ndarray[Any, Any] = x.asnumpy()
     if x.asnumpy().__array_interface__["data"] != there.__array_interface__["data"]:
-        there.flags.writeable = False  # x is a view, and this is a copy: what is written to the copy is lost
-    # For NumPy, MindSpore has a bfloat16 dtype of its own.
+        there.flags.writeable = False  # x is a view, so `there` is a copy: x would not see what is written to it
+    # For bfloat16, `asnumpy()` uses a NumPy dtype of MindSpore. mscomm uses the dtype of ml_dtypes.
     return there.view(dtype_of(_BFLOAT16)) if there.dtype.name == "bfloat16" else there
 
 

@@ -1,6 +1,6 @@
-"""NumPy arrays, and functions for the memory of all arrays on the CPU, which mscomm describes as NumPy arrays.
+"""NumPy arrays; and functions for the memory of any array on the CPU, because a NumPy array describes such memory.
 
-NumPy scalars and Python's numbers are arrays of shape (), which cannot be written.
+NumPy scalars and Python numbers count as arrays of shape () that cannot be written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mscomm import _core
 Array = np.ndarray[Any, Any]
 
 DTYPES = tuple(_core.dtypes())
-# dtype_code adds bfloat16 when it is first asked for it.
+# The core's number for each dtype. dtype_code() adds bfloat16 when it is first called for bfloat16.
 CODES: dict[np.dtype[Any], int] = {np.dtype(name): code for code, name in enumerate(DTYPES) if name != "bfloat16"}
 
 _NUMBERS: dict[type, type[np.generic]] = {
@@ -24,7 +24,7 @@ _NUMBERS: dict[type, type[np.generic]] = {
     int: np.int64,
     float: np.float64,
     complex: np.complex128,
-}  # not for subclasses: a member of an IntEnum is no number here
+}  # subclasses do not count: a member of an IntEnum, for example, is not taken as a number
 
 
 def is_array(x: Any) -> bool:
@@ -34,7 +34,7 @@ def is_array(x: Any) -> bool:
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """The core's number for dtype; TypeError if mscomm does not move such elements.
+    """The core's number for dtype. Raises TypeError if mscomm does not move elements of this dtype.
 
     bfloat16, a dtype of ml_dtypes, is recognised by its name.
     """
@@ -50,7 +50,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def known_code(dtype: np.dtype[Any]) -> int | None:
-    """Like dtype_code, but None if mscomm does not move such elements."""
+    """The core's number for dtype; None if mscomm does not move elements of this dtype."""
     try:
         return dtype_code(dtype)
     except TypeError:
@@ -58,9 +58,10 @@ def known_code(dtype: np.dtype[Any]) -> int | None:
 
 
 def dtype_named(given: Any) -> np.dtype[Any]:
-    """The dtype that a user gives: anything that numpy.dtype takes, or a dtype of MindSpore or PyTorch, which is
-    recognised by its name (mindspore.int32, torch.bfloat16). TypeError for anything else. None means float64, as in
-    NumPy.
+    """The NumPy dtype for what a user has given as a dtype.
+
+    given: anything that numpy.dtype takes, or a dtype of MindSpore or PyTorch, which is recognised by its name (such as
+    mindspore.int32, torch.bfloat16). None means float64, as in NumPy. Raises TypeError for anything else.
 
     >>> dtype_named("int32")
     dtype('int32')
@@ -74,7 +75,7 @@ def dtype_named(given: Any) -> np.dtype[Any]:
 
 @functools.cache
 def dtype_of(code: int) -> np.dtype[Any]:
-    """The dtype with that number; TypeError for bfloat16 if ml-dtypes is not installed."""
+    """The NumPy dtype for a number of the core. Raises TypeError for bfloat16 if ml-dtypes is not installed."""
     if DTYPES[code] != "bfloat16":
         return np.dtype(DTYPES[code])
     try:
@@ -110,12 +111,15 @@ def over(memory: Array) -> Array:
 
 
 def readable(x: Array) -> Array:
-    """x itself, or a copy in C order if x is strided or unaligned."""
+    """x itself if it is contiguous and aligned; otherwise a copy in C order."""
     return x if x.flags.carray or (x.flags.c_contiguous and x.flags.aligned) else np.array(x, order="C", subok=False)
 
 
 def writable(out: Array) -> tuple[Array, Callable[[], None] | None]:
-    """The array to write a result to, and a function that then copies it to out (None if the array is out itself)."""
+    """The array to write a result to, and a function that copies the result to `out` afterwards.
+
+    If the result can be written to `out` directly, the array is `out` and the function is None.
+    """
     if out.flags.carray:
         return out, None
     result = np.empty(out.shape, out.dtype)

@@ -1,6 +1,6 @@
 """PyTorch tensors. Their memory is used without a copy; results are tensors that need no gradient.
 
-Calls on a GPU's tensors are enqueued on PyTorch's current stream of that GPU.
+Calls on tensors of a GPU are enqueued on PyTorch's current stream for that GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ namespace = torch
 _CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
 
 PLAIN = {torch.Tensor: "nccl", torch.nn.Parameter: "nccl"}
-plain = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # from PyTorch 2.10 on
+plain = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # PyTorch has this from 2.10 on
 pending = {
     code: (torch.Tensor.is_neg, torch.Tensor.is_conj) if kind.is_complex else (torch.Tensor.is_neg,)
     for kind, code in _CODES.items()
@@ -32,7 +32,8 @@ def _by_object(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# Returns the current stream of a device. PyTorch's compiled code calls this function, which has no public name.
+# A function that returns the handle of a device's current stream. PyTorch's own is not public, but the code that
+# PyTorch compiles calls it.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _by_object)
 
 
@@ -45,7 +46,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
         raise TypeError(f"is a tensor of layout {x.layout}; use x.to_dense()")
     if x.device.type == "cuda" and (x.is_conj() or x.is_neg()):
         raise TypeError("is conjugated or negated by name only; use x.resolve_conj().resolve_neg()")
-    if x.is_conj() or x.is_neg():  # the numbers in memory are not those of x
+    if x.is_conj() or x.is_neg():  # the memory of x holds other values than x
         resolved = memory(x.detach().resolve_conj().resolve_neg())
         resolved.flags.writeable = False
         return resolved
@@ -62,7 +63,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory, found by its address. After `x.numpy()` the storage of x could never be resized again."""
+    """The memory of a tensor on the CPU, by its address. x.numpy() would forbid PyTorch to resize the storage of x."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()
@@ -95,7 +96,7 @@ def _on_cuda(x: torch.Tensor) -> OnDevice:
 
 
 def _repeats(x: torch.Tensor) -> bool:
-    """Whether several elements of x are at one place in memory, as after expand()."""
+    """Whether several elements of x share one place in memory, as after expand()."""
     return x.numel() > 0 and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True))
 
 
@@ -115,9 +116,9 @@ def over(memory: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def of_numpy(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor over the same memory, or over a copy of an array that is strided or read-only.
+    """A tensor over the memory of `numbers`; or over a copy, if `numbers` is strided or read-only.
 
-    PyTorch does not support negative strides, and warns of memory that cannot be written.
+    PyTorch does not support negative strides, and warns about read-only memory.
     """
     return over(numbers if numbers.flags.carray else np.array(numbers, order="C"))
 
@@ -149,9 +150,9 @@ def _written(tensors: tuple[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(x)
 
 
-# Tells autograd that tensors were written, as an operation in place does. A backward pass that needs the old values
-# then raises. From 2.10 on, PyTorch's own function skips tensors of inference mode, so it can be used directly. It has
-# no public name.
+# A function that tells autograd that tensors were written, as in-place operations do. A backward pass that needs the
+# old values then raises an error. From PyTorch 2.10 on, PyTorch's own function, which is not public, skips tensors of
+# inference mode, so it is used directly.
 written: Callable[[tuple[torch.Tensor]], None] = (
     getattr(torch._C, "_increment_version", _written) if plain else _written
 )

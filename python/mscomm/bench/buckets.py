@@ -1,8 +1,10 @@
-"""`mscomm bench buckets`: reduces a network's gradients, fused and one by one, and with several sizes of fusion bucket.
+"""`mscomm bench buckets`: times the reduction of a network's gradients.
 
-The second part runs training steps with a stand-in for the backward pass: products of small matrices, in proportion to
-each gradient's elements, which together take as long as the communication alone. A step without overlap then takes
-twice as long as the backward pass. A step that hides all communication behind computing takes as long as that pass.
+The first part compares one fused call with one call for each gradient. The second part runs training steps with several
+sizes of the fusion bucket. In place of a backward pass, a step multiplies small matrices for each gradient, in
+proportion to the number of its elements. All these products together take as long as the communication alone. Without
+overlap, a step therefore takes twice as long as the backward pass. If computing hides all communication, a step takes
+as long as the backward pass.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
-BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # 128 gives a small first bucket and one for the rest
-_MATRIX = np.full((48, 48), 1 / 48, np.float32)  # small enough for BLAS to stay in the calling thread
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # 128: a small first bucket, and one for the rest
+_MATRIX = np.full((48, 48), 1 / 48, np.float32)  # so small that BLAS uses only the calling thread
 
 
 def gradients() -> list[int]:
@@ -43,7 +45,7 @@ def gradients() -> list[int]:
 
 
 def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
-    """The lists of gradients to measure, by name."""
+    """The lists to measure, by name. A list has the number of elements of each gradient."""
     whole = gradients()
     return {
         f"up to {_SMALL >> 10} KiB": [count for count in whole if count * dtype.itemsize <= _SMALL],
@@ -52,7 +54,7 @@ def lists(dtype: np.dtype[Any]) -> dict[str, list[int]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """Measure fused and single calls in turn, in place, and then the overlap with computing."""
+    """Measure fused and single calls in turn, in place, and then the overlap with computing. Returns all results."""
     dtype = dtype_of(plan.dtype)
     case = Case(COLLECTIVES["all_reduce"], dtype, plan.op, 0, ranks, rank)
     contents = Contents(case)
@@ -109,11 +111,11 @@ def _each(arrays: list[Array], op: str) -> Callable[[], object]:
     return call
 
 
-# -- while the backward pass runs
+# -- the second part: training steps
 
 
 def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
-    """For each bucket size: the times of the backward pass alone, of the communication alone, and of both, in us."""
+    """For each bucket size: the times of the backward pass alone, of the communication alone, and of a step, in us."""
     counts = gradients()[::-1]  # in the order in which a backward pass computes them
     works = _works(counts, _step(counts, dtype, plan.op, max(BUCKETS_MB)))
     rows: list[dict[str, Any]] = [
@@ -121,7 +123,7 @@ def _overlap(plan: Plan, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
         for megabytes in BUCKETS_MB
     ]
     for _ in range(max(plan.rounds, ROUNDS_WITH_PEERS)):
-        for row in rows:  # only one Step exists at a time, so that each can reuse the memory of the one before
+        for row in rows:  # only one Step exists at a time: the next one can reuse its memory
             step = _step(counts, dtype, plan.op, row["bucket_mb"])
             row["buckets"] = step.bucket_count
             for way, call in _ways(works, step).items():
@@ -145,7 +147,7 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """A Step, which takes gradients one by one. GradientReducer has one inside, but its reduce() takes all at once."""
+    """A Step for these gradients, which can be given to it one by one. GradientReducer.reduce() takes all at once."""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -159,7 +161,10 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 
 def _works(counts: list[int], step: Step) -> list[int]:
-    """The number of matrix products that stand for each gradient. The times of the slowest rank decide it for all."""
+    """The number of matrix products for each gradient, which is the same on all ranks.
+
+    The times of the slowest rank decide it.
+    """
     product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
     communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")
@@ -179,7 +184,7 @@ def _compute(products: int) -> None:
 
 
 def _backward(works: list[int], step: Step | None) -> None:
-    """Compute each gradient and report it to the step."""
+    """Do the computing for each gradient, and report the gradient to the step if there is one."""
     for index, products in enumerate(works):
         _compute(products)
         if step is not None:

@@ -1,7 +1,7 @@
-"""The contenders that are measured: mscomm itself, and peers whose ranks are these processes.
+"""The contenders that are measured: mscomm itself, and peers that run in the processes of the mscomm ranks.
 
 A contender makes one cell for each size. All ranks of the job make the same cells and call the same methods on them in
-the same order. Only rank 0's results of a cell count.
+the same order. Only the results that a cell returns on rank 0 count.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Cell(Protocol):
     """One contender at one size."""
 
     def measure(self, warmup: int, iterations: int) -> list[float]:
-        """The time of each call in microseconds, averaged over the ranks."""
+        """Make the calls. Returns the time of each call after the warm-up in microseconds, averaged over the ranks."""
 
     def wrong(self) -> int:
-        """Make one call and count the wrong elements of its results on all ranks."""
+        """Make one call. Returns the number of wrong elements in the results of all ranks."""
 
     def close(self) -> None:
         """Free the memory."""
@@ -33,10 +33,10 @@ class Cell(Protocol):
 
 class Contender(Protocol):
     name: str
-    about: str  # versions and settings, for the header
+    about: str  # versions and settings, for the header of the output
 
     def plan(self, case: Case) -> None:
-        """Cells that are made from now on measure this case."""
+        """Set the case that the cells measure that are made after this call."""
 
     def cell(self, count: int, in_place: bool) -> Cell: ...
 
@@ -46,7 +46,7 @@ class Contender(Protocol):
 class Local:
     """A contender that runs in the ranks of the mscomm job. `bind(case, buffers)` returns the call to measure.
 
-    Without has_result, only the time counts, because there are no results to check.
+    If has_result is False, only the time counts, because there are no results to check.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Local:
         return _LocalCell(buffers, self.call(buffers), self._has_result)
 
     def call(self, buffers: Buffers) -> Callable[[], object]:
-        """The call on these buffers, for code that measures the time itself."""
+        """A function that makes one call on these buffers, for code that measures the time itself."""
         return self._bind(self._case, buffers)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class _LocalCell:
 
     def wrong(self) -> int:
         self._buffers.fill()
-        mscomm.barrier()  # only after this may a call write to a peer's memory
+        mscomm.barrier()  # all ranks have filled their buffers: a call may now write to a peer's memory
         self._call()
         wrong = self._buffers.wrong() if self._has_result else 0
         return int(mscomm.all_reduce(np.array([wrong]))[0])
@@ -110,7 +110,7 @@ def _functions(row: Collective) -> tuple[str, ...]:
 
 
 def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
-    """The mscomm call on these buffers, in the world or in another group of all ranks."""
+    """A function that makes one mscomm call on these buffers. group: another group of all ranks, or None: the world."""
     functions = [getattr(mscomm, name) for name in _functions(case.row)]
     x, out = buffers.x, buffers.out
     if case.row.name == "barrier":
@@ -140,6 +140,6 @@ def ourselves(case: Case, shared: bool, name: str = "mscomm") -> Contender:
 
 
 def by(algorithm: str, case: Case, shared: bool, group: Group) -> Contender:
-    """mscomm as a contender in `group`, a group of all ranks that uses this algorithm."""
+    """mscomm with this algorithm as a contender. `group` has all ranks, and its calls use the algorithm."""
     bind = functools.partial(mscomm_call, group=group)
     return Local(algorithm, "", case, mscomm.empty if shared else np.empty, bind)

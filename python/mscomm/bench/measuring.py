@@ -1,4 +1,4 @@
-"""How contenders are measured, in turn and round by round; and how all ranks end when one of them cannot measure."""
+"""Measures contenders, which take turns in rounds; and ends all ranks if one of them cannot measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = dict[str, Any]
 
 
 def rehearse(contender: Contender, count: int, in_place: bool) -> None:
-    """Make one call before anything is measured; Unfit if the contender cannot do it."""
+    """Try a contender before anything is measured. Raises Unfit if it cannot make the call."""
     cell = contender.cell(count, in_place)
     try:
         cell.measure(1, 1)
@@ -30,14 +30,15 @@ def rehearse(contender: Contender, count: int, in_place: bool) -> None:
 
 
 def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> Result:
-    """Measure the contenders in turn, round by round. Returns, by contender and mode, the times of each round and the
-    number of wrong elements.
+    """Measure the contenders in turn, round by round. Returns the times of each round and the number of wrong elements
+    for each contender and mode (in place or not).
     """
     found: Result = {contender.name: {} for contender in contenders}
     for in_place in plan.modes(case):
         cells = {contender.name: contender.cell(count, in_place) for contender in contenders}
         rounds: dict[str, list[list[float]]] = {name: [] for name in cells}
-        # An MPI's samples exist only on rank 0, and only rank 0 tells the MPI how many calls to make.
+        # The times of a few calls of each contender, from which the number of calls in a round follows. Only rank 0 has
+        # the times of an MPI. The other ranks use 1.0, to no effect: rank 0 tells the MPI how many calls to make.
         trials = {name: [1.0] for name in cells}
         if plan.warmup is None or plan.iterations is None:
             trials = {name: cell.measure(WARMUP_CALLS, WARMUP_CALLS) or [1.0] for name, cell in cells.items()}
@@ -57,7 +58,7 @@ def of_size(plan: Plan, case: Case, contenders: list[Contender], count: int) -> 
 
 @contextlib.contextmanager
 def telling(rank: int) -> Iterator[None]:
-    """A context: if any rank raises Unfit in it, all ranks end, and the lowest of these ranks prints the reason."""
+    """A context manager. If ranks raise Unfit inside it, all ranks exit, and the lowest rank that raised prints why."""
     problem = ""
     try:
         yield

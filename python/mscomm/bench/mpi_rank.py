@@ -1,9 +1,10 @@
-"""A rank of an MPI that `mscomm bench` compares with. It obeys commands from a unix socket and sleeps between them.
+"""A rank of an MPI job with which `mscomm bench` compares mscomm.
 
     mpirun -n 4 python mpi_rank.py SOCKET [single]
 
-It runs in the MPI's own environment, which needs numpy and mpi4py but not mscomm: table.py is loaded from the folder of
-this file. Commands and answers are lines of JSON; peers.py sends the commands.
+It carries out commands from a Unix socket, and sleeps between them. Commands and answers are lines of JSON; peers.py
+sends the commands. The MPI's own Python environment needs numpy and mpi4py but not mscomm: table.py is loaded from the
+folder of this file.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import numpy as np
 mpi4py.rc.threads = "single" not in sys.argv[2:]
 from mpi4py import MPI  # noqa: E402 - the import reads mpi4py.rc
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # only after numpy and mpi4py were imported from the environment
+sys.path.insert(0, str(Path(__file__).parents[2]))  # not above: the environment has its own numpy and mpi4py
 table = importlib.import_module("mscomm.bench.table")
 
-# For each name: the operation for numbers, and the one for bool.
+# For each name, the operation for numbers and the operation for bool.
 OPS = {
     "sum": (MPI.SUM, MPI.LOR),
     "prod": (MPI.PROD, MPI.LAND),
@@ -40,7 +41,7 @@ THREADS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", 
 
 
 def bind(case: Any, buffers: Any) -> Callable[[], object]:
-    """The MPI call on these buffers."""
+    """A function that makes one MPI call on these buffers."""
     comm, x, out, root = MPI.COMM_WORLD, buffers.x, buffers.out, case.root
     op = OPS.get(case.op, OPS["sum"])[case.dtype == np.bool_]
     send = MPI.IN_PLACE if buffers.in_place and out is not None else x
@@ -63,7 +64,7 @@ def bind(case: Any, buffers: Any) -> Callable[[], object]:
 
 
 class Rank:
-    """Has one method for each command."""
+    """The state of this rank. It has one method for each command except "quit"."""
 
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
@@ -123,7 +124,7 @@ def main(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         file = sock.makefile("rb")
-        for line in file:  # sleeps here between commands; when the link ends, this rank ends
+        for line in file:  # sleeps here between commands; ends if the socket is closed
             command = json.loads(line)
             if command is None:
                 answer = {"rank": MPI.COMM_WORLD.Get_rank()}
@@ -137,7 +138,7 @@ def main(address: str) -> None:
             sock.sendall(json.dumps(answer).encode() + b"\n")
             if command and command.get("do") == "quit":
                 return
-    MPI.COMM_WORLD.Abort(1)  # the driver is gone: do not wait for other ranks in MPI_Finalize
+    MPI.COMM_WORLD.Abort(1)  # rank 0 of mscomm has ended: do not wait for other MPI ranks in MPI_Finalize
 
 
 if __name__ == "__main__":

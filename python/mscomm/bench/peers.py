@@ -1,9 +1,9 @@
 """The peers to compare with: torch.distributed's gloo in the ranks' own processes, and MPIs in processes of their own.
 
-Each peer has a check, which runs before anything is measured and says what to install if the peer is missing, and a way
-to start it. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers:
-`private` is mscomm itself on ordinary arrays, and `memory` is NumPy, which moves the bytes that the collective must
-move.
+Each peer has two functions, `check` and `start`. `check` runs before anything is measured, and says what to install if
+the peer is missing. Some peers appear twice, with their defaults and with another setting. Two rows are not real peers:
+`private` is mscomm itself on ordinary arrays, and `memory` is NumPy, which only reads and writes as many bytes as the
+collective must.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def lacks(peer: str, collective: str) -> bool:
 
 
 class Peer(NamedTuple):
-    """One row. `check` raises Missing if the peer is not installed. All ranks call `start` after init; it raises Unfit
-    on at least one rank if the peer cannot do what is asked.
+    """A row of PEERS. `check` raises Missing if the peer is not installed. All ranks call `start` after init; `start`
+    raises Unfit on at least one rank if the peer cannot do what is asked.
     """
 
     check: Callable[[Path | None], object]
@@ -65,8 +65,8 @@ class Peer(NamedTuple):
 # -- gloo --------------------------------------------------------------------------------------------------------------
 
 
-# How often GLOO_SOCKET_IFNAME names the interface. Each name adds a set of connections, and calls use the sets in turn:
-# a blocking call uses only one of them, however many there are.
+# The gloo peers, and how many times GLOO_SOCKET_IFNAME names the interface. Each time adds a set of connections, and
+# successive calls use the sets in turn. A blocking call uses only one set, however many there are.
 GLOO_INTERFACES = {"torch-gloo": 1, "torch-gloo-4": 4}
 
 
@@ -135,7 +135,7 @@ def _start_gloo(name: str, case: Case) -> Contender:
 def _end_gloo() -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():  # the first torch-gloo peer to close ends the job for all of them
+    if dist.is_initialized():  # the first torch-gloo peer that is closed ends the torch job for all
         dist.destroy_process_group()
 
 
@@ -154,11 +154,11 @@ def _said_by_rank_0(text: str) -> str:
     return bytes(mscomm.broadcast(letters)).rstrip(b"\0").decode()
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- NumPy, which only reads and writes memory -------------------------------------------------------------------------
 
 
-# How many parts, each 1/n of the message, each of n ranks must read and write if they share the work evenly: each x is
-# read once and each out is written once. all_reduce reads and writes the same place.
+# For n ranks: how many parts a rank must read, and how many it must write, if the ranks share the work evenly. A part
+# is 1/n of the message. Each x is read once, and each out is written once. all_reduce reads and writes the same array.
 _MOVES: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda n: (n, n),
     "reduce": lambda n: (n, 1),
@@ -177,10 +177,10 @@ _BLOCK = 256 << 10  # bytes; a block stays in a core's cache while several passe
 
 
 def _start_memory(case: Case) -> Contender:
-    """All ranks read and write as many bytes as the collective must, each in its own memory, without waiting.
+    """Each rank reads and writes as many bytes as the collective must, in its own memory, without waiting for others.
 
-    This is a yardstick, not a bound: stores that bypass the cache can be faster. If ranks share CPUs, a rank may finish
-    a short call while the others do not run.
+    This time is for comparison. It is not a lower bound: stores that bypass the cache can be faster. If ranks share
+    CPUs, a rank may finish a short call while the others do not run.
     """
     reads, writes = _MOVES[case.row.name](case.ranks)
     if case.row.name == "all_reduce":
@@ -218,9 +218,9 @@ class Flavour(NamedTuple):
     """One kind of MPI: how to recognise its mpirun and its library, and what to install."""
 
     name: str
-    words: str  # a regular expression
+    words: str  # a regular expression for what mpirun and the library say about themselves
     package: str
-    flags: Callable[[int], list[str]]  # the options of mpirun for that number of ranks
+    flags: Callable[[int], list[str]]  # the options of mpirun for a number of ranks
 
 
 def _openmpi_flags(ranks: int) -> list[str]:
@@ -237,14 +237,17 @@ FLAVOURS = {
 
 
 class Installed(NamedTuple):
-    """An MPI that was found: its mpirun, and a Python with mpi4py for it."""
+    """An MPI that was found: its mpirun, and the Python that runs its ranks, which has mpi4py."""
 
     mpirun: Path
     python: Path
 
 
 def find_mpi(peer: str, prefix: Path | None) -> Installed:
-    """Look in prefix if it is given; else beside this Python, then on PATH. Raises Missing with what to install."""
+    """Find the MPI of `peer` in `prefix`; without a prefix, beside this Python or on PATH.
+
+    Raises Missing, which says what to install.
+    """
     peer = peer.removesuffix(SINGLE)
     flavour = FLAVOURS[peer]
     on_path = shutil.which("mpirun")
@@ -269,7 +272,7 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
     if prefix:
         raise Missing(f"{peer}: {prefix}/bin has no mpirun of {flavour.name}")
     advice = f"pip install {flavour.package} mpi4py"
-    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # the wheels of both MPIs bring a bin/mpirun
+    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # another MPI's; the wheels of both install bin/mpirun
         advice = (
             f"python -m venv {peer}; {peer}/bin/pip install {flavour.package} mpi4py numpy;"
             f" and give --{peer}-prefix {peer}"
@@ -280,8 +283,8 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
 class Mpi:
     """An MPI job with one process for each rank, under its own mpirun.
 
-    Rank 0 of the mscomm job drives it. Each MPI rank has a unix socket to rank 0: it reads a command, obeys, answers,
-    and sleeps in the next read. The other mscomm ranks sleep in a barrier meanwhile.
+    Rank 0 of the mscomm job controls the MPI job. It has a Unix socket to each MPI rank. An MPI rank reads a command,
+    carries it out, answers, and sleeps until the next command. Meanwhile the other mscomm ranks sleep in a barrier.
     """
 
     def __init__(self, peer: str, case: Case, prefix: Path | None) -> None:
@@ -338,7 +341,7 @@ class Mpi:
         self._all(_words_of(self._case))
 
     def _all(self, commands: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
-        """Send each MPI rank its command, and return the answers of all."""
+        """Send each MPI rank its command, and return all answers in rank order. One dict is the command for all."""
         if isinstance(commands, dict):
             commands = [commands] * len(self._links)
         try:
@@ -360,14 +363,17 @@ class Mpi:
         return RuntimeError(f"{self.name}: {what}; mpirun {state}. Its last lines:\n{last}")
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
-        """On rank 0, returns the MPI ranks' answers. The other ranks wait without using a CPU, and get []."""
+        """Send the command to all MPI ranks from rank 0. Returns their answers there, and [] on the other ranks.
+
+        While the MPI ranks work, the other mscomm ranks wait without using a CPU.
+        """
         try:
             return self._all(command) if self._case.rank == 0 else []
         finally:
             mscomm.barrier()
 
     def plan(self, case: Case) -> None:
-        """Cells that are made from now on measure this case."""
+        """Set the case that the cells measure that are made after this call."""
         self.ask(**_words_of(case))
 
     def cell(self, count: int, in_place: bool) -> Cell:
@@ -438,8 +444,8 @@ def _words_of(case: Case) -> dict[str, Any]:
 
 
 def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """env without the variables of the launcher that started us. OMPI_MCA_* are the user's own and stay, unless an
-    mpirun started us.
+    """`env` without the variables of the launcher that started this process. OMPI_MCA_* are settings of the user and
+    stay; but if an mpirun started this process, they may be that mpirun's, and are left out.
     """
     launcher = r"(MS|MSCOMM|OMPI|PMIX|PMI|PRTE|HYDRA|HYDI|MPI|MPIR)_"
     inside_mpirun = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env
@@ -451,7 +457,10 @@ def environment_for_mpirun(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _affinity_of_ranks(ranks: int) -> list[list[int]]:
-    """The CPUs that each rank may use, known on every rank. Rank r of an MPI gets the CPUs of rank r of our job."""
+    """For each mscomm rank, the CPUs that it may use. Every rank gets the whole list.
+
+    Rank r of an MPI job will use the CPUs of rank r of the mscomm job.
+    """
     mine = np.zeros((1, 8192), np.uint8)
     mine[0, sorted(os.sched_getaffinity(0))] = 1
     return [[int(cpu) for cpu in np.flatnonzero(row)] for row in mscomm.all_gather(mine)]

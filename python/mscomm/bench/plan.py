@@ -14,12 +14,12 @@ BUCKETS = "buckets"
 TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer rounds say little on a machine that has other work too
 
-WARMUP_CALLS = 5  # the least number, unless the user sets one
+WARMUP_CALLS = 5  # in a round, at least, unless the user sets the number
 _WARMUP_US = 50e3
 _ROUND_US = 100e3
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# The names that nccl-tests has for dtypes.
+# nccl-tests' names for dtypes, and NumPy's names.
 _DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -31,20 +31,20 @@ _DTYPES = {
 
 
 class Plan(NamedTuple):
-    """The options, converted to values."""
+    """The checked options of `mscomm bench`, converted to values."""
 
     collective: str
     sizes: tuple[int, ...]
     dtype: str
     op: str
     root: int
-    iterations: int | None  # None: calls() derives it from the time of a call
-    warmup: int | None  # None: calls() derives it, too
+    iterations: int | None  # None: calls() derives this number from the time of a call
+    warmup: int | None  # None: calls() derives this number, too
     rounds: int
     check: bool
     shared: bool
     peers: tuple[str, ...]
-    prefixes: dict[str, Path]  # by peer: where an MPI is installed
+    prefixes: dict[str, Path]  # peer: where this MPI is installed
     json: Path | None
     plot: Path | None
 
@@ -52,14 +52,14 @@ class Plan(NamedTuple):
         return Case(COLLECTIVES[self.collective], dtype_of(self.dtype), self.op, self.root, ranks, rank)
 
     def counts(self, case: Case) -> list[int]:
-        """The number of elements of one part, for each size. Sizes with the same number are measured once."""
+        """The number of elements of one part, for each size. Sizes that give the same number are measured once."""
         return list(dict.fromkeys(case.count(size) for size in (self.sizes if moves_data(case.row) else (0,))))
 
     def calls(self, us: float) -> tuple[int, int]:
         """How many warm-up calls and timed calls a contender makes in one round. us: the time of a call.
 
-        A round must outlast the effects of the previous contender, such as its data in the caches or ranks that share a
-        CPU.
+        A round must last longer than the after-effects of the previous contender: its data is still in the caches, and
+        ranks may share a CPU.
         """
         warmup = max(WARMUP_CALLS, int(_WARMUP_US / us)) if self.warmup is None else self.warmup
         iterations = min(1000, max(5, int(_ROUND_US / us))) if self.iterations is None else self.iterations
@@ -67,18 +67,21 @@ class Plan(NamedTuple):
 
     @property
     def least_warmup(self) -> int:
-        """The warm-up calls of a benchmark that does not derive their number from the time of a call."""
+        """The number of warm-up calls in a benchmark that does not derive this number from the time of a call."""
         return WARMUP_CALLS if self.warmup is None else self.warmup
 
     def modes(self, case: Case) -> tuple[bool, ...]:
-        """Which forms to measure, in place or not. With peers, only the one that all contenders have."""
+        """Which forms to measure: True is in place, False is out of place.
+
+        With peers, only one form is measured: in place if the collective has this form, because all contenders have it.
+        """
         if self.peers:
             return (case.row.in_place,)
         return (False, True) if case.row.in_place else (False,)
 
 
 def size_of(text: str) -> int:
-    """The bytes of a size such as 64K, which is 65536. ValueError if the text is not a size."""
+    """The number of bytes that a text such as "64K" (65536) means. Raises ValueError if the text is not a size."""
     found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is no size: give bytes, or a number with K, M or G, such as 64M")
@@ -86,7 +89,10 @@ def size_of(text: str) -> int:
 
 
 def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> tuple[int, ...]:
-    """The sizes from smallest to largest, each `factor` times the one before, or `step` bytes more."""
+    """The sizes from smallest to largest: each is `factor` times the size before it, or `step` bytes more.
+
+    The last one is `largest`, even if the series does not meet it.
+    """
     if largest < smallest:
         raise ValueError(f"the largest size, {largest}, is less than the smallest, {smallest}")
     if step is None and (factor or 2) < 2:
@@ -100,7 +106,10 @@ def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> 
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype with that name, in NumPy or nccl-tests. ValueError if there is none; ImportError without ml_dtypes."""
+    """The dtype with that name in NumPy or nccl-tests.
+
+    Raises ValueError for an unknown name, and ImportError for bfloat16 if ml_dtypes is not installed.
+    """
     name = _DTYPES.get(name, name)
     if name == "bfloat16":
         try:

@@ -2,8 +2,8 @@
 
     python -m mscomm.bench.plot all_reduce-2.json all_reduce-4.json compare.svg
 
-The arguments are files that `mscomm bench --json` has written, and last the picture to write (.svg, .png or .pdf). This
-needs matplotlib (the extra `plot`).
+The last argument is the picture to write (.svg, .png or .pdf). The arguments before it are files that `mscomm bench
+--json` has written. This needs matplotlib (the extra `plot`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _LINES = {
 }
 _GREY = "#666666"
 _X_TICKS = 4  # how many labels such as "64 KiB" fit below a panel
-_FEW_DECADES = 100.0  # if slowest / fastest time is less, the axis also has labels between the powers of ten
+_FEW_DECADES = 100.0  # up to this ratio of slowest to fastest time, there are labels between the powers of ten
 
-Panel = dict[str, dict[int, float]]  # for each line and size, the time in microseconds
+Panel = dict[str, dict[int, float]]  # for each line, and then for each size, the time in microseconds
 
 
 def missing() -> bool:
@@ -43,7 +43,7 @@ def missing() -> bool:
 
 
 def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
-    """The cells of all files, by collective and number of ranks; the in-place ones if there are any."""
+    """The times of all files, in a panel for each collective and number of ranks. In-place times are preferred."""
     panels: dict[tuple[str, int], Panel] = {}
     for document in documents:
         plan = document["plan"]
@@ -57,7 +57,7 @@ def panels_of(documents: list[dict[str, Any]]) -> dict[tuple[str, int], Panel]:
 
 
 def _line_of(name: str, shared: bool) -> str:
-    """A contender's key in _LINES. `shared`: whether the run had --shared."""
+    """A contender's key in _LINES. `shared`: whether `mscomm bench` had the option --shared."""
     if name == "private" or (name == "mscomm" and not shared):
         return "mscomm, private"
     return "mscomm, shared" if name == "mscomm" else name
@@ -73,7 +73,7 @@ def _in_units(value: float, units: tuple[str, ...], step: int) -> str:
 
 
 def draw(documents: list[dict[str, Any]], picture: Path) -> None:
-    """Write the picture. The same numbers always give the same file."""
+    """Draw the documents and write the picture. The same numbers always give the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,7 +122,7 @@ def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
     times = [us for cell in cells for us in cell.values()]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    # Label about four of the measured sizes; label times at powers of ten, and between them if the range is small.
+    # Label about four of the measured sizes. Label the powers of ten on the axis of times, and more if it is short.
     ax.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, (len(sizes) + 1) // _X_TICKS)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("B", "KiB", "MiB", "GiB"), 1024)))

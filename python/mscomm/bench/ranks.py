@@ -16,7 +16,7 @@ from mscomm.bench.table import Case
 
 
 def run(plan: Plan, wanted_ranks: int | None) -> None:
-    """Measure and report; SystemExit(1) on every rank if something cannot be measured, or a result is wrong."""
+    """Measure and report. Every rank exits with status 1 if something cannot be measured or if a result is wrong."""
     mscomm.init()
     rank, ranks = mscomm.get_rank(), mscomm.get_group_size()
     with telling(rank):

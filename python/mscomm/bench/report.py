@@ -64,7 +64,7 @@ def _first_line(path: str) -> str:
         return "unknown"
 
 
-# -- on the terminal ---------------------------------------------------------------------------------------------------
+# -- what is printed while the ranks measure ---------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -130,7 +130,7 @@ def row(plan: Plan, case: Case, row: dict[str, Any]) -> None:
 
 
 def bandwidths(case: Case, size: int, us: float) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s, as nccl-tests defines them."""
+    """The algorithm bandwidth and the bus bandwidth in GB/s, as nccl-tests defines them."""
     algbw = size / us / 1e3
     return algbw, algbw * case.row.bus(case.ranks)
 
@@ -221,7 +221,7 @@ def tune_row(row: dict[str, Any]) -> None:
 
 
 def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[str, int, str, str, float]]) -> None:
-    """Print what init chooses for these ranks, and where another algorithm was faster by more than noise."""
+    """Print which algorithms init() chooses for these ranks, and for which sizes another one was clearly faster."""
     say("#")
     say("# What init chooses for these ranks and hosts")
     for what, rows in choices.items():
@@ -233,7 +233,7 @@ def tune_choices(choices: dict[str, list[tuple[str, int]]], faster: list[tuple[s
         say("# Nowhere was another one faster by a tenth or more in every round")
 
 
-# -- at the end --------------------------------------------------------------------------------------------------------
+# -- what is printed and written at the end ----------------------------------------------------------------------------
 
 
 def finish(plan: Plan, result: dict[str, Any]) -> int:
@@ -290,7 +290,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Write the file completely or not at all."""
+    """Write the document to the file completely or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(document, indent=1) + "\n")
     partial.replace(path)

@@ -15,11 +15,11 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 PERIOD = 127  # a prime number, so that a part that is misplaced by a power of two is noticed
-POISON = 127  # what `out` has before a call; no element that is moved has this value
+POISON = 127  # the value in `out` before a call; data that is only moved never has this value
 
 
 class Collective(NamedTuple):
-    """One row. An array "in parts" has one part of `count` elements for each rank; another array has one part."""
+    """A row of COLLECTIVES. An array "in parts" has a part of `count` elements for each rank; others have one part."""
 
     name: str
     bus: Callable[[int], float]  # for n ranks, the ratio of bus bandwidth to algorithm bandwidth
@@ -45,13 +45,13 @@ class Case(NamedTuple):
     rank: int
 
     def count(self, size: int) -> int:
-        """The elements of one part of a message of `size` bytes: at least 1, or 0 if the collective moves no data."""
+        """The number of elements in a part of a message of `size` bytes: at least 1, but 0 if no data is moved."""
         if not moves_data(self.row):
             return 0
         return max(1, size // (self.dtype.itemsize * self._parts))
 
     def size(self, count: int) -> int:
-        """The bytes of a message whose parts have `count` elements."""
+        """The size in bytes of a message whose parts have `count` elements."""
         return count * self.dtype.itemsize * self._parts
 
     @property
@@ -65,9 +65,10 @@ class Case(NamedTuple):
 
 
 class Contents:
-    """What the ranks' arrays hold: each rank repeats its own pattern of PERIOD elements. Results are exact in any type.
+    """What the ranks' arrays contain: each rank repeats its own pattern of PERIOD elements.
 
-    Up to 128 ranks, sums stay below 257, which bfloat16 represents exactly, so the order of additions does not matter.
+    The results are exact in every dtype. With up to 128 ranks, no sum is above 256. bfloat16 has all integers up to
+    256, so the order of additions does not matter.
     """
 
     def __init__(self, case: Case) -> None:
@@ -80,7 +81,7 @@ class Contents:
         return _repeated(self._pattern(rank).astype(self._dtype), start, count)
 
     def reduced(self, start: int, count: int, ranks: int | None = None) -> Array:
-        """The elements from start to start + count of all ranks' x combined, or of the first `ranks` of them."""
+        """The elements from start to start + count of a reduction over all ranks, or over the first `ranks` ranks."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 0 and self._op in ("min", "max"):
             return np.full(count, _limit(self._dtype, self._op), self._dtype)
@@ -93,7 +94,7 @@ class Contents:
 
     def _pattern(self, rank: int) -> Array:
         i = np.arange(PERIOD)
-        moved: Array = (31 * i + 17 * rank) % PERIOD  # differs between ranks and between places
+        moved: Array = (31 * i + 17 * rank) % PERIOD  # differs from rank to rank and from element to element
         mine = i % self.ranks == rank
         patterns: dict[str, Array] = {
             "sum": moved % max(2, min(8, 256 // self.ranks)),
@@ -116,7 +117,10 @@ OPS = (*_REDUCE, "avg")
 
 
 def _wide(dtype: np.dtype[Any]) -> type:
-    """The type in which to compute the reference: it is exact, and converting it to dtype wraps as dtype does."""
+    """The type in which to compute the correct result.
+
+    It is exact, and its conversion to `dtype` wraps around as arithmetic in `dtype` does.
+    """
     for kind, wide in ((np.bool_, np.bool_), (np.integer, np.int64), (np.complexfloating, np.complex128)):
         if np.issubdtype(dtype, kind):
             return wide
@@ -153,7 +157,7 @@ class Buffers:
         self.x[...] = self._contents.of(self.case.rank, 0, self.x.size)
 
     def fill_for_repetition(self) -> None:
-        """Fill the arrays so that repeated calls do not change the values: sums in place would grow without end."""
+        """Fill the arrays so that repeated calls do not change them. Otherwise sums in place would grow without end."""
         if self.in_place and self.case.row.reduces:
             self.x[...] = 0
         else:
@@ -251,8 +255,8 @@ def moves_data(row: Collective) -> bool:
 
 
 def ring(send: Callable[[int], object], recv: Callable[[int], object], rank: int, ranks: int) -> None:
-    """send_recv: send to the right and receive from the left. Even ranks send first, so that not all sends wait in a
-    circle.
+    """One call of send_recv: send to the next rank and receive from the rank before. Even ranks send first, and odd
+    ranks receive first: if all ranks sent first, they could wait for each other forever.
     """
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     if rank % 2 == 0:

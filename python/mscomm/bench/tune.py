@@ -1,7 +1,7 @@
-"""`mscomm bench tune`: measures each collective with each of its algorithms, and shows which one init chooses.
+"""`mscomm bench tune`: measures each collective with each of its algorithms, and shows which algorithm init() chooses.
 
 The choice depends only on the ranks, the hosts and the size of the message, so that all ranks make the same choice
-without communication. This command shows how good the choice is here; MSCOMM_ALGO forces another one.
+without communication. This command shows how good the choice is on these hosts. MSCOMM_ALGO forces another.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mscomm.bench.plan import ROUNDS_WITH_PEERS, Plan, dtype_of
 from mscomm.bench.table import COLLECTIVES, Case
 from mscomm.group import Group
 
-_FASTER = 0.9  # an algorithm that takes less than this share of the chosen one's time in every round counts as faster
+_FASTER = 0.9  # an algorithm is faster if it takes less than this share of the chosen one's time in every round
 
 
 def algorithms(hosts: list[int]) -> dict[str, list[str]]:
-    """By collective, the algorithms that ranks on these hosts can use, if there is more than one."""
+    """For each collective, the algorithms that ranks on these hosts can use. Leaves out collectives with only one."""
     alone, apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
     fit = {"arena": alone, "both": not alone and not apart, "mesh": True}
     names: dict[str, list[str]] = {}
@@ -36,7 +36,7 @@ def algorithms(hosts: list[int]) -> dict[str, list[str]]:
 
 
 def measure(plan: Plan, rank: int, ranks: int) -> dict[str, Any]:
-    """Measure all collectives in turn. Every rank must call this."""
+    """Measure all collectives, one after the other. Every rank must call this. Returns all results."""
     world = job.resolve(None)
     with telling(rank):
         if any(world.epoch.forced):
@@ -75,7 +75,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
     rows = []
     for count in counts:
         size = case.size(count)
-        # If only the result has parts, the choice depends on the size of x.
+        # The size on which the choice depends: that of x. If only the result has parts, x is one part of `size`.
         message = size if case.row.x_in_parts else count * case.dtype.itemsize
         row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
         row["chosen"] = core.chosen(message)[what]
@@ -87,7 +87,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
 
 
 def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """Pairs of an algorithm and the size in bytes from which it is chosen, up to the last of these sizes."""
+    """Pairs of an algorithm and the smallest size in bytes for which it is chosen, up to the last of `sizes`."""
 
     def chosen(size: int) -> str:
         return core.chosen(size)[what]
@@ -106,7 +106,10 @@ def choice(core: _core.Group, what: str, sizes: list[int]) -> list[tuple[str, in
 
 
 def faster(rows: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:
-    """(collective, size, chosen, best, time ratio of best to chosen) for the cases in which another one was faster."""
+    """The cases in which another algorithm was faster than the chosen one.
+
+    Each is (collective, size, chosen, best, time of best / time of chosen).
+    """
     found = []
     for row in rows:
         ours, best = (_cell(row, row[which])["rounds_us"] for which in ("chosen", "best"))
