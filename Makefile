@@ -76,8 +76,8 @@ test-gpu:
 	  PYTHONPATH=$(GPU_SITE) $(PYTHON) bench/gpu.py; } 2>&1 | tee build/gpu.log
 
 # auditwheel names the wheel after the oldest glibc that has everything that the wheel needs, and refuses a wheel that
-# needs other libraries of this machine. The wheel is tried outside the source tree, so that Python
-# cannot import the sources instead of the wheel.
+# needs other libraries of this machine. The wheel is tried outside the source tree, so that Python cannot import the
+# sources instead of the wheel.
 wheel: $(VENV)/.release
 	rm -rf $(DIST) $(RELEASE)
 	$(BIN)/python -m build --outdir $(RELEASE) .

@@ -10,10 +10,10 @@ printed in Markdown.
 
 The tables show the times, and how many times as fast mscomm is as MPI (the better MPI, in its better setting) and as
 gloo (in its better setting). mscomm is measured with arrays of mscomm.empty ("arena") and with ordinary arrays
-("foreign"). From 64 KiB on, the tables also show "memory", as a share of mscomm's time: the time that NumPy takes to
-read and write as many bytes as the collective must. A time is the median over rounds of the median time in a round. The
-interval of a ratio of two times is a paired bootstrap over rounds. Ratios below 1 are in bold. The goals, and the cells
-that miss them, follow the tables.
+("foreign"). From 64 KiB on, the tables also show the time that NumPy takes to read and write as many bytes as the
+collective must ("memory"), as a share of mscomm's time. A time is the median over rounds of the median time in a round.
+The interval of a ratio of two times is a paired bootstrap over rounds. Ratios below 1 are in bold. The goals, and the
+cells that miss them, follow the tables.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Cell:
         return ratio(self._rounds[theirs], self._rounds[ours])
 
     def share(self, ours: str) -> float | None:
-        """NumPy's time for the same bytes over the time of `ours`; None if not measured, or for small messages."""
+        """NumPy's time for the same bytes divided by the time of `ours`; None if not measured or for small sizes."""
         return self.us(MEMORY) / self.us(ours) if self.has(MEMORY) and self.size >= MEMORY_FROM else None
 
 
@@ -426,8 +426,8 @@ def _check_peers(names: list[str], prefixes: dict[str, Path]) -> None:
 def _measure(words: list[str], into: Path) -> list[str]:
     """Run `mscomm bench` twice, for 8 bytes and for 4 KiB to 64 MiB, and write the rows of both runs to one file.
 
-    Returns a line for each run that failed, which is a run that has written no file. A run with wrong results exits
-    with status 1, but it has written its file.
+    Returns a line for each failed run. A run has failed if it has written no file. A run with wrong results exits with
+    status 1, but it writes its file.
     """
     into.unlink(missing_ok=True)  # removes the file of an earlier run
     documents, failed = [], []

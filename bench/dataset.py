@@ -108,7 +108,7 @@ def write(folder: Path) -> None:
 
 
 Make = Callable[[Path, int, int, int], Iterable[Any]]
-SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: workers in the table: workers to start
+SIDES: dict[str, tuple[Make, dict[int, int]]] = {  # the dict: the table's number of workers -> how many to start
     "mscomm": (by_mscomm, {1: 1, 2: 2}),
     "torch": (by_torch, {1: 0, 2: 2}),
 }

@@ -5,7 +5,7 @@
 The job has one rank, and a driver and an NCCL that do nothing (idle.py). An array of idle.py is just an address, a
 shape and a dtype, and finding its current stream costs nothing, so all the time is mscomm's own. The kinds of calls
 take turns in rounds, and for each kind the median of all calls counts. The times of NCCL, the driver and an array
-library are not included: bench/gpu.py measures with those.
+library are not included: for those, see bench/gpu.py.
 """
 
 from __future__ import annotations

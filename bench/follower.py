@@ -1,4 +1,4 @@
-"""What every rank but rank 0 runs in a job of conftest.py: it makes the calls that rank 0 announces, until STOP."""
+"""Runs on all ranks but rank 0 in a job of conftest.py. Makes the calls that rank 0 announces until it sends STOP."""
 
 from __future__ import annotations
 

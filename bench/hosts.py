@@ -290,7 +290,7 @@ def main(
 
 
 def _measure(plan: dict[str, Any], into: Path) -> list[str]:
-    """Run one job on new hosts, which writes its measurements to `into`. Returns what failed: one text, or none."""
+    """Run one job on new hosts. The job writes its measurements to `into`. Returns what failed: one text, or none."""
     into.unlink(missing_ok=True)  # removes the file of an earlier run
     began = time.monotonic()
     hosts_count, ranks = map(int, plan["layout"].split("x"))
@@ -323,7 +323,7 @@ def _job(rate: str, hosts: list[str], ranks: int, plan: Path, into: Path, variab
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env | variables,
-            start_new_session=True,  # so that Ctrl-C does not end it: it removes the hosts when it is terminated below
+            start_new_session=True,  # Ctrl-C must not end this process: it removes the hosts when terminated below
         )
     try:
         status = process.wait(SERIES_S)

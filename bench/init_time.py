@@ -1,5 +1,5 @@
-"""Measures how long init() takes, from the first rank's call to the last rank's return. All ranks have finished their
-imports by then, and call init() at the same time.
+"""Measures how long init() takes, from the first rank's call to the last rank's return. All ranks first finish their
+imports, and then call init() at the same time.
 
     mscomm run -n 8 bench/init_time.py
     mpirun -n 8 python bench/init_time.py
@@ -17,7 +17,7 @@ import psutil
 
 import mscomm
 
-IMPORTED_AFTER_S = 3  # after the parent's start; by then every rank has done its imports, even on two cores
+IMPORTED_AFTER_S = 3  # time since the parent's start; by then every rank has done its imports, even on two cores
 
 init = mscomm.init
 time.sleep(

@@ -56,7 +56,7 @@ THEIRS = Kind("graph", MINDSPORE)
 
 
 class Place(NamedTuple):
-    """What one process must know: its kind, its rank there, and the settings."""
+    """What one process must know: its kind, its rank among the processes of that kind, and the settings."""
 
     kind: Kind
     rank: int  # -1 for MindSpore's scheduler
@@ -125,7 +125,7 @@ def make_step(place: Place) -> tuple[Callable[[], float], list[Any]]:
 
 
 def be_a_process(pipe: Connection, place: Place) -> None:
-    """Join the other processes of the kind. For each number of steps from the pipe, send back the seconds per step."""
+    """Join the other processes of the kind. Take as many steps as the pipe says, and send back the seconds per step."""
     if place.kind.carrier == MINDSPORE:
         cluster = {"MS_WORKER_NUM": place.size, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": place.port}
         role = {"MS_ROLE": "MS_SCHED"} if place.rank < 0 else {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": place.rank}
@@ -188,7 +188,7 @@ class Job:
             raise
 
     def seconds(self, alone: bool) -> float:
-        """Take STEPS steps, in all processes or in the first one alone. Returns the slowest one's seconds per step."""
+        """Take STEPS steps, in all processes or in the first one alone. Returns the slowest process's time per step."""
         chosen = range(1 if alone else len(self._members))
         for rank in chosen:
             self._members[rank][1].send(STEPS)

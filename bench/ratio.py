@@ -9,7 +9,7 @@ ENOUGH_ROUNDS = 11  # with fewer rounds, the bootstrap has few distinct medians,
 
 class Ratio(NamedTuple):
     value: float
-    low: float  # the ends of the interval
+    low: float  # low and high are the ends of the interval
     high: float
 
 
@@ -25,5 +25,5 @@ def ratio(theirs: Any, ours: Any) -> Ratio:
 
 
 def interval(rounds: int) -> str:
-    """The name of a ratio's interval: "95 %" if there are enough rounds, which must be independent; else "range"."""
+    """The name of the interval: "95 %" if there are enough rounds, else "range". "95 %" assumes independent rounds."""
     return "95 %" if rounds >= ENOUGH_ROUNDS else "range"

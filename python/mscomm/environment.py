@@ -33,7 +33,7 @@ class Variable(NamedTuple):
 
     name: str
     default: Any  # what read() returns if the variable is unset or empty
-    parse: Callable[[str], Any]  # ValueError("expected ...") for an invalid text
+    parse: Callable[[str], Any]  # raises ValueError("expected ...") for an invalid text
     meaning: str
     readers: tuple[str, ...]
     set_by: str = YOURS
@@ -109,7 +109,7 @@ _switch = number(0, 1, "0 or 1")
 LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table of variables --------------------------------------------------------------------------------------------
 
 
 def _given(name: str, *readers: str, meaning: str, set_by: str = LAUNCHER) -> Variable:

@@ -19,7 +19,7 @@ _watching = False
 
 
 def watch(release: Callable[[], None], tell: Callable[[BaseException, str], bool]) -> None:
-    """Let the process call these functions when it ends. Only the first call of watch() has an effect.
+    """Make the process call `release` and `tell` when it ends. Only the first call of watch() has an effect.
 
     release() leaves the job. tell(error, words) tells the other ranks of the exception that ends this rank, and returns
     whether there are other ranks.

@@ -101,7 +101,7 @@ def set_rank(rank: int) -> None:
 
 
 def version(text: str) -> None:
-    """Log the version if the user has set MSCOMM_DEBUG, to whatever level."""
+    """Log the version if the user has set MSCOMM_DEBUG to any level."""
     if _get().tells_version:
         _get().write(VERSION, text)
 

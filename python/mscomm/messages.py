@@ -171,8 +171,8 @@ def sendrecv(
 
     Ranks that exchange arrays by sendrecv in any pattern, in pairs or around a ring, never deadlock, whatever the
     sizes. The other side of each message may be a send, a recv or a sendrecv. dst and src may be the same rank, even
-    this rank itself. x and out may differ in shape and dtype, but must not share memory. Raises ValueError if
-    arrays on the CPU do. All other arguments and errors are those of send and recv. Like MPI_Sendrecv.
+    this rank itself. x and out may differ in shape and dtype, but must not share memory. sendrecv raises ValueError if
+    arrays on the CPU share memory. All other arguments and errors are those of send and recv. Like MPI_Sendrecv.
 
     >>> right, left = (rank + 1) % size, (rank - 1) % size
     >>> mscomm.sendrecv(np.full(3, rank), right, np.empty(3, int), left)   # on rank 1 of 4

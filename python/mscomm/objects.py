@@ -233,6 +233,9 @@ def _unpacked(gathered: tuple[np.ndarray[Any, Any], list[int]], allow_pickle: bo
 
 
 def _seconds_left(seconds: float) -> Callable[[], float]:
-    """A function that returns how many of the seconds from now are left. An object's two messages share a timeout."""
+    """A function that returns how many seconds are left of a timeout that begins now.
+
+    The two messages of an object share one timeout.
+    """
     until = time.monotonic() + seconds
     return lambda: max(until - time.monotonic(), 0.001)

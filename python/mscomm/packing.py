@@ -25,21 +25,21 @@ from mscomm.errors import Error
 
 DEEPEST = 128  # how deep containers may be nested; each level needs two frames of Python's stack
 
-# The codes of the extension at the beginning of an array, each with what follows in the array.
-_TUPLE, _SET, _FROZENSET = 1, 2, 3  # the items
-_COMPLEX = 4  # the real and the imaginary part
-_INTEGER = 5  # an int of more than 64 bits: its bytes, little endian, two's complement
-_ARRAY = 6  # dtype, shape, elements in C order
-_SCALAR = 7  # dtype, element
-_NAMED = 8  # the name of a row of the registry, the value that the row made of the object
-_PICKLE = 9  # the name of the class, the pickle
+# The codes of the extension at the beginning of an array. The comments say which items follow in the array.
+_TUPLE, _SET, _FROZENSET = 1, 2, 3  # followed by the items of the container
+_COMPLEX = 4  # followed by the real part and the imaginary part
+_INTEGER = 5  # an int of more than 64 bits; followed by its bytes, little endian, two's complement
+_ARRAY = 6  # followed by the dtype, the shape, and the elements in C order
+_SCALAR = 7  # followed by the dtype and the element
+_NAMED = 8  # followed by the name of a row of the registry, and the value that the row made of the object
+_PICKLE = 9  # followed by the name of the class and the pickle
 
 # The dtypes that mean the same on every machine, as numpy.dtype.str spells them. bfloat16 is sent by its name.
 _DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 _C = TypeVar("_C", dict[Any, Any], set[Any])
-_PICKLE_PROTOCOL = 5  # every supported version of Python has it
+_PICKLE_PROTOCOL = 5  # every supported version of Python has this protocol
 
 
 def pack(obj: Any, allow_pickle: bool = False, called: str = "obj") -> bytes:
@@ -84,7 +84,7 @@ class _Writer:
         self._called = called
         self.packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
         self._path: list[tuple[str, Any]] = []  # for each container that is being written, the current item
-        self._entered: dict[int, int] = {}  # the depths of these containers, by id
+        self._entered: dict[int, int] = {}  # id of each container that is being written -> its depth
 
     def write(self, obj: Any) -> None:
         write = _WRITERS.get(type(obj))
@@ -216,7 +216,7 @@ class _Writer:
         elif plain is not None:
             way_out = "give it as np.asarray(...)" if plain is np.ndarray else f"make it a plain {plain.__name__}"
         elif hasattr(kind, "detach"):
-            way_out = "give it as x.detach()"  # a parameter of PyTorch
+            way_out = "give it as x.detach()"  # obj is a parameter of PyTorch
         else:
             way_out = "see mscomm.register_object"
         raise TypeError(f"{self._where()}: {_a(_name_of(obj))} cannot be sent; {way_out}")
@@ -283,7 +283,7 @@ class _Reader:
     def _array(self, depth: int) -> Any:
         size = self._checked(self._unpacker.read_array_header(), depth)
         begin = self.data[self.at() : self.at() + 3]
-        if size == 0 or begin[:2] != b"\xc7\x00":  # a list: it does not begin with an empty extension
+        if size == 0 or begin[:2] != b"\xc7\x00":  # a list, which has no empty extension at its beginning
             return [self.read(depth) for _ in range(size)]
         self._unpacker.skip()
         code = begin[2] if len(begin) == 3 else 0
@@ -376,7 +376,7 @@ class _Reader:
         left = len(self.data) - self.at()
         if size > left:  # each item has one byte at least
             raise ValueError(f"{size} items in the {left} bytes that are left")
-        if depth > DEEPEST + 2:  # the innermost container may have a NumPy array, whose shape is a list
+        if depth > DEEPEST + 2:  # 2 more for a NumPy array in the innermost container, and for its shape
             raise ValueError(f"containers are more than {DEEPEST} deep in each other")
         return size
 

@@ -40,7 +40,7 @@ class Fields(dict[str, Any]):
 
 
 class NotInstalled(TypeError):
-    """A tensor was received whose library is not installed here."""
+    """The library of a received tensor is not installed on this rank."""
 
 
 _by_class: dict[type, Row] = {}

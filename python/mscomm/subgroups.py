@@ -94,7 +94,7 @@ def split(color: int | None, key: int = 0, *, group: Group | str | None = None) 
         before, made.name = made.name, f"{parent.name}.{turn}.{color}"
         if color is None:
             return
-        job.groups.pop(before, None)  # the group of an earlier epoch, which may have had another name
+        job.groups.pop(before, None)  # removes the group of an earlier epoch, which may have had another name
         alike = [(fact["key"], place) for place, fact in enumerate(said) if fact["color"] == color]
         ranks = [parent.ranks[place] for _, place in sorted(alike)]
         made.ranks, made.size = ranks, len(ranks)

@@ -36,7 +36,7 @@ def shorten(error: BaseException) -> None:
 def users_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without mscomm's frames; unchanged if all frames are mscomm's."""
     kept: TracebackType | None = None
-    ours = False  # whether the next inner frame is mscomm's
+    ours = False  # whether the frame inside this one is mscomm's
     for entry in reversed(list(_entries(trace))):
         path = entry.tb_frame.f_code.co_filename
         # A frame of contextlib around a frame of mscomm comes from a `with` statement of mscomm.

@@ -1,3 +1,3 @@
-"""The version of this package. pyproject.toml must have the same."""
+"""The version of this package. pyproject.toml must have the same version."""
 
 VERSION = "0.1.0"

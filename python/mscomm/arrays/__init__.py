@@ -11,7 +11,8 @@ A library module has
 * `over(memory)`, if the library's arrays can be written -> an array over the memory of a C-contiguous numpy.ndarray;
 * `written((x,))`, if the library must be told that mscomm has written the memory of x;
 * `of_numpy(numbers)`, if mscomm can send the library's tensors in Python objects (PACKABLE) -> a tensor on the CPU with
-  the shape, dtype and elements of `numbers`. This is a writable numpy.ndarray in C order, which the caller gives away.
+  the shape, dtype and elements of `numbers`, a writable numpy.ndarray in C order. The caller does not use `numbers` any
+  more.
 
 If the library has arrays on devices, `memory` returns an `OnDevice` of device.py for them, and the module also has
 
@@ -63,7 +64,10 @@ _found: dict[type, ModuleType] = {}
 
 
 class Plain(NamedTuple):
-    """What makes calls on arrays of one type cheap: see the text at the top. backend: for such arrays on a device."""
+    """What makes calls on arrays of one type cheap: see the text at the top of this file.
+
+    backend: the backend for such arrays on a device.
+    """
 
     plain: Any
     empty: Callable[[Any, tuple[int, ...]], Any]
@@ -136,7 +140,10 @@ def new(function: str, x: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, 
 
 
 def packed(function: str, argument: str, x: Any) -> OnDevice:
-    """The memory of x, an array on a device; or of a copy, if x is not in C order. It keeps x or the copy alive."""
+    """The memory of x, an array on a device; if x is not in C order, the memory of a copy that is in C order.
+
+    The returned memory keeps x or the copy alive.
+    """
     arrays = library(x, argument, function)
     try:
         return arrays.memory(arrays.packed(x))  # type: ignore[no-any-return]
@@ -179,7 +186,7 @@ def on_host(x: Any, argument: str, function: str) -> np.ndarray[Any, Any]:
 
 
 def fill(x: Any, numbers: np.ndarray[Any, Any], argument: str, function: str) -> None:
-    """Copy `numbers`, which have x's shape, into x on the CPU or on a device. They are converted to x's dtype."""
+    """Copy `numbers` into x, which is on the CPU or on a device, and has the same shape. Converts to x's dtype."""
     there = memory_anywhere(x, argument, function)
     if not isinstance(there, OnDevice):
         there[...] = numbers

@@ -66,7 +66,7 @@ def on_device(
 ) -> OnDevice:
     """Describe the memory of an array on a device. strides: in bytes; None means C order without gaps.
 
-    owner: the object to keep alive. current: returns the library's current stream; the result's `stream` is set by it.
+    owner: the object to keep alive. current: a function that returns the handle of the library's current stream.
     """
     there = in_memory(owner, address, shape, dtype, strides, writable=writable).view(OnDevice)
     there.backend, there.index, there.current = backend, index, current

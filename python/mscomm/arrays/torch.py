@@ -32,8 +32,8 @@ def _by_object(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# A function that returns the handle of a device's current stream. PyTorch's own is not public, but the code that
-# PyTorch compiles calls it.
+# A function that returns the handle of a device's current stream. PyTorch's own function is not public, but the code
+# that PyTorch's compiler generates calls it.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _by_object)
 
 
@@ -63,7 +63,7 @@ def memory(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _on_cpu(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU, by its address. x.numpy() would forbid PyTorch to resize the storage of x."""
+    """The memory of a tensor on the CPU, by its address. After x.numpy(), PyTorch could not resize the storage."""
     dtype = dtype_of(_code(x))
     try:
         address = x.data_ptr()

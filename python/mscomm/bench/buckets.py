@@ -25,7 +25,7 @@ from mscomm.train.buckets import HostBucket
 from mscomm.train.step import Step
 
 _SMALL = 64 << 10
-BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # 128: a small first bucket, and one for the rest
+BUCKETS_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0)  # in MiB; 128 makes a small first bucket and one more
 _MATRIX = np.full((48, 48), 1 / 48, np.float32)  # so small that BLAS uses only the calling thread
 
 
@@ -147,7 +147,7 @@ def _ways(works: list[int], step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) -> Step:
-    """A Step for these gradients, which can be given to it one by one. GradientReducer.reduce() takes all at once."""
+    """A Step for these gradients. It takes them one by one, while GradientReducer.reduce() takes all at once."""
     return Step(
         [f"gradient {i}" for i in range(len(counts))],
         [(dtype, count) for count in counts],
@@ -161,10 +161,7 @@ def _step(counts: list[int], dtype: np.dtype[Any], op: str, megabytes: float) ->
 
 
 def _works(counts: list[int], step: Step) -> list[int]:
-    """The number of matrix products for each gradient, which is the same on all ranks.
-
-    The times of the slowest rank decide it.
-    """
+    """The number of matrix products for each gradient. The times of the slowest rank decide it for all ranks."""
     product = min(_seconds(lambda: _compute(1000)) for _ in range(3)) / 1000
     communication = min(_seconds(lambda: _reduce([0] * len(counts), step)) for _ in range(3))
     slowest = mscomm.all_reduce(np.array([product, communication]), "max")

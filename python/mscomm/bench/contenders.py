@@ -36,7 +36,7 @@ class Contender(Protocol):
     about: str  # versions and settings, for the header of the output
 
     def plan(self, case: Case) -> None:
-        """Set the case that the cells measure that are made after this call."""
+        """Set the case for all cells that are made after this call."""
 
     def cell(self, count: int, in_place: bool) -> Cell: ...
 
@@ -110,7 +110,7 @@ def _functions(row: Collective) -> tuple[str, ...]:
 
 
 def mscomm_call(case: Case, buffers: Buffers, group: Group | None = None) -> Callable[[], object]:
-    """A function that makes one mscomm call on these buffers. group: another group of all ranks, or None: the world."""
+    """A function that makes one mscomm call on these buffers. group: None for the world, or a group of all ranks."""
     functions = [getattr(mscomm, name) for name in _functions(case.row)]
     x, out = buffers.x, buffers.out
     if case.row.name == "barrier":

@@ -24,7 +24,7 @@ import numpy as np
 mpi4py.rc.threads = "single" not in sys.argv[2:]
 from mpi4py import MPI  # noqa: E402 - the import reads mpi4py.rc
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # not above: the environment has its own numpy and mpi4py
+sys.path.insert(0, str(Path(__file__).parents[2]))  # only now, so that numpy and mpi4py are the environment's own
 table = importlib.import_module("mscomm.bench.table")
 
 # For each name, the operation for numbers and the operation for bool.

@@ -237,7 +237,7 @@ FLAVOURS = {
 
 
 class Installed(NamedTuple):
-    """An MPI that was found: its mpirun, and the Python that runs its ranks, which has mpi4py."""
+    """An MPI that was found: its mpirun, and a Python with mpi4py that runs its ranks."""
 
     mpirun: Path
     python: Path
@@ -272,7 +272,7 @@ def find_mpi(peer: str, prefix: Path | None) -> Installed:
     if prefix:
         raise Missing(f"{peer}: {prefix}/bin has no mpirun of {flavour.name}")
     advice = f"pip install {flavour.package} mpi4py"
-    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # another MPI's; the wheels of both install bin/mpirun
+    if os.access(Path(sys.prefix) / "bin" / "mpirun", os.X_OK):  # the mpirun of another MPI is in the way
         advice = (
             f"python -m venv {peer}; {peer}/bin/pip install {flavour.package} mpi4py numpy;"
             f" and give --{peer}-prefix {peer}"
@@ -363,7 +363,7 @@ class Mpi:
         return RuntimeError(f"{self.name}: {what}; mpirun {state}. Its last lines:\n{last}")
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
-        """Send the command to all MPI ranks from rank 0. Returns their answers there, and [] on the other ranks.
+        """On rank 0, send the command to all MPI ranks and return their answers. On the other ranks, return [].
 
         While the MPI ranks work, the other mscomm ranks wait without using a CPU.
         """
@@ -373,7 +373,7 @@ class Mpi:
             mscomm.barrier()
 
     def plan(self, case: Case) -> None:
-        """Set the case that the cells measure that are made after this call."""
+        """Set the case for all cells that are made after this call."""
         self.ask(**_words_of(case))
 
     def cell(self, count: int, in_place: bool) -> Cell:

@@ -14,7 +14,7 @@ BUCKETS = "buckets"
 TUNE = "tune"
 ROUNDS_WITH_PEERS = 5  # fewer rounds say little on a machine that has other work too
 
-WARMUP_CALLS = 5  # in a round, at least, unless the user sets the number
+WARMUP_CALLS = 5  # the least number of warm-up calls in a round, unless the user sets the number
 _WARMUP_US = 50e3
 _ROUND_US = 100e3
 
@@ -91,7 +91,7 @@ def size_of(text: str) -> int:
 def sizes(smallest: int, largest: int, factor: int | None, step: int | None) -> tuple[int, ...]:
     """The sizes from smallest to largest: each is `factor` times the size before it, or `step` bytes more.
 
-    The last one is `largest`, even if the series does not meet it.
+    The last size is always `largest`.
     """
     if largest < smallest:
         raise ValueError(f"the largest size, {largest}, is less than the smallest, {smallest}")

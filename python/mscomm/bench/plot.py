@@ -33,7 +33,7 @@ _LINES = {
 }
 _GREY = "#666666"
 _X_TICKS = 4  # how many labels such as "64 KiB" fit below a panel
-_FEW_DECADES = 100.0  # up to this ratio of slowest to fastest time, there are labels between the powers of ten
+_FEW_DECADES = 100.0  # if slowest / fastest time is below this, there are labels between the powers of ten
 
 Panel = dict[str, dict[int, float]]  # for each line, and then for each size, the time in microseconds
 
@@ -122,7 +122,8 @@ def _style(ax: Any, panels: dict[tuple[str, int], Panel]) -> None:
     times = [us for cell in cells for us in cell.values()]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    # Label about four of the measured sizes. Label the powers of ten on the axis of times, and more if it is short.
+    # Label about four of the measured sizes. Label the times that are powers of ten; and times between them, if the
+    # range of times is small.
     ax.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, (len(sizes) + 1) // _X_TICKS)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_units(value, ("B", "KiB", "MiB", "GiB"), 1024)))

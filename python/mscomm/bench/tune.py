@@ -75,7 +75,7 @@ def _of_collective(plan: Plan, case: Case, variants: dict[str, Group], core: _co
     rows = []
     for count in counts:
         size = case.size(count)
-        # The size on which the choice depends: that of x. If only the result has parts, x is one part of `size`.
+        # The choice depends on the size of x. If only the result has parts, x has the size of one part.
         message = size if case.row.x_in_parts else count * case.dtype.itemsize
         row = {"collective": what, "size": size, "message": message, "results": of_size(plan, case, ways, count)}
         row["chosen"] = core.chosen(message)[what]
