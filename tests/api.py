@@ -11,7 +11,7 @@ import mscomm
 
 
 def many(x: Any, *, out: Any = None, **options: Any) -> Any:
-    """Call all_reduce_many with one array."""
+    """Call all_reduce_many with the list [x]. Returns the result of x."""
     return mscomm.all_reduce_many([x], out=None if out is None else [out], **options)[0]
 
 

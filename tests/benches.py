@@ -33,7 +33,7 @@ def mpich_prefix() -> list[str]:
 
 
 def installed(peer: str) -> list[str]:
-    """Return the options that this peer needs. Skips the test if the peer is not installed."""
+    """Return the options of `mscomm bench` that this peer needs. Skips the test if the peer is not installed."""
     peer = peer.removesuffix(peers.SINGLE)
     if peer in ("private", "memory"):
         return []

@@ -50,7 +50,7 @@ def alone():
 
 @pytest.fixture
 def unharmed(alone):
-    """A job with one rank. The test's calls must use up no call number, and the next call must work."""
+    """A job with one rank. After the test, checks that the test used up no call number and that a call still works."""
     before = alone.core.where()
     yield alone
     assert alone.core.where() == before

@@ -179,7 +179,7 @@ class Job:
 
 
 def greeted(address, rank=-1):
-    """Open a control link that has exchanged its hello, but has not joined."""
+    """Return the socket of a new control link, after the hello. No rank has joined over the link yet."""
     sock = links.connect(address, soon())
     links.greet(sock, KEY, CONTROL, Identity(version=VERSION, rank=rank), soon())
     return sock

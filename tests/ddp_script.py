@@ -1,4 +1,6 @@
-"""A training script for PyTorch's DistributedDataParallel. test_ddp.py runs it as it is, and with two lines changed."""
+"""A training script for PyTorch's DistributedDataParallel. test_ddp.py runs the script twice: unchanged, and with two
+lines changed so that it uses mscomm.
+"""
 
 import os
 import sys
@@ -10,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
 torch.set_num_threads(1)
-torch.manual_seed(rank)  # the ranks begin with different weights; the wrapper gives all of them rank 0's
+torch.manual_seed(rank)  # different weights on each rank; DDP replaces them by rank 0's weights
 layers = [torch.nn.Conv2d(3, 8, 3, 2), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten()]
 model = DDP(torch.nn.Sequential(*layers, torch.nn.Linear(392, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
@@ -22,7 +24,7 @@ def train(epoch, batches):
         data = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
         images, labels = torch.randn(16, 3, 16, 16, generator=data), torch.randint(0, 10, (16,), generator=data)
         optimizer.zero_grad()
-        for part in range(2):  # the gradients of two half batches are added up before a step
+        for part in range(2):  # each optimizer step uses the sum of the gradients of two half batches
             with model.no_sync() if part == 0 else torch.enable_grad():
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = torch.nn.functional.cross_entropy(model(images[part::2]), labels[part::2])
@@ -34,7 +36,9 @@ def train(epoch, batches):
 
 for epoch in range(4):
     train(epoch, batches=3)
-    if rank == 0 and epoch == 2:  # before the last epoch, so the file is complete when the others read it
+    # Epoch 3 follows, in which all ranks wait for rank 0. So the file is complete when the ranks load it after that
+    # epoch.
+    if rank == 0 and epoch == 2:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/checkpoint.pt")
 saved = torch.load(f"{folder}/checkpoint.pt")
 model.load_state_dict(saved["model"])

@@ -69,8 +69,8 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
-# LOADED has the variables for each of the two driver functions that can load kernels. WITHOUT has the cases in which
-# there are no kernels, with the reason that mscomm must give.
+# Two driver functions can load kernels; LOADED has the variables that make mscomm use each one. WITHOUT lists the cases
+# in which no kernels can be loaded, each with the reason that mscomm must print.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",
@@ -80,14 +80,16 @@ WITHOUT = {
 
 
 def kernel_variables(rank: int, how: str, **_: Any) -> dict[str, str]:
-    """The variables that make the driver load kernels in this way, or refuse them."""
+    """The variables for a case `how` of LOADED or WITHOUT: they make the driver load the kernels or refuse them."""
     if how in LOADED:
         return {"FAKE_CUDA_KERNELS": str(build_kernels()), **LOADED[how]}
     return {"FAKE_CUDA_VERSION": "11080"} if how == "refused module" else {}
 
 
 def load_kernels(how: str) -> None:
-    """Make init() load the kernels. Call it before init(), in a process with the variables of kernel_variables()."""
+    """Make init() load the kernels. Call load_kernels() before init(), in a process that was started with the variables
+    of kernel_variables().
+    """
     image = b"" if how == "no image" else _core.embedded_image()[0] or IMAGE
     _core.open_cuda = functools.partial(_core.open_cuda, image=image)
 

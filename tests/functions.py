@@ -26,7 +26,7 @@ SCANS = ("scan", "exscan")
 
 
 def ops_of(dtype: np.dtype[Any], collective: str = "") -> list[str]:
-    """The ops for this dtype and, if given, this collective: scans have no "avg"."""
+    """The ops that exist for the dtype and, if a collective is given, for the collective: scans have no "avg"."""
     found = [op for code, op in enumerate(_core.ops) if _core.supports(DTYPES.index(dtype), code)]
     return [op for op in found if op != "avg" or collective not in SCANS]
 
@@ -57,7 +57,7 @@ def real(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def times(a: Array, b: Array) -> Array:
     if a.dtype.kind != "c":
         return np.multiply(a, b)
-    product = np.empty_like(a)  # NumPy's complex product may use fused multiply-adds
+    product = np.empty_like(a)  # not np.multiply, which may round differently: it may use fused multiply-adds
     product.real = a.real * b.real - a.imag * b.imag
     product.imag = a.real * b.imag + a.imag * b.real
     return product
@@ -115,15 +115,17 @@ class Function(NamedTuple):
     has_root: bool
     # Returns the number of rows of this rank's x.
     given: Callable[[How, int], int]
-    # Returns this rank's expected result without its counts; None if the rank gets no result.
+    # Returns this rank's expected result, without the counts that some functions also return. None if there is no
+    # result.
     model: Callable[[How, list[Array], int, list[int] | None], Array | None]
     # Calls the function with x (None if this rank may leave it out), how, this rank, and options.
     call: Callable[..., Any]
-    # For a call in place, where one of x and out is a part of the other: the row at which that part begins.
-    # None if the call cannot work in place.
+    # In a call in place, x is a part of out, or out is a part of x. Returns the row at which that part begins. None if
+    # the call cannot work in place.
     place: Callable[[How, int], int | None] = lambda how, rank: 0
-    counts: Callable[[How, int], list[int]] | None = None  # the counts that come with the result
-    sparing: bool = False  # the call reads x on the root alone
+    # Returns the counts that the function returns with the result.
+    counts: Callable[[How, int], list[int]] | None = None
+    sparing: bool = False  # whether only the root's x is read
 
 
 def one_part(how: How, rank: int) -> int:

@@ -29,7 +29,8 @@ from types import TracebackType
 import pytest
 
 _serial = itertools.count()
-_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # without the variables of a launcher around us
+# Hosts inherit only these variables, because others may come from a launcher that runs this test.
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 
 
 def _ip(*words: str, program: str = "ip") -> str:
@@ -174,19 +175,21 @@ class Hosts:
 
     def _remove(self) -> None:
         for host in self._hosts:
-            with contextlib.suppress(RuntimeError):  # the namespace does not exist if making it failed
+            with contextlib.suppress(RuntimeError):  # the namespace is missing if creating it failed
                 for pid in host.pids():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             shutil.rmtree(f"/etc/netns/{host.space}", ignore_errors=True)
-        with contextlib.suppress(OSError):  # other hosts still use the folder
+        with contextlib.suppress(OSError):  # the folder is not empty while other tests have hosts
             os.rmdir("/etc/netns")
         for space in [*(host.space for host in self._hosts), self._switch]:
             with contextlib.suppress(RuntimeError):
                 _ip("netns", "del", space)
 
     def agent(self) -> Path:
-        """A program to use instead of ssh: `agent [options] ADDRESS COMMAND...` runs the command on that host."""
+        """The path of a new program that replaces ssh. `agent [options] ADDRESS COMMAND...` runs COMMAND on the host
+        that has this address or name.
+        """
         cases = "\n".join(
             f"  {'|'.join([*host.addresses, host.name])}) space={host.space} name={host.name};;" for host in self._hosts
         )
@@ -203,7 +206,9 @@ class Hosts:
 
 
 def run_on_each(hosts: Hosts, words: Sequence[str]) -> list[int]:
-    """Run the command `words` on all hosts at once, with our environment and output. Returns the exit codes."""
+    """Run the command `words` on all hosts at once. Each command has the environment and output of this process.
+    Returns the exit codes.
+    """
     processes = []
     for number, host in enumerate(hosts):
         command = host.command([word.replace("{host}", str(number)) for word in words])
@@ -218,7 +223,8 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of each host's interface, in tc's notation: 1gbit")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the hosts are removed
+    # SIGTERM raises KeyboardInterrupt, so the hosts are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Hosts(given.count, Path(), rate=given.rate) as hosts:
             codes = run_on_each(hosts, given.command)

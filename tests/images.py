@@ -17,7 +17,7 @@ def records(labels: Any, seed: int = 0) -> np.ndarray:
 
 
 def write(folder: Path, rows: tuple[int, ...] = (20, 20, 20, 20, 4), test: int = 12) -> Path:
-    """Write small files in CIFAR-10's format."""
+    """Write small files in CIFAR-10's format to the folder, which is created if necessary. Returns the folder."""
     folder.mkdir(exist_ok=True)
     for number, (name, count) in enumerate(zip([*cifar10.TRAIN, cifar10.TEST], [*rows, test], strict=True)):
         records(np.arange(count) % 10, number).tofile(folder / name)

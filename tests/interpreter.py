@@ -28,7 +28,7 @@ from mscomm.bootstrap.launcher import CONTROL_FD
 ALIKE = 2  # interpreters per file. Each hashes strings differently, so that ranks see sets in different orders
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # prefixes of variables that are read only at start
 _MOST_BYTES = 200_000  # the longest order
-_ANSWERS_S = 120.0  # for an answer; enough to import PyTorch on a busy machine
+_ANSWERS_S = 120.0  # the longest wait for an answer: long enough to import PyTorch on a busy machine
 
 Order = dict[str, Any]
 
@@ -79,7 +79,9 @@ class Interpreter:
         return self._codes[pid]
 
     def _take(self, answer: bytes) -> int:
-        """Handle an answer. Returns the process id of a rank that was started, or 0 if it says that one has ended."""
+        """Handle an answer of the interpreter. If the answer says that a rank has started, return the rank's process
+        id. If it says that a rank has ended, return 0.
+        """
         if not answer:
             raise RuntimeError(f"the interpreter that forks ranks has ended: {self._process.wait()}")
         pid, code = json.loads(answer)
@@ -140,7 +142,7 @@ def close() -> None:
         one.close()
 
 
-# -- the interpreter's side
+# -- code that runs in the interpreter process
 
 
 def import_tests(file: str) -> None:
@@ -152,7 +154,9 @@ def import_tests(file: str) -> None:
 
 
 def _serve(orders: socket.socket) -> Order | None:
-    """Fork a rank for each order. Returns in each rank, with its order, and here with None when the tests are over."""
+    """Fork a rank for each order. In each forked rank, the function returns the rank's order. In the interpreter, it
+    returns None when the tests are over.
+    """
     orders.send(b"y" if len(os.listdir("/proc/self/task")) == 1 else b"n")
     with selectors.DefaultSelector() as selector, orders:
         selector.register(orders, selectors.EVENT_READ)
@@ -166,7 +170,8 @@ def _serve(orders: socket.socket) -> Order | None:
                     if pid == 0:
                         for other in [key.fd for key in selector.get_map().values() if key.data]:
                             os.close(other)
-                        os.setsid()  # before the answer, after which the tests may kill this process group
+                        # Done before the answer, because the tests may kill this process group from then on.
+                        os.setsid()
                         orders.send(json.dumps([os.getpid(), None]).encode())
                         return {**json.loads(message), "descriptor": descriptors[0]}
                     os.close(descriptors[0])

@@ -52,7 +52,7 @@ class Job:
         env: dict[str, str] | Callable[[int], dict[str, str]] | None = None,
         test: Order | None = None,
     ) -> None:
-        """test: the work of the command as an order, which a running interpreter can carry out instead."""
+        """command: starts one rank. test: the same work as an order, for an interpreter that already runs."""
         self.size = size
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -104,7 +104,10 @@ class Job:
         return self.log(rank).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> list[int | None]:
-        """Wait for the ranks to end, after a failure for GRACE_S. Returns exit codes, None for ranks that still run."""
+        """Wait until all ranks have ended, but at most GRACE_S after the first failure. Then kill the others.
+
+        Returns the exit codes. The code is None for ranks that had to be killed.
+        """
         until = time.monotonic() + timeout_s
         reported: set[int] = set()
         while time.monotonic() < until:
@@ -136,7 +139,7 @@ class Job:
 
 
 def common() -> dict[str, str]:
-    """The environment of all ranks."""
+    """The environment variables that are the same for all ranks."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
@@ -199,7 +202,7 @@ def ranks(
     return decorate
 
 
-# -- for the ranks, which signal each other by files, because the tests break mscomm itself
+# -- functions for the ranks, which signal each other by files, because the tests make mscomm fail
 
 
 def tell(what: str) -> None:
@@ -208,7 +211,7 @@ def tell(what: str) -> None:
 
 
 def until_told(*what: str) -> None:
-    """Wait until tell() was called for all of these. Only the test's own timeout limits the wait."""
+    """Wait until tell() was called for each of these texts. Only the test's own timeout limits the wait."""
     for one in what:
         while not Path(os.environ[TOLD], one).exists():
             time.sleep(0.002)

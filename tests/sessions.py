@@ -1,4 +1,6 @@
-"""Runs commands. run() ends what a command leaves behind; mscomm_run() is for jobs; invoke() starts no process."""
+"""Runs commands: run() also kills processes that a command leaves behind; mscomm_run() starts a job by `mscomm run`;
+invoke() runs a click command inside this process.
+"""
 
 from __future__ import annotations
 

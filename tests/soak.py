@@ -43,7 +43,7 @@ ENDS_WITHIN_S = 60  # a generous bound on a busy machine; a job takes less than 
 FAULTS = ("kill", "stop", "raise", "exit", "os-exit", "interrupt", "mismatch", "slow", "timeout", "uneven", "damage")
 TRANSPORTS = ("", "all_reduce=arena", "direct", "ring", "tree", "all_to_all=pairwise")
 SIZES = (1, 7, 1000, 5000, 100_000)
-ITERATIONS = 25  # of a job that does not fail
+ITERATIONS = 25  # the number of iterations of a job that does not fail
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 BOOM = "the 7th file is empty"
 
@@ -101,7 +101,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
     last = ITERATIONS if fault in ("stop", "slow") else 1 << 30
     group = None
     try:
-        mscomm.barrier()  # the fault may hit another rank that is still in this barrier
+        mscomm.barrier()  # the fault may come while other ranks are still in this barrier
         if job["work"] == "train":
             soak_training.train_unevenly(job, lambda: misbehave(job))
         elif job["work"] == "resume":
@@ -117,7 +117,7 @@ def one_rank(rank: int, job: dict[str, Any]) -> None:
                     refused(other)
                 if i == job["at"] and fault in ("mismatch", "timeout"):
                     group = None
-                    mscomm.barrier()  # so that only the victim is late
+                    mscomm.barrier()  # without this barrier, ranks other than the victim could be late
                 if i == job["at"] and rank == victim:
                     misbehave(job)
                 if i == job["at"] and fault == "timeout":
@@ -308,7 +308,7 @@ class Running:
         self._began = float("inf")
 
     def wrong(self) -> list[str]:
-        """To be called when all processes have ended. Returns what went wrong; the list is empty if nothing did."""
+        """Call this when all processes have ended. Returns what went wrong: an empty list if nothing did."""
         self._serving.join(10)
         if self._serving.is_alive():
             self.faults.append("the hub goes on though all ranks have ended")
@@ -324,7 +324,7 @@ class Running:
 
 
 def run_job(interpreter: Interpreter, job: dict[str, Any], folder: Path) -> list[str]:
-    """Run the job and, if it has one, the job beside it. Returns what went wrong; empty if nothing did."""
+    """Run the job and its second job, if it has one. Returns what went wrong: an empty list if nothing did."""
     jobs = [Running(interpreter, job, folder / "job")]
     try:
         if job["beside"]:
@@ -343,7 +343,7 @@ def how(code: int) -> str:
 
 
 def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]:
-    """Compare what the ranks saw with what the fault must cause."""
+    """Compare what the ranks saw with what the fault must cause. Yields a line for each difference."""
     fault, victim = job["fault"], job["victim"]
     exits = {"kill": -9, "raise": 1, "os-exit": 7, "interrupt": -2, "exit": 0 if job["pause_s"] < 0.35 else 5}
     kinds = {"raise": "Aborted", "interrupt": "Aborted", "mismatch": "Mismatch", "timeout": "CollectiveTimeout"}
@@ -351,7 +351,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         ("stop", "slow", "uneven", "damage"), "none"
     )
     words = {"raise": re.escape(BOOM), "os-exit": "exit code 7", "kill": "killed by SIGKILL", "exit": "left the job"}
-    # If the hub asks before the exception has reached Python, the answer names the interrupted call, but no exception.
+    # "interrupted in ": if the hub asks the victim before Python has raised the exception, the victim's answer names
+    # only the interrupted call, not the exception.
     words |= {"interrupt": "KeyboardInterrupt|interrupted in ", "mismatch": "all_gather"}
     for rank, code in enumerate(codes):
         expected = exits.get(fault, 0) if rank == victim else 0
@@ -364,7 +365,8 @@ def judged(job: dict[str, Any], codes: list[int], folder: Path) -> Iterator[str]
         except FileNotFoundError:
             yield f"rank {rank} saw nothing"
             continue
-        # The lost rank may have given up because another of its groups had failed. The text then says so.
+        # The victim may have left the job because another of its groups had failed. The errors of the other ranks then
+        # contain this sentence.
         gave_up = job["groups"] != "none" and "before that another group of that rank failed" in saw.get("text", "")
         if saw["kind"] != ("PeerLost" if gave_up else kinds[fault]):
             yield f"rank {rank} raised {saw['kind']}, expected {kinds[fault]}: {saw.get('text')}"

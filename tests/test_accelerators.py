@@ -38,7 +38,7 @@ NAMES = ["rank 0 (pid 1 on host a)", "rank 1 (pid 2 on host a)", "rank 2 (pid 3 
 
 
 def told(uuids: str = "AB", version: str = "2.28.9", shares: str = "", device: int | None = None, **more: Any) -> Any:
-    """What a rank reports about nccl; uuids has one letter for each of its devices."""
+    """What a rank reports about nccl. `uuids` has one letter for each device of the rank."""
     found = {"version": version, "path": "/lib/libnccl.so.2", "runtime": "CUDA 13.0", "shares": shares}
     found["devices"] = [[f"GPU-{letter}", "H100"] for letter in uuids]
     return {"device": device, "local_rank": None, "accelerators": {"nccl": found}, **more}
@@ -127,11 +127,11 @@ def test_without_a_name_the_first_that_all_ranks_can_use_counts() -> None:
     assert "no driver" in chosen.reason and "no CANN" in chosen.reason
     assert (
         accelerators.choose("auto", [able, able, able], [0, 0, 0], NAMES).backend == "cpu"
-    )  # there are three ranks and two devices
+    )  # three ranks cannot use two devices
     assert accelerators.choose("cpu", [able], [0], NAMES).backend == "cpu"
 
 
-# -- the loader
+# -- finding and opening NCCL and CUDA
 
 
 @pytest.mark.parametrize("name", ["MSCOMM_NCCL_LIBRARY", "MSCOMM_CUDA_LIBRARY"])
@@ -289,7 +289,7 @@ def test_two_ranks_share_a_device_if_nccl_takes_them_for_two_hosts(rank: int, gr
     assert (mscomm.all_reduce(x).to_numpy() == 2).all()
 
 
-# -- what mscomm tells the libraries
+# -- the environment variables that mscomm sets for NCCL and HCCL
 
 
 def test_the_libraries_are_told_the_interface_that_the_job_has_found() -> None:

@@ -30,7 +30,8 @@ def test_a_work_gives_the_result_as_often_as_it_is_asked(rank, group):
 def test_calls_beside_the_caller_are_carried_out_in_order(rank, group):
     x, works = np.full(50_000, rank + 1.0), []
     for _ in range(20):
-        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))  # in place: reduces the previous result
+        # In place: x is the result of the previous call.
+        works.append(mscomm.all_reduce(x, "max", out=x, async_op=True))
         works.append(mscomm.all_gather_v(np.full(rank, rank), async_op=True))
     assert mscomm.all_reduce(np.ones(1))[0] == 3  # this call comes after all of the asynchronous ones
     assert all((work.wait(timeout=10) == 3).all() for work in works[::2])
@@ -60,7 +61,7 @@ def test_arrays_of_a_dropped_work_live_until_it_has_ended(rank, group):
         mscomm.all_reduce(np.full(size, rank + 1.0), async_op=True)
         mscomm.all_gather_v(np.ones(rank + size), async_op=True)
         gc.collect()
-        np.zeros(size)  # these would get the arrays' memory if it were free
+        np.zeros(size)  # would overwrite the arrays of the dropped calls if their memory had been freed
     mscomm.barrier()
 
 
@@ -109,7 +110,7 @@ def test_arrays_that_were_started_live_though_a_later_one_could_not_be(rank, gro
         mscomm.all_reduce_many(big, async_op=True)
     del big
     gc.collect()
-    [np.zeros(300_000) for _ in range(6)]  # these would get the arrays' memory if it were free
+    [np.zeros(300_000) for _ in range(6)]  # would overwrite the arrays in `big` if their memory had been freed
     with pytest.raises(mscomm.Aborted, match="MemoryError: no more"):
         mscomm.barrier()
 
@@ -141,7 +142,8 @@ def test_a_work_is_made_by_a_call_only():
 
 @ranks(2)
 def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group):
-    out = np.zeros((2, 1000))[:, ::2]  # strided: the result is copied there when the call has ended
+    # Strided, so the result is first received elsewhere, and copied to out at the end.
+    out = np.zeros((2, 1000))[:, ::2]
     work = mscomm.all_gather(np.full((1, 500), rank + 1.0), out=out, async_op=True)
     got: list[Any] = []
     threads = [threading.Thread(target=lambda: got.append(work.wait())) for _ in range(4)]
@@ -164,5 +166,5 @@ def test_an_array_may_make_a_call_when_the_end_of_a_work_frees_it(rank, group):
     while not work.done():
         time.sleep(0.001)
     del work  # nobody has waited for it
-    mscomm.barrier()  # lets go of what has ended
+    mscomm.barrier()  # each call frees the Works that have ended
     assert calls == [2.0]

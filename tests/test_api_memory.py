@@ -53,7 +53,7 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
     del x
     gc.collect()
     assert heap.in_use() >= 4000
-    mscomm.empty(1000)[...] = -1  # would get x's memory if that had been freed
+    mscomm.empty(1000)[...] = -1  # would overwrite x's memory if that had been freed
     assert part[0, 0] == rank + 1
     assert mscomm.all_reduce(part)[0, 0] == 1 + 2
 
@@ -61,13 +61,13 @@ def test_a_view_keeps_shared_memory_alive(rank, group):
 @ranks(2)
 def test_shared_memory_is_given_back_with_the_last_array(rank, group):
     heap = resolve(None).epoch.heap
-    before = heap.in_use()  # the memory that the group of all ranks itself uses
+    before = heap.in_use()  # the memory that the world group uses for itself
     arrays = [mscomm.empty(size) for size in (0, 1, 1000, 1 << 20)]
     assert heap.in_use() >= before + 4 * (1001 + (1 << 20))
     mscomm.all_reduce_many(arrays)
     results = [mscomm.all_reduce(x, out=mscomm.empty(x.shape)) for x in arrays]
     del arrays, results
-    resolve(None).buckets.clear()  # the fused call keeps a bucket for the next call
+    resolve(None).buckets.clear()  # all_reduce_many keeps a bucket for its next call
     gc.collect()
     assert heap.in_use() == before
 

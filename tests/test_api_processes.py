@@ -36,7 +36,7 @@ def test_a_forked_child_is_no_rank_and_its_parent_goes_on(rank, group):
 def test_a_forked_child_that_ends_takes_nobody_with_it(rank, group):
     child = os.fork()
     if child == 0:
-        sys.exit(0)  # runs the exit handlers, mscomm's too
+        sys.exit(0)  # runs all exit handlers, including mscomm's
     os.waitpid(child, 0)
     assert mscomm.all_reduce(np.float32([rank]))[0] == 1
 

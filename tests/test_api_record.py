@@ -1,4 +1,4 @@
-"""MSCOMM_RECORD: the record has the line of each call."""
+"""MSCOMM_RECORD: the record says on which line of the program each call was made."""
 
 from __future__ import annotations
 

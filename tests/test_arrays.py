@@ -158,7 +158,7 @@ def test_what_can_be_written_is_written_in_place(rank, group, name):
     else:
         with pytest.raises(TypeError, match="all_reduce: out is read-only"):
             mscomm.all_reduce_(x)
-    if library.writable:  # an out that is a view is either written or refused
+    if library.writable:  # here out is a view of a larger array: mscomm must either write to it or refuse it
         whole = library.made(np.zeros((3, 4), np.float32))
         try:
             assert mscomm.all_reduce(library.made(np.ones(4, np.float32)), out=whole[1]) is not None
@@ -193,7 +193,7 @@ def test_tensors_that_cannot_be_moved_are_refused_with_the_way_out(rank, group):
     assert (mscomm.all_reduce(same) == 2).all()
     with pytest.raises(TypeError, match="all_reduce: out is read-only"):
         mscomm.all_reduce(torch.ones(3), out=same)
-    nothing = torch.from_numpy(np.zeros((0, 4)))  # an array of NumPy without elements has strides of 0
+    nothing = torch.from_numpy(np.zeros((0, 4)))  # NumPy arrays without elements have strides of 0
     assert mscomm.all_reduce_(nothing) is nothing and mscomm.all_gather(nothing).shape == (0, 4)
     with torch.device("meta"):
         assert mscomm.all_reduce(torch.ones(3, device="cpu")).tolist() == [2, 2, 2]

@@ -38,7 +38,8 @@ def test_what_is_no_size_is_an_error(text: str) -> None:
 def test_sizes_grow_by_a_factor_or_a_step() -> None:
     assert plan.sizes(8, 512, 4, None) == (8, 32, 128, 512)
     assert plan.sizes(8, 30, None, 10) == (8, 18, 28, 30)
-    assert plan.sizes(8, 64 << 20, 4, None)[-2:] == (32 << 20, 64 << 20)  # the last is the size that was asked for
+    # The last size is exactly the largest size that was asked for.
+    assert plan.sizes(8, 64 << 20, 4, None)[-2:] == (32 << 20, 64 << 20)
     assert plan.sizes(8, 8, 2, None) == (8,)
     with pytest.raises(ValueError, match="less than the smallest"):
         plan.sizes(8, 4, 2, None)
@@ -114,7 +115,7 @@ def test_what_mscomm_itself_refuses_is_told_once_without_a_traceback() -> None:
 
 
 def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
-    """The script breaks all_reduce: on each rank, the first element of a float32 sum is 1 too large."""
+    """A script that replaces all_reduce: on each rank, the first element of a float32 sum is 1 too large."""
     script = tmp_path / "wrong.py"
     script.write_text(
         "import mscomm, sys\n"
@@ -130,7 +131,8 @@ def test_wrong_elements_end_the_command_with_1(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mscomm", "run", "-n", "2", str(script)]
     done = run(command, 120, clean_environment())
     assert done.returncode == 1
-    assert "Wrong elements       : 4 FAILED" in done.stdout  # one on each of 2 ranks, in place and out of place
+    # One wrong element x 2 ranks x 2 measurements (in place, out of place).
+    assert "Wrong elements       : 4 FAILED" in done.stdout
 
 
 def test_buckets_compares_fused_with_each() -> None:

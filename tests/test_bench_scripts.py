@@ -95,7 +95,8 @@ def test_compare_calls_no_goal_met_of_which_something_is_missing(tmp_path: Path)
 @with_scripts
 def test_compare_says_which_cells_of_a_goal_are_within_noise(tmp_path: Path) -> None:
     rows = all_sizes()
-    rows[4096]["mscomm"] = samples(39.0, spread=0.5)  # 60 / 39 meets the goal of 1.5, but its interval begins below
+    # The ratio 60 / 39 meets the goal of 1.5, but the ratio's interval begins below 1.5.
+    rows[4096]["mscomm"] = samples(39.0, spread=0.5)
     measured(tmp_path, rows)
     found = re.search(r"all_reduce, 2 ranks, arena, 4 KiB.*MPI.*smallest 1.54 \(goal 1.5\)(.*)", compared(tmp_path))
     assert found and found[1] == "; 1 cells within noise"
@@ -107,7 +108,7 @@ def test_a_ratio_is_that_of_the_medians_of_rounds_and_its_interval_holds_it() ->
 
     ours = np.array([1.0, 1, 1, 1, 1, 9, 9, 9, 9, 9, 2])
     found = ratio(ours * 3, ours)
-    assert found == (3.0, 3.0, 3.0)  # rounds are compared in pairs, because a slow round slows both
+    assert found == (3.0, 3.0, 3.0)  # each round gives one ratio, because a slow round slows both contenders
     found = ratio(np.full(11, 6.0), ours)
     assert found.low < found.value == 3.0 < found.high
     assert (interval(11), interval(5)) == ("95 %", "range")
@@ -170,7 +171,7 @@ def test_compare_checks_for_matplotlib_before_anything_is_measured(
 def test_compare_keeps_what_is_wrong_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run for 8 bytes ends with status 1 and writes a file. The other run writes no file."""
+    """Both runs of the bench command end with status 1. The run for 8 bytes writes its file, the other run does not."""
     import compare
 
     def bench(command: list[str], **options: Any) -> Any:
@@ -232,7 +233,7 @@ def test_hosts_measures_and_reports(tmp_path: Path) -> None:
 
 @with_scripts
 def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> None:
-    """Different weights are also found if graph mode was not measured."""
+    """Graph mode was not measured here. The check must still find that the weights of two kinds differ."""
     import click
     from mindspore_step import MINDSPORE, MSCOMM, NOBODY, Kind, check_weights
 

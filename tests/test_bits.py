@@ -56,7 +56,7 @@ def fused_beside(x: Array, dice: random.Random) -> Array:
 
 
 def in_pieces(x: Array, dice: random.Random) -> Array:
-    """Reduce the message in random pieces, which changes the chunks of memory and each rank's parts."""
+    """Reduce the message in random pieces, so that the algorithms split it among the ranks in other ways."""
     cuts = sorted(dice.randint(0, x.size) for _ in range(3))
     return np.concatenate([mscomm.all_reduce(piece) for piece in np.split(x, cuts)])
 
@@ -87,7 +87,7 @@ WAYS = [
 
 @ranks(4, env={"MSCOMM_ALGO": "{algorithm}"}, timeout_s=240)
 def write_hashes(rank: int, group: Any, algorithm: str, folder: str) -> None:
-    """Check that RUNS runs give the same bits. Write the hash of each dtype's sum to folder/algorithm."""
+    """Check that RUNS runs give the same bits. Write this rank's hash of each dtype's sum to folder/algorithm.rank."""
     inputs = {dtype: values_of(wild, dtype, rank, (20_011,)) for dtype in FLOATS}
     together, alone = random.Random(1), random.Random(rank)
     hashes: dict[str, int] = {}
@@ -115,8 +115,8 @@ def test_the_bits_are_the_same_in_every_run_by_every_way_and_algorithm(tmp_path)
 
 @ranks("n", env={"MSCOMM_ALGO": "all_reduce={algorithm}", "MSCOMM_HOST_ID": "{hosts}"})
 def write_checksums(rank: int, group: Any, n: int, algorithm: str, hosts: list[int], folder: str) -> None:
-    """Write the checksum of each result, a line for each dtype x op x size, to folder/algorithm. For each line, one
-    rank compares the result with the fold for these hosts.
+    """Write this rank's checksums to the file folder/algorithm.rank: a line for each dtype x op x size. For each line,
+    one of the ranks also compares the result with the expected fold for these hosts.
     """
     lines = []
     for dtype in DTYPES:

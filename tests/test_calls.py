@@ -199,11 +199,11 @@ def test_work_in_place(rank, group):
 def test_what_only_pytorch_knows_of_its_tensors(alone):
     torch = pytest.importorskip("torch")
     x = torch.ones(2)
-    assert mscomm.all_reduce(x).equal(x)  # after this call the type is known
+    assert mscomm.all_reduce(x).equal(x)  # the first call with a tensor adds a row to plain_types
     assert torch.Tensor in arrays.plain_types
     conjugated = torch.tensor([1 + 2j]).conj()
     assert conjugated.is_conj() and mscomm.all_reduce(conjugated).tolist() == [1 - 2j]
-    negated = torch.tensor([1 + 2j]).conj().imag  # it has one element, so it is in C order
+    negated = torch.tensor([1 + 2j]).conj().imag  # a single element, so PyTorch says that the tensor is contiguous
     assert negated.is_neg() and negated.is_contiguous() and mscomm.all_reduce(negated).tolist() == [-2]
     for view, kind, says in (
         (torch.ones(1).expand(4), TypeError, "out is read-only"),
@@ -238,7 +238,7 @@ def test_what_only_pytorch_knows_of_its_tensors(alone):
 def test_tensors_without_elements(rank, group):
     import torch
 
-    mscomm.all_reduce(torch.ones(1))  # after this call the type is known
+    mscomm.all_reduce(torch.ones(1))  # the first call with a tensor adds a row to plain_types
     for shape in ((0,), (1, 0), (2, 0), (0, 3), (1, 1, 0)):
         x = torch.ones(shape)
         assert mscomm.all_reduce(x).shape == shape
@@ -267,7 +267,8 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]  # these would get x's memory if it were free
+            # Would overwrite x if its memory had been freed.
+            others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]
             mscomm.send(np.ones(1), 1)
             del others
         got = work.wait()
@@ -288,7 +289,9 @@ def test_odd_calls_of_one_rank(alone):
 
 
 def test_what_errors_make_raises_passes_through(monkeypatch):
-    """Python code makes the exception of a failed call, and a signal handler may raise another exception meanwhile."""
+    """The exception for a failed call is made by Python code. If a signal handler raises an exception in that code, the
+    caller gets the handler's exception.
+    """
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -325,7 +328,9 @@ def test_a_released_group_is_let_go():
 
 @ranks(3)
 def test_ranks_with_different_kinds_of_arrays_meet(rank, group):
-    """In each turn one rank passes a strided array. The calls must still match, and the bits must be the same."""
+    """In each call one rank passes a strided array and the others a plain one. The calls must match, and all results
+    must have the same bits.
+    """
     rng = np.random.default_rng(rank)
     for op in ("sum", "avg", "max", "prod"):
         for count in (1, 12, 13, 5000, 200_000):

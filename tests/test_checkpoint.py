@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path):
     assert metadata == {"who": "me"} and set(arrays) == set(some_arrays())
     for name, x in some_arrays().items():
         assert arrays[name].dtype == x.dtype and arrays[name].shape == x.shape and (bits(arrays[name]) == bits(x)).all()
-    arrays["scalar"][...] = 3  # can be written
+    arrays["scalar"][...] = 3  # arrays that were read must be writeable
     tensorfile.write(path, {}, {})
     assert tensorfile.read(path) == ({}, {})
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
@@ -99,7 +99,7 @@ def test_a_file_that_ends_early_anywhere_is_told(tmp_path):
 
 
 def flip(path: Path, bit: int) -> None:
-    """Change one bit of a file; a negative number counts from the end."""
+    """Flip one bit of a file. A negative number counts bits from the end of the file."""
     content = bytearray(path.read_bytes())
     bit %= 8 * len(content)
     content[bit // 8] ^= 1 << bit % 8
@@ -116,7 +116,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
             arrays, metadata = tensorfile.read(path)
         except ValueError:
             found += 1
-        else:  # the bit is in the name of the checksum, or in the blanks after the header
+        else:  # no error only if the bit is in the checksum's key, or in the spaces after the header
             assert set(arrays) == {"x", "y"} and (arrays["x"] == np.arange(3.0)).all() and arrays["y"] == 1
             assert metadata["who"] == "me" and metadata["when"] == "now"
             assert arrays["x"].dtype == np.float64 and arrays["y"].dtype == np.int16
@@ -250,7 +250,7 @@ def test_weights_go_into_a_file_and_back(tmp_path):
 
 
 class Drawn(Batches):
-    """Batches in another order in each pass, which is drawn from NumPy's global generator."""
+    """Batches that come in a new order in each pass. The order is drawn from NumPy's global generator."""
 
     def __iter__(self) -> Any:
         return iter([self.all[i] for i in np.random.permutation(len(self.all))])
@@ -415,7 +415,8 @@ def test_going_on_gives_the_bits_of_a_run_without_a_break(tmp_path, at):
     np.random.seed(1)
     begun.train(3, Drawn(), [Stop(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3))])
     np.random.seed(2)
-    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))  # the last step has a file too
+    # When the training stops, its last step is saved, too.
+    assert going_on.resume(tmp_path / "parts") == ((1, 5) if at == 5 else (2, 2))
     going_on.train(3, Drawn(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(3)))
     expected, got = load_checkpoint(tmp_path / "whole-3_5.safetensors"), load_checkpoint(tmp_path / "parts")
     assert all((bits(got[name]) == bits(expected[name])).all() for name in expected)
@@ -439,14 +440,15 @@ def test_where_to_go_on(tmp_path):
     with pytest.raises(ValueError, match=r"initial_epoch=1 after resume\(\), which says where to begin"):
         going_on.train(3, Batches(), initial_epoch=1)
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(100)))
-    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])  # a second series of files
+    # The files of the new training have their own prefix.
+    assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])
     going_on.resume(tmp_path / "parts")
     going_on.train(3, Batches(), ModelCheckpoint("part", tmp_path / "parts", CheckpointConfig(1)))  # no step is left
     assert names(tmp_path / "parts") == sorted([*before, "part_1-3_5.safetensors"])
 
 
 class Halving(mscomm.Callback):
-    """Keeps a rate that it halves in each step, and once more at the end of an epoch."""
+    """Keeps a list of rates. It adds half of the last rate after each step, and again after each epoch."""
 
     def __init__(self) -> None:
         self.rates = [1.0]
@@ -463,11 +465,12 @@ class Halving(mscomm.Callback):
     epoch_end = step_end
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resume at the end of an epoch, and in its middle
+@pytest.mark.parametrize(("steps", "kept"), [(1, 6), (3, 3)])  # resumes at the end of an epoch, or in the middle of one
 def test_callbacks_go_on_too(tmp_path, steps, kept):
     config = CheckpointConfig(steps)
     first, second = Halving(), Halving()
-    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])  # writes after `first` runs
+    # Each file is written after `first` has run for the step.
+    model().train(1, Batches(), [ModelCheckpoint("m", tmp_path, config), first])
     if steps == 3:
         (tmp_path / "m-1_5.safetensors").unlink()
     going_on = model()

@@ -1,5 +1,6 @@
-"""Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks; it
-tries every function x dtype x op x size, with all kinds of memory, and shapes, counts and strides from hypothesis.
+"""Every function gives the right bits with every algorithm. There is one job for each algorithm and number of ranks.
+The job tries every function x dtype x op x size, with all kinds of memory, and with shapes, counts and strides that
+hypothesis draws.
 
 mscomm._core says which functions exist, and functions.py which results they must have. Only the `ring` reductions may
 reduce in another order: see check_in_any_order.
@@ -61,13 +62,13 @@ def values_of(
 
 
 def raw_bits(dtype: np.dtype[Any], count: int) -> Array:
-    """Random bits, including NaNs with any payload, for functions that move elements without looking at them."""
+    """Random bits, including NaNs with any payload, for functions that only move elements."""
     drawn = np.random.default_rng(1).integers(0, 256, count * dtype.itemsize, np.uint8)
     return drawn % 2 == 1 if dtype.kind == "b" else drawn.view(dtype)
 
 
 def wild(dtype: np.dtype[Any], count: int) -> Array:
-    """Random integers, or floats from 2^-20 to 2^20 with subnormals, both zeros, infinities and NaN among them."""
+    """Random integers, or floats from 2^-20 to 2^20, and also subnormals, both zeros, infinities and NaN."""
     if dtype.kind in "biu":
         return raw_bits(dtype, count)
     if dtype.kind == "c":
@@ -99,7 +100,7 @@ def parts_of(x: Array) -> Array:
 
 
 def check_bits(got: Array, expected: Array, case: object, *, arithmetic: bool) -> None:
-    """Check that the bits are the same. With `arithmetic`, the payload of a NaN does not count."""
+    """Check that the bits are the same. With `arithmetic`, any NaN equals any other."""
     differ = bits(got) != bits(expected)
     if arithmetic and expected.dtype.kind not in "biu":
         differ &= ~((parts_of(got) != parts_of(got)) & (parts_of(expected) != parts_of(expected)))
@@ -163,7 +164,7 @@ def unaligned(values: Array) -> Array:
     return array
 
 
-# The kinds of memory for x and for out. With "mixed", neighbouring ranks have different kinds.
+# The kinds of memory for x, and below those for out. With "mixed", neighbouring ranks have different kinds.
 X: dict[str, Callable[[Array, int], Array]] = {
     "private": lambda values, rank: values.copy(),
     "shared": lambda values, rank: shared(values),
@@ -226,7 +227,7 @@ SCALARS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", 
 
 
 def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Array, Array] | None:
-    """Put x and out into one array. Returns None if the function cannot work in place."""
+    """Put x and out into one array. Returns (x, out), or None if the function cannot work in place."""
     place = case.row.place(case.how, rank)
     if place is None or not values.ndim:
         return None
@@ -247,7 +248,9 @@ def in_place(case: Case, values: Array, expected: Array, rank: int) -> tuple[Arr
 
 
 def called(case: Case, inputs: list[Array], expected: Array | None, rank: int, **options: Any) -> Array | None:
-    """Make the call with x and out of the case's kind. Returns the result, and checks that only out was written."""
+    """Make the call, with x and out in the kinds of memory that the case names. Returns the result. Checks that the
+    call wrote nothing but out.
+    """
     values = inputs[rank]
     x, out = X[case.kind.x](values, rank), None
     both = None
@@ -293,12 +296,14 @@ class Ledger:
 
 
 def sizes(dtype: np.dtype[Any], n: int) -> list[int]:
-    """Numbers of elements: 0, 1, a few, one that no number of parts divides evenly, and a little more than 1 MiB."""
+    """Numbers of elements to test: 0, 1, a few, a number that does not divide by n, and a little more than 1 MiB."""
     return [0, 1, 7, 257 * n + 1, -(-LARGE_BYTES // dtype.itemsize)]
 
 
 def rows_of(name: str, n: int, size: int) -> list[list[int]]:
-    """The rows from each sender to each receiver, about `size` in all: equal, or uneven with 0 for some."""
+    """The number of rows from each sender to each receiver, about `size` in all. If the function's name ends in _v, the
+    numbers differ, and some are 0.
+    """
     row = FUNCTIONS[name]
     if not name.endswith("_v"):
         whole = row.given(How("sum", 0, [[1] * n] * n), 0) == 1
@@ -308,9 +313,9 @@ def rows_of(name: str, n: int, size: int) -> list[list[int]]:
 
 
 def cases(names: list[str], n: int) -> Iterator[Case]:
-    """Every function x dtype x op x size, taking the kinds of memory, the shapes and the roots in turn.
+    """A case for every function x dtype x op x size. The kinds of memory, the shapes and the roots take turns.
 
-    For three ranks, also every kind of memory x function x size, taking the dtypes in turn.
+    For three ranks, there is also a case for every kind of memory x function x size, in which the dtypes take turns.
     """
     turn = itertools.count()
     kinds, tails, roots, dtypes = map(itertools.cycle, (KINDS, TAILS, range(n), DTYPES))
@@ -355,7 +360,8 @@ def test_every_function_gives_what_numpy_gives(rank, group, n, algorithm):
         own_order = algorithm in OWN_ORDER and case.row.has_op
         make = tame if own_order else wild if case.row.has_op else raw_bits
         inputs = case.inputs(make, n)
-        # If all ranks get the same result, one of them checks it; the ledger checks that the others have the same bits.
+        # If all ranks get the same result, only one rank compares it with NumPy. The ledger checks that the other ranks
+        # have the same bits.
         alike = case.row.what == "all_reduce"
         mine = not alike or case.turn % n == rank
         expected = case.row.model(case.how, inputs, rank, hosts) if mine else inputs[rank]

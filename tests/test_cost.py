@@ -1,7 +1,7 @@
 """The cost of a call in instructions, which callgrind counts. Unlike a time, it is the same on a busy machine.
 
-On a device, it is the cost of enqueuing a call. The driver and NCCL are replaced by ones that do nothing
-(bench/idle.py).
+On a device, the test measures what it costs to enqueue a call. The driver and NCCL are replaced by stand-ins that do
+nothing (bench/idle.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ON_THE_CPU = "mscomm.init(); x = np.ones(2, np.float32)"
 ON_A_DEVICE = "import idle; idle.register(); mscomm.init('nccl'); x = idle.IdleArray((2,), np.dtype(np.float32))"
 STRIDED = "mscomm.init(); x = np.ones(200, np.float32)[::2]"
 TENSOR = "import torch; mscomm.init(); x = torch.ones(2)"
-# The preparation, the call, and the most instructions that one call may take. The limit is a tenth more than what
-# CPython 3.11 takes, because other builds of Python take more or less.
+# For each case: the preparation, the call, and the most instructions that one call may take. The limit is a tenth more
+# than CPython 3.11 needs, because other builds of Python need more or less.
 CASES = {
     "numpy": (ON_THE_CPU, "mscomm.all_reduce(x, out=x)", 6_000),
     "numpy, timeout": (ON_THE_CPU, "mscomm.all_reduce(x, out=x, timeout=60)", 6_100),

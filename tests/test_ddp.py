@@ -64,11 +64,12 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     train(changed, n, tmp_path / "ours")
     theirs = torch.load(tmp_path / "theirs" / "rank_0.pt")
     begin = torch.load(tmp_path / "theirs" / "checkpoint.pt")["model"]
-    assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)  # join() has trained
+    # The epoch in join() has changed the weights.
+    assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)
     for rank in range(n):
         ours = torch.load(tmp_path / "ours" / f"rank_{rank}.pt")
         assert list(ours) == list(theirs)
-        for name, x in ours.items():  # including BatchNorm's running means and batch counts
+        for name, x in ours.items():  # weights, and BatchNorm's running means and batch counts
             torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-6)
 
 
@@ -87,14 +88,14 @@ def rows(seed: int) -> Any:
 
 
 class Odd:
-    """An output of a module, of a type that PyTorch and mscomm do not know."""
+    """What a module returns in one of the tests: a type that neither PyTorch nor mscomm knows."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
 
 def passes(torch: Any) -> dict[str, Any]:
-    """Ways to compute gradients: functions of a model, wrapped or not, and of this rank's data."""
+    """Ways to compute gradients, by name. Each is a function of a model, wrapped or not, and of this rank's data."""
     from torch.utils.checkpoint import checkpoint
 
     def squares(model: Any, x: Any) -> None:
@@ -279,7 +280,8 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
 def test_names_with_and_without_the_prefix(rank: int) -> None:
     import torch
 
-    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # the names inside begin with "module" too
+    # So the names of its own weights begin with "module.", too.
+    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
     model = mscomm.DistributedDataParallel(inner)
     assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]
     ones = {name: torch.ones_like(x) for name, x in inner.state_dict().items()}
@@ -319,7 +321,7 @@ def test_uneven_data(rank: int) -> None:
     assert by_all == pytest.approx(-(4 + (2 + 2)) * unit)
     assert momentum == pytest.approx([[], [4 * unit], [4 * unit]][rank])
     assert len(told) == (rank == 2) and all("join(sync=[optimizer])" in text for text in told)
-    weight, momentum, told = trained(2 - rank, divide_by_initial_world_size=False, sync=True)  # rank r has 2-r
+    weight, momentum, told = trained(2 - rank, divide_by_initial_world_size=False, sync=True)  # rank r has 2-r batches
     assert weight == pytest.approx(-(6 + (3 + 6)) * unit) and momentum == pytest.approx([9 * unit]) and not told
     with pytest.raises(RuntimeError, match=r"has no batches left, others have|but rank 0 has none"):
         trained(1 + rank, throw_on_early_termination=True)
@@ -387,7 +389,9 @@ def test_what_cannot_be_trained_is_told(rank: int) -> None:
 
 @ranks(2, expect={0: 0, 1: 3})
 def test_an_exception_in_the_backward_pass_is_not_forgotten(rank: int) -> None:
-    """The other ranks wait for the buckets that were not sent, so the next forward pass on this rank is an error."""
+    """After the exception, this rank has not sent all buckets, and other ranks wait for them. So this rank's next
+    forward pass must raise an error.
+    """
     import torch
 
     class Breaks(torch.autograd.Function):

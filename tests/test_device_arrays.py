@@ -1,4 +1,4 @@
-"""How a call takes the stand-ins' device arrays, with a row in plain_types for their library and without a row."""
+"""Calls on the stand-ins' device arrays, whose type has a row in plain_types, and the same calls without that row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sub(DeviceArray):
 
 @contextmanager
 def row(**changed: Any) -> Iterator[None]:
-    """Change the row of plain_types for DeviceArray."""
+    """Change these fields of DeviceArray's row in plain_types, inside a with block."""
     before = arrays.plain_types[DeviceArray]
     arrays.plain_types[DeviceArray] = before._replace(**changed)
     try:
@@ -52,7 +52,9 @@ def row(**changed: Any) -> Iterator[None]:
 
 @contextmanager
 def no_row() -> Iterator[None]:
-    """Act as if there were no row, as for a subclass or an older library. A call then describes arrays by `memory`."""
+    """Act as if DeviceArray had no row, like a subclass or an older library. Calls then use the slower function
+    `memory`.
+    """
     with row(plain=lambda x: None):
         yield
 
@@ -117,7 +119,7 @@ def test_a_row_changes_no_result_and_no_record(rank: int, group: None, backend: 
 
 
 def wrong() -> dict[str, tuple[Any, ...]]:
-    """Arguments x, op and out of which at least one is wrong or needs special treatment."""
+    """Arguments (x, op, out) by name. In each, at least one of the three is wrong or needs special treatment."""
     x = on_device(np.ones((4, 2), np.float32))
     whole = on_device(np.ones(8, np.float32))
     elsewhere = DeviceArray.from_numpy(np.ones((4, 2), np.float32), device=3)
@@ -158,7 +160,8 @@ def test_a_row_changes_no_error(rank: int, group: None, backend: str) -> None:
         outcomes = [outcome(lambda case=case: all_reduce(*case))]
         with no_row():
             outcomes.append(outcome(lambda case=case: all_reduce(*case)))
-        if name in ("out strided", "the same memory"):  # the first of the two calls has changed x
+        # In these cases x and out overlap, so the first of the two calls has changed x.
+        if name in ("out strided", "the same memory"):
             assert outcomes[0][:3] == outcomes[1][:3], name
         else:
             assert outcomes[0] == outcomes[1], name

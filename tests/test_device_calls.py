@@ -42,7 +42,9 @@ def values(dtype: np.dtype[Any], rank: int, shape: tuple[int, ...], op: str | No
 
 
 def rows_of(n: int, size: int) -> list[list[list[int]]]:
-    """Two tables of the rows from each rank to each other rank: even parts, and uneven parts with empty ones."""
+    """Two tables of the number of rows from each rank to each rank. In the first, all numbers are equal. In the second,
+    they differ, and some are 0.
+    """
     uneven = [[(3 * source + target) % 4 * size for target in range(n)] for source in range(n)]
     return [[[size] * n] * n, uneven]
 
@@ -151,7 +153,7 @@ def test_a_call_comes_after_what_the_stream_has_and_before_what_comes(rank: int,
     with device_array.stream(stream):
         x = on_device(np.zeros(1000, np.float32))
         for turn in range(3):
-            compute.add(x, rank + 1, delay=0.05)  # has not finished when the call is made
+            compute.add(x, rank + 1, delay=0.05)  # still runs on the device when the call is made
             y = mscomm.all_reduce(x)
             assert (y.to_numpy() == 3 * (turn + 1)).all()
     assert violations() == []
@@ -242,20 +244,20 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """While torch.cuda.graph captures, no thread may query an event, because the driver counts that as unsafe."""
+    """While torch.cuda.graph captures a stream, the driver lets no thread query an event, because it is unsafe."""
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)
     with device_array.runtime().on(rank):
         assert library.cuStreamBeginCapture_v2(device_array.c_uint64(stream), 0) == 0
-        y = mscomm.all_reduce(x)  # not on the captured stream; the call is watched during the capture
+        y = mscomm.all_reduce(x)  # runs on another stream, and still runs during the capture
         time.sleep(0.2)
         assert library.cuStreamEndCapture(device_array.c_uint64(stream), device_array.byref(graph)) == 0
     assert (y.to_numpy() == 4).all()
     assert violations() == []
 
 
-# -- groups, and the end
+# -- groups, and release()
 
 
 @each_backend

@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int, group: No
         error = ends(lambda: mscomm.barrier(timeout=30))
         assert type(error) is mscomm.CollectiveTimeout and error.waiting_for == (1,), error
         tell(f"raised {rank}")
-    error = ends(lambda: mscomm.all_reduce(x))  # a call that was enqueued meanwhile ends too
+    error = ends(lambda: mscomm.all_reduce(x))  # raised even by a call that was enqueued after the failure
     assert type(error) is mscomm.CollectiveTimeout and "Waiting for: rank 1" in str(error), error
 
 
@@ -218,7 +218,8 @@ def test_release_after_a_failure_leaves_nothing_of_the_device(rank: int, group: 
     assert isinstance(error, mscomm.Error)
     mscomm.release()
     until = time.monotonic() + BOUND_S
-    while any((left := handles())[kind] for kind in ("comms", "streams", "events")):  # some are freed later
+    # Some are freed a little after release().
+    while any((left := handles())[kind] for kind in ("comms", "streams", "events")):
         assert time.monotonic() < until, left
         time.sleep(0.01)
     assert violations() == []

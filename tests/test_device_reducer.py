@@ -68,7 +68,9 @@ def gradients(rank: int, step: int, backend: str) -> dict[str, Array]:
 
 
 def mean_of_all(x: DeviceArray, backend: str, n: int) -> Array:
-    """The mean over the ranks. HCCL has none, and NCCL's is not exact for bfloat16; there it is the sum times 1/n."""
+    """The mean over the ranks. It is the sum times 1/n for HCCL, which has no "avg", and for bfloat16 with NCCL, whose
+    "avg" is not exact for that dtype.
+    """
     if backend == "nccl" and x.dtype != BFLOAT16:
         return mscomm.all_reduce(x, "avg").to_numpy()
     total = mscomm.all_reduce(x).to_numpy()
@@ -114,7 +116,7 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
     first, second, third = reducer.buffers
     for value, buffer in enumerate(reducer.buffers, 1):
         buffer[...] = on_device(np.full(buffer.shape, value, np.float32))
-    got = reducer.reduce([first, third, second])  # the last two are in each other's bucket
+    got = reducer.reduce([first, third, second])  # the last two arrays are the buffers of each other's gradient
     assert [float(one.to_numpy().reshape(-1)[0]) for one in got] == [1, 3, 2]
     turned = on_device(np.arange(600, dtype=np.float32).reshape(30, 20)).T
     assert (reducer.reduce([turned, second, third])[0].to_numpy() == turned.to_numpy()).all()
@@ -126,7 +128,8 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
 def test_a_step_comes_after_what_the_stream_has_and_before_what_follows(rank: int, group: None, backend: str) -> None:
     with device_array.stream(device_array.new_stream(rank)):
         x = [on_device(np.zeros(1000, np.float32)) for _ in range(4)]
-        reducer = GradientReducer(x, bucket_mb=0.004)  # one bucket each: the first three are sent asynchronously
+        # Each gradient has a bucket of its own. The first three buckets are sent asynchronously.
+        reducer = GradientReducer(x, bucket_mb=0.004)
         for one in x:
             compute.add(one, rank + 1, delay=0.02)
         got = reducer.reduce(x)
@@ -158,7 +161,8 @@ def test_the_library_is_told_once_of_memory_that_another_stream_uses(rank: int, 
             assert (reducer.reduce(x)[0].to_numpy() == 1).all()
     told = library.users[here:]
     assert [stream for _, stream in told] == [one for one in streams for _ in range(3)]
-    assert len({address for address, _ in told}) == 3  # the gradients, what is sent, and the residual
+    # Three arrays: the gradients, the compressed bucket, and the residual.
+    assert len({address for address, _ in told}) == 3
     assert violations() == []
 
 
@@ -214,7 +218,8 @@ def test_a_mean_in_few_bits(rank: int, backend: str, how: str) -> None:
         reducer = GradientReducer([on_device(np.zeros(100, np.float32))], compression=compression)
         odd = np.full(100, 1 + 2.0**-12 + rank, np.float32)
         got = sum(reducer.reduce([on_device(odd)])[0].to_numpy().astype(np.float64) for _ in range(64))
-        # The residual is at most one unit in the last place. If 1/3 were rounded to bfloat16, each step would be off.
+        # At most one unit in the last place is still in the residual. If the factor 1/3 were rounded to bfloat16, each
+        # step would add an error.
         assert np.abs(got - 64 * (2 + 2.0**-12)).max() < 2.0**-6
     assert violations() == []
 
@@ -287,7 +292,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank: int, group: No
             reducer.carry(rank)
             got = reducer.reduce([on_device(np.full(3, 10.0 * rank, np.float32))])[0]
             seen.append((float(got.to_numpy()[0]), reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # the means of ranks 1 and 2, and of rank 2 alone
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # the mean of ranks 1 and 2, and that of rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
     assert violations() == []
@@ -347,7 +352,7 @@ def test_a_dtype_that_the_library_does_not_add_up_is_told(rank: int, group: None
 @pytest.mark.parametrize("why", ["no kernels", "no memory"])
 @devices(2)
 def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, why: str) -> None:
-    if why == "no kernels":  # on rank 1, the library has no bfloat16 either
+    if why == "no kernels":  # and on rank 1, the array library has no bfloat16
         if rank == 1:
             del device_array.namespace.bfloat16
         with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):

@@ -96,14 +96,14 @@ def test_new_gradients_come_into_a_bucket_in_one_launch_and_others_lie_there(ran
             device.settle()
             before = launches()
             model(x * (rank + 1)).sum().backward()
-            assert launches() == before  # the only bucket is sent in wait()
+            assert launches() == before  # there is one bucket, which is sent in wait()
             here = [p.grad.data_ptr() for p in model.parameters()]
             reducer.wait()
             device.settle()
             moved = [at != p.grad.data_ptr() for at, p in zip(here, model.parameters(), strict=True)]
             assert (all(moved) if new else not any(moved)) and len(moved) == 40
             expected = 2 if compression else int(new)
-            # After the first step, the buckets get a new layout: each gradient is copied, and its residual too.
+            # After the first step, the buckets get a new layout. Then each gradient and each residual is copied.
             assert launches() - before == expected + (step == 0) * 40 * (2 if compression else 1)
     assert violations() == []
 
@@ -134,7 +134,7 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
             else:
                 assert name not in mine
     model.zero_grad()
-    with reducer.no_sync():  # the gradient of an earlier pass counts, even if the last pass makes none
+    with reducer.no_sync():  # its gradients are reduced, even if the last pass makes none
         model(torch.ones(2, 4), True).sum().backward()
     model(torch.ones(2, 4), False).sum().backward()
     reducer.wait()
@@ -162,7 +162,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank: int, backend: st
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
     assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
-    assert (owed["b"] == 2 * 2.0**-9).all()  # from both steps in which b took part
+    assert (owed["b"] == 2 * 2.0**-9).all()  # the sum of the residuals of the two steps in which b had a gradient
     assert violations() == []
 
 
@@ -219,7 +219,9 @@ def test_a_gradient_that_is_conjugated_by_name_only(rank: int) -> None:
 
 @devices(2)
 def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) -> None:
-    """So the arrays that autograd has made can be freed before wait()."""
+    """When a bucket is started, its gradients become views of the bucket, so autograd's arrays can be freed before
+    wait().
+    """
     import torch
 
     device = join()
@@ -232,7 +234,8 @@ def test_gradients_are_in_their_buckets_as_soon_as_these_are_started(rank: int) 
         there = [
             p.grad.data_ptr() == view.data_ptr() for p, view in zip(model.parameters(), reducer.buffers, strict=True)
         ]
-        assert 0 < there.count(False) < 4  # of 8 gradients, only those of the last bucket are missing
+        # Of the 8 gradients, only those of the last bucket are still autograd's arrays.
+        assert 0 < there.count(False) < 4
         reducer.wait()
         device.settle()
     assert violations() == []

@@ -37,11 +37,11 @@ torch = pytest.importorskip("torch")
 from fakes import managed_torch  # noqa: E402
 from fakes.managed_torch import is_managed  # noqa: E402
 
-# --- device numbers, on the host and back ---------------------------------------------------------------------------
+# --- copies from the device to the host and back ---------------------------------------------------------------------
 
 
 class Holds:
-    """A network that only holds these arrays as its parameters."""
+    """A network that only has parameters: the given arrays."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self.parameters = parameters
@@ -291,13 +291,13 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     managed_torch.settle_in_steps()
     data_parallel(parameter_broadcast=True)
     net = managed_torch.module(torch_net())
-    torch.manual_seed(rank)  # dropout zeroes other elements on each rank
+    torch.manual_seed(rank)  # so that dropout zeroes different elements on each rank
     with torch.no_grad():
         net[1].running_mean.fill_(rank)
     with tempfile.TemporaryDirectory() as folder:
         torch_model(net).train(2, Batches(rank, 2), ModelCheckpoint("net", folder, CheckpointConfig(5)))
         means = mscomm.all_gather_object([float(one) for one in net[1].running_mean])
-        assert means[0] != means[1]  # each rank's own batches make its means
+        assert means[0] != means[1]  # the running means are not shared: each rank computes its own
         again = managed_torch.module(torch_net())
         model = torch_model(again)
         (Path(folder) / "net-2_6.safetensors").unlink()
@@ -309,7 +309,7 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     assert violations() == []
 
 
-# --- PyTorch's devices, of which this machine may have none ----------------------------------------------------------
+# --- functions for PyTorch's devices, tested without one -------------------------------------------------------------
 
 
 def test_numbers_of_pytorch_s_tensors() -> None:

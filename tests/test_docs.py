@@ -54,7 +54,7 @@ def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
 
 
 def documented_variables() -> set[str]:
-    """The names in the first two columns of the tables of variables in the guide and in docs/env.md."""
+    """The names of variables in the guide and in docs/env.md: they are in the first two columns of the tables."""
     section = re.split(r"^## ", GUIDE.read_text().partition("## Environment variables")[2], maxsplit=1, flags=re.M)[0]
     section += (ROOT / "docs/env.md").read_text()
     rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]

@@ -16,7 +16,7 @@ from mscomm import environment
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python/mscomm"
 OURS = re.compile(r"(?:MSCOMM|MS)_[A-Z_]*[A-Z]")
-VALUES = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # values of MS_ROLE, which are no variables
+VALUES = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}  # these are values of MS_ROLE, not variables
 
 
 def module_of(path: Path) -> str:
@@ -25,7 +25,9 @@ def module_of(path: Path) -> str:
 
 
 def names_in_code() -> dict[str, set[str]]:
-    """The modules that use each name: a string that is one of the table's names, or looks like a name of ours."""
+    """For each variable, the modules that use it. A string in the code counts as a variable if it is in the table or
+    begins like mscomm's variables.
+    """
     known = {row.name for row in environment.VARIABLES}
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):

@@ -80,7 +80,8 @@ def test_it_is_resnet_50(example: dict[str, Any]) -> None:
         net = example["resnet50"](1000)
         shapes = [tuple(net(torch.empty(2, 3, side, side)).shape) for side in (32, 33, 224)]
     convolutions = [module for module in net.modules() if isinstance(module, torch.nn.Conv2d)]
-    assert len(convolutions) + 1 - 4 == 50  # the last layer counts, and the four on shortcuts do not
+    # The final linear layer counts as a layer; the four convolutions on shortcuts do not.
+    assert len(convolutions) + 1 - 4 == 50
     assert sum(p.numel() for p in net.parameters()) == 25_557_032  # the published number for ImageNet's 1000 classes
     assert shapes == [(2, 1000)] * 3
 

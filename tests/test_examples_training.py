@@ -364,7 +364,7 @@ def test_a_script_without_data_says_what_to_do(folder: Path) -> None:
 
 
 def test_a_failure_is_the_scripts_status(folder: Path, tmp_path: Path, table: str) -> None:
-    """The folder with the data is empty."""
+    """The training fails because the folder with the data is empty."""
     empty = tmp_path / "empty"
     empty.mkdir()
     done = bash(folder, "run.sh", empty, "2", RANK_TABLE_FILE=table)
@@ -415,8 +415,8 @@ def test_a_script_that_is_ended_leaves_no_process(folder: Path, few: Path, port:
         script.wait()
 
 
-# This program replaces Python. Its first process ends the script while that still starts others, and then takes a
-# moment to end itself.
+# The script starts this program instead of Python. The first process sends a signal to the script, which is still
+# starting other processes. When the script ends the first process, that process needs another half second.
 ENDS_ITS_STARTER = """#!/bin/bash
 if [ "$1" = -c ]; then echo 8118; exit; fi  # the script asks for a free port
 if [ "$2" = mscomm ]; then for ((i = 0; i < 50; i++)); do echo "$i $i"; done; exit; fi  # for `mscomm ranktable ranks`
@@ -440,7 +440,7 @@ while :; do sleep 0.1; done
 def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
     script: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """The script is ended before it has started all of its processes."""
+    """The first process that the script starts sends it a signal. The script has then not started all processes yet."""
     examples = shutil.copytree(EXAMPLES, tmp_path / "examples", symlinks=True)
     python, table, ended = (tmp_path / name for name in ("python", "table.json", "ended"))
     python.write_text(ENDS_ITS_STARTER)

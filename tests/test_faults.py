@@ -40,7 +40,8 @@ COLLECTIVES = {
     "all_reduce_many": lambda x: mscomm.all_reduce_many([x, x[:5]]),
     "all_gather_object": lambda x: mscomm.all_gather_object({"x": x}),
 }
-# One algorithm uses the arena, one the mesh, and one both. The others use the same mesh, so they are for long tests.
+# `arena` uses the arena, `direct` the mesh, and `hierarchical` both. The other algorithms use the mesh as `direct`
+# does, so only long tests run them.
 each_algorithm = pytest.mark.parametrize(
     "algo",
     [
@@ -311,7 +312,8 @@ def test_a_group_that_fails_leaves_the_others_whole(rank, group, algo):
     if rank >= 2:
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.all_reduce(np.ones(3), group=pair, timeout=0.5)
-            mscomm.all_reduce(np.ones(3), group=pair)  # rank 2 may complete the call above, where rank 3 had arrived
+            # For rank 2, the call above may succeed, because rank 3 had arrived in it.
+            mscomm.all_reduce(np.ones(3), group=pair)
         tell(f"rank {rank} has given up")
         with pytest.raises(mscomm.CollectiveTimeout, match="rank 2"):
             mscomm.barrier(group=pair)
@@ -369,7 +371,7 @@ def test_a_deadline_names_who_is_behind_and_not_the_neighbour(rank, group, algo)
         until_told(*(f"rank {other} has given up" for other in range(3)))
     with pytest.raises(mscomm.CollectiveTimeout, match="rank 3") as caught:
         mscomm.all_reduce(np.ones(7, np.float32), timeout=2)
-        mscomm.barrier()  # rank 3 may complete the call above, where the others had arrived
+        mscomm.barrier()  # for rank 3, the call above may succeed, because the others had arrived in it
     tell(f"rank {rank} has given up")
     assert caught.value.waiting_for == (3,)
     assert isinstance(caught.value, TimeoutError)
@@ -399,7 +401,7 @@ def test_control_c_in_a_call_passes_through_and_is_told_to_the_others(rank, grou
     if rank == 2:
         until_told("interrupted")  # so that this rank is outside calls when rank 1 is interrupted
     with pytest.raises(mscomm.Aborted, match=r"rank 1 .*was interrupted in barrier #2: KeyboardInterrupt"):
-        mscomm.barrier()  # rank 1 had arrived, so the last rank may complete #2
+        mscomm.barrier()  # call #2 may succeed on the last rank, because rank 1 had arrived in it
         mscomm.barrier()
 
 
@@ -486,7 +488,7 @@ def _cannot_withdraw(rank, group):
         until_told("rank 0 has given up")
         return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # no room for private pages in place of x or out
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))  # not enough for private copies of x and out
     with pytest.raises(mscomm.CollectiveTimeout, match=r"all_reduce #2 .*rank 1"):
         mscomm.all_reduce(x, out=out, timeout=0.5)
     tell("rank 0 has given up")
@@ -536,7 +538,7 @@ def _fails_with_a_record(rank, group, folder):
 
 
 def test_the_last_calls_are_recorded_with_their_lines(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):  # ranks 0 and 2 end with the Aborted error, which this body does not expect
+    with pytest.raises(AssertionError):  # in the job, ranks 0 and 2 end with an Aborted error
         _fails_with_a_record(tmp_path, folder=str(tmp_path / "record"))
     record = json.loads((tmp_path / "record" / "rank_0.json").read_text())
     assert "RuntimeError: boom" in record["cause"]

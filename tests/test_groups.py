@@ -231,7 +231,8 @@ def test_every_use_of_a_group_by_a_rank_that_is_no_member_raises(rank, group):
 def test_a_rank_that_is_no_member_may_forget_the_name_and_use_it_for_another_group(rank, group):
     first = mscomm.create_group("pair", [0, 1])
     if rank == 2:
-        again = mscomm.create_group("pair", [1, 0])  # with other ranks; a name means its newest group
+        # The ranks are in another order. From here on, the name means this new group.
+        again = mscomm.create_group("pair", [1, 0])
         assert again.ranks == [1, 0] and not first
         mscomm.destroy_group(first)
         with pytest.raises(RuntimeError, match=r"no member of pair: the members are \[1, 0\]"):
@@ -414,7 +415,7 @@ def test_a_thousand_groups_leave_nothing_behind(rank, group, algo, number):
             before = in_use()
     mscomm.barrier()
     after = in_use()
-    # `before` may be larger, if a peer had not yet freed its part of the last group.
+    # `before` can be larger than `after`: a peer may not have freed its part of the last group by then.
     assert all(after[what] <= before[what] for what in before), (before, after)
     assert list(job.default().groups) == ["world"]
     tables = (member._communicators, member._dialled, member._early, member._told, member._verdicts, member._met)
@@ -467,11 +468,11 @@ def test_abort_reaches_every_group_and_those_that_are_made_later(rank, group):
     own = mscomm.create_group("own", [rank])
     pair = mscomm.create_group("pair", [1, 2])
     if rank == 0:
-        mscomm.barrier()  # now the others have made their groups
+        mscomm.barrier()  # from here on, all ranks have made their groups
         mscomm.abort("stop")
     for one in (None, own, pair) if pair else (None, own):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop"):
-            while True:  # a group of one rank hears of the abort a little later
+            while True:  # the first calls may succeed in a group of one rank, which hears of the abort a little later
                 mscomm.barrier(group=one)
     for members in ([rank], [0, 1, 2]):
         with pytest.raises(mscomm.Aborted, match="rank 0 called abort: stop") as caught:

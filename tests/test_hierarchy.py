@@ -44,7 +44,7 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
         until_told("it was raised")
     with pytest.raises(mscomm.Mismatch) as caught:
         if rank == 3:
-            mscomm.all_gather(x)  # sends its header to all ranks
+            mscomm.all_gather(x)  # all ranks get the header of this call
         else:
             mscomm.all_reduce(x)
         mscomm.barrier()
@@ -58,7 +58,9 @@ def test_who_waits_in_shared_memory_hears_another_call_over_a_link(rank: int, gr
 @pytest.mark.parametrize("hosts", [TWO])
 @ranks(4, env={"MSCOMM_HOST_ID": "{hosts}"})
 def test_two_calls_that_meet_in_shared_memory_are_both_quoted(rank: int, group: Any, hosts: list[str]):
-    """The root of a broadcast waits for nobody, so it may meet the others in shared memory with its next call."""
+    """Rank 1, as root of a broadcast, waits for nobody. So its next call may already meet rank 0's all_reduce in shared
+    memory.
+    """
     x = np.ones(1000)
     mscomm.all_reduce(x)
     everybody_is_here()

@@ -330,7 +330,7 @@ def test_a_host_that_goes_away_ends_the_job_on_the_other(two: Hosts, key: str) -
     nodes[1].communicate()
 
 
-# -- other launchers' variables on real processes of two hosts
+# -- the variables of other launchers, set by hand for one process on each host
 
 
 def each(hosts: Hosts, env: dict[str, str], **more: str) -> list[tuple[int, str, str]]:

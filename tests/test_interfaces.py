@@ -47,13 +47,13 @@ def chosen(own: str, **env: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("eth1", "192.168.7.5"),  # eth10 has the same prefix, but eth1 is a whole name
-        ("eth", "10.0.0.5"),  # the prefix of a name
-        ("ib0,eth1", "192.168.7.5"),  # the first name that exists counts
-        ("eth1,eth0", "192.168.7.5"),  # the names count in this order
+        ("eth1", "192.168.7.5"),  # an interface is named eth1, so this does not match eth10
+        ("eth", "10.0.0.5"),  # "eth" is the prefix of a name
+        ("ib0,eth1", "192.168.7.5"),  # the first name that exists is used
+        ("eth1,eth0", "192.168.7.5"),  # the order of the names decides
         ("192.168.0.0/16", "192.168.7.5"),
         ("172.16.0.0/12, 192.168.0.0/16", "172.17.0.1"),
-        ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # a global address counts before a link-local one
+        ("^172.16.0.0/12,^eth1,^eth0", "fd00::7"),  # a global address is preferred to a link-local one
         ("^docker", "10.0.0.5"),
         ("eth,^eth0", "192.168.7.5"),
         ("fd00::/8", "fd00::7"),

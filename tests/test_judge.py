@@ -79,7 +79,7 @@ def test_a_deadline_names_who_is_silent_or_behind_and_not_who_waits_too():
     assert court.asking
     court.here(
         0, Progress(7, False, "after it failed"), now=0.01
-    )  # the answer of the rank that timed out does not count
+    )  # the judge ignores what the rank that timed out answers
     court.here(1, Progress(7, True, ""), now=0.01)
     court.here(2, Progress(7, False, "computes"), now=0.01)
     assert court.verdict is None
@@ -131,7 +131,7 @@ def test_a_rank_that_destroyed_the_group_is_said_to_have_done_so():
 
 
 def test_a_loss_without_a_name_waits_for_one_that_has():
-    """NCCL knows that a rank is lost, but not which one."""
+    """NCCL reports that some rank is lost, but not which one."""
     court = judge()
     court.failed(0, "PeerLost", [], "rank 0: nccl: remote process exited", 4, range(3), now=0)
     assert court.verdict is None
@@ -155,9 +155,9 @@ def test_a_rank_that_is_stuck_makes_all_tell_their_calls():
     assert court.verdict is None
     court.asking = False
     court.compare(2, 5, "all_reduce #5", now=0.5)
-    assert not court.asking  # all ranks were asked a moment ago
+    assert not court.asking  # the hub does not ask again, because it asked all ranks a moment ago
     court.compare(2, 5, "all_reduce #5", now=2)
-    assert court.asking  # asks again, because rank 1 may have come to the call meanwhile
+    assert court.asking  # the hub asks again, because rank 1 may have come to the call by now
     court.called(1, 5, "all_gather #5", now=2)
     assert court.verdict[:3] == ("Mismatch", (1,), ())
     assert "ranks 0, 2 called all_reduce #5; rank 1 called all_gather #5" in court.verdict.text

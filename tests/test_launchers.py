@@ -401,7 +401,7 @@ def test_torchrun_restarts_the_ranks(torchrun: str, tmp_path: Path, port: int) -
     assert (done.returncode, done.stdout) == (0, "again\n" * 2), done.stderr
 
 
-# -- launchers by their variables, on one host
+# -- launchers that are recognised by their variables, on one host
 
 
 TABLE = {
@@ -669,4 +669,4 @@ def test_the_quickstart_by_mpirun(alone: list[float], tmp_path: Path, mpi: Envir
     values = losses(log)
     assert len(values) == 4 * 20
     assert sorted(values, reverse=True) == pytest.approx(sorted(alone * 4, reverse=True), rel=0, abs=1e-6)
-    assert all(values.count(value) % 4 == 0 for value in set(values))  # each of the 4 ranks prints each loss
+    assert all(values.count(value) % 4 == 0 for value in set(values))  # all 4 ranks print the same losses

@@ -28,7 +28,7 @@ class Answer:
 
 
 class Unusual(Exception):
-    """An exception that pickle cannot make again, because pickle passes only its args, and here these are one text."""
+    """An exception that cannot be unpickled: the constructor takes two arguments, but `args` has only one text."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -81,7 +81,7 @@ def stops():
 
 
 class NotMadeAgain(Exception):
-    """An exception that can be pickled, but not unpickled, because its args alone are not enough."""
+    """An exception that can be pickled, but not unpickled, because `args` does not have the argument `two`."""
 
     def __init__(self, one, *, two):
         super().__init__(one)
@@ -153,7 +153,7 @@ def test_ranks_have_the_flags_and_the_path_of_the_process_that_starts_them(tmp_p
 def test_a_result_that_was_not_written_to_its_end_is_none():
     file = os.memfd_create("call")
     os.write(file, pickle.dumps(function._Outcome(b"x" * 100))[:-10])
-    assert function._outcome(0, file, 0) is None  # the rank was killed while it wrote, and that is the error to raise
+    assert function._outcome(0, file, 0) is None  # as after a kill; launch() then raises how the rank ended
     os.close(file)
 
 

@@ -135,7 +135,7 @@ def test_a_door_without_descriptors_gives_up_the_oldest_stranger_first():
 
 
 def test_a_door_without_descriptors_rests_and_opens_again():
-    """The hub accepts connections through such a door. Without descriptors, it must neither spin nor end."""
+    """The hub accepts connections through a Door. If no descriptor is left, the hub must neither spin nor end."""
     entered = []
     with listening() as listener, selectors.DefaultSelector() as selector:
         door = links.Door(
@@ -207,7 +207,7 @@ def test_as_many_as_are_expected_may_be_in_their_hello_at_once():
     with listening() as listener, contextlib.ExitStack() as stack:
         early = [
             stack.enter_context(links.connect(listener.getsockname(), soon())) for _ in wanted
-        ]  # none of them sends anything yet
+        ]  # none of these connections sends anything yet
         results = {}
         mine = Identity(JOB, VERSION, 0, 1)
         acceptor = threading.Thread(

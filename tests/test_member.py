@@ -91,10 +91,12 @@ def test_a_forked_child_lets_go_of_the_control_link():
 
 @ranks(2)
 def test_a_failing_worker_writes_to_no_descriptor_that_the_member_has_closed(rank):
-    """The core writes to its own copy of the descriptor, because another file may have the old number by then."""
+    """The core writes to its own copy of the descriptor. After the member has closed the original, its number may
+    belong to another file.
+    """
     group = resolve(None)
     if rank == 1:
-        eventually(lambda: group.core.failure() is not None)  # until rank 0 closes its link without a message
+        eventually(lambda: group.core.failure() is not None)  # rank 0 will close its link without a message
         os._exit(0)
     work = mscomm.all_reduce(np.ones(1), async_op=True)
     reader, writer = os.pipe()

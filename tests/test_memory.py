@@ -33,7 +33,7 @@ def may_read_each_other() -> bool:
 
 
 def pieces(make, rank: int, n: int) -> None:
-    """Make each collective call that only moves data, with pieces of all sizes."""
+    """Make each collective call that only moves data, with pieces of all SIZES. Check the results."""
 
     def drawn(size: int, seed: int) -> np.ndarray:
         x = make(size, np.uint8)
@@ -69,7 +69,9 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @pytest.mark.parametrize("n", [2, 3])
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
-    """A peer must not read an array while its owner overwrites it. Only the owner's post tells the peers about that."""
+    """One rank's call is in place, and so overwrites x. The peers know this only from that rank's post. They must not
+    read its x while it changes.
+    """
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]
         x = sent[rank].copy()
@@ -82,7 +84,7 @@ def test_one_rank_in_place_and_the_others_not(rank, group, n):
 @pytest.mark.parametrize("memory", ["private", "mixed"])
 @ranks(2)
 def test_long_sums_of_two_ranks_have_the_same_bits(rank, group, memory, in_place):
-    """From 2 MiB on, a rank reads its peer's array directly."""
+    """From 2 MiB on, each of the two ranks reads the peer's array directly."""
     for count in (1 << 19, (5 << 18) + 1, 3_000_001):
         xs = [np.random.default_rng(seed).standard_normal(count, np.float32) for seed in range(2)]
         x = (mscomm.empty if memory == "mixed" and rank == 1 else np.empty)(count, np.float32)
@@ -101,10 +103,11 @@ def forbid_reading_me() -> None:
 
 
 def give_up_tracing() -> None:
-    """Drop CAP_SYS_PTRACE from this thread, which an ordinary user's thread does not have (capabilities(7))."""
+    """Drop the capability CAP_SYS_PTRACE from this thread. Ordinary users do not have it (capabilities(7))."""
     version, sys_ptrace = 0x20080522, 19
     header = (ctypes.c_uint32 * 2)(version, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: for capabilities 0 to 31, then from 32
+    # (effective, permitted, inheritable) for capabilities 0 to 31, then for those from 32.
+    sets = (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, sets) == 0
     sets[0] &= ~(1 << sys_ptrace)
@@ -181,7 +184,9 @@ print(_core.describe_memory(True))
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed (util-linux)")
 @pytest.mark.skipif(not _core.describe_memory(True).startswith("a tmpfs"), reason="memory is in memfds in any case")
 def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
-    """Root in this user namespace may not mount a tmpfs outside of it, and cannot make another namespace."""
+    """The job runs as root of a user namespace. This root may not mount a tmpfs in the outer mount namespace, and
+    cannot make a namespace of its own.
+    """
     script = tmp_path / "sum.py"
     script.write_text(SUM)
     forbidden = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
@@ -200,7 +205,9 @@ def test_without_a_tmpfs_of_ones_own_it_is_a_memfd(tmp_path):
 
 @ranks(2)
 def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(rank, group):
-    """The hub may have told the other rank to use the group's control memory before this rank gave up."""
+    """Before rank 0 gives up create_group, the hub may have told rank 1 where the group's control memory is. So rank 0
+    must not use that memory for another group.
+    """
     if rank == 1:
         other = mscomm.create_group("pair", [0, 1])
         mscomm.barrier()
@@ -225,7 +232,7 @@ def test_control_memory_of_an_interrupted_meeting_is_not_used_for_another_group(
 @ranks(2)
 def test_other_threads_run_while_a_large_array_is_released(rank, group):
     """The kernel takes long to free the array's pages, so the release must let other threads run."""
-    sys.setswitchinterval(100)  # a thread then runs only while the other one lets it
+    sys.setswitchinterval(100)  # so threads switch only where one of them releases the GIL
     steps, stop = [0], threading.Event()
 
     def count():
@@ -249,7 +256,7 @@ def test_other_threads_run_while_a_large_array_is_released(rank, group):
 
 @ranks(1)
 def test_synchronous_calls_wake_no_thread(rank, group):
-    """Once there is a worker for asynchronous calls and messages, it must sleep until there is work for it."""
+    """An asynchronous call and a message have started worker threads. These must sleep during synchronous calls."""
     x = np.ones(2, np.float32)
     mscomm.all_reduce(x, async_op=True).wait()
     mscomm.send(x, 0, async_op=True)

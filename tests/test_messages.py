@@ -18,11 +18,11 @@ from ranks import TOLD, everybody_is_here, ranks, tell, until_told
 import mscomm
 
 SPLIT = {"MSCOMM_HOST_ID": "{host}"}
-LARGE = 4 << 20  # so many bytes are announced first, and sent when the recv is called
+LARGE = 4 << 20  # bytes; a message of this size is announced first, and its data is sent after the recv is called
 
 
 def links(n):
-    """Parametrize a test: all ranks on one host, over unix sockets, and each rank on a host of its own, over TCP."""
+    """Decorator: the test runs with all ranks on one host, over unix sockets, and with a host for each rank, over TCP."""
     return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
 
 
@@ -296,7 +296,8 @@ def test_sendrecv_around_a_ring_and_in_pairs(rank, group, host):
         out = np.zeros(size, np.float32)
         assert mscomm.sendrecv(value(rank, right, size), right, out, left, 4, 4) is out
         assert np.array_equal(out, value(left, rank, size))
-        # Next: each rank with itself, and then rank 0 to rank 1 and from any source, while others call send and recv.
+        # Each rank exchanges with itself. Then rank 0 calls sendrecv, which sends to rank 1 and receives from any rank,
+        # while rank 1 calls recv and rank 2 calls send.
         status = mscomm.Status()
         mscomm.sendrecv(value(rank, 9, size), rank, out, rank, send_tag=1, recv_tag=1)
         assert np.array_equal(out, value(rank, 9, size))
@@ -412,7 +413,7 @@ def test_a_waiting_recv_uses_no_cpu(rank, group):
 @ranks(2)
 def test_a_forked_child_can_neither_send_nor_receive_and_harms_nobody(rank, group):
     other = 1 - rank
-    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # this starts the mailbox's thread
+    work = mscomm.recv(np.zeros(2), other, tag=1, async_op=True)  # an asynchronous recv starts the mailbox's thread
     mscomm.send(np.ones(1), other)
     mscomm.recv(np.zeros(1), other)
     child = os.fork()
@@ -548,7 +549,7 @@ def test_a_deadline_of_a_recv_from_any_names_all_that_could_have_sent(rank, grou
 @ranks(3, env=SPLIT)
 def test_a_recv_from_any_ends_when_all_others_have_left_and_not_before(rank, group, host):
     if rank == 1:
-        mscomm.send(np.full(1, 1), 0)  # rank 1 leaves while its message is on its way
+        mscomm.send(np.full(1, 1), 0)  # after this, rank 1 leaves, while its message is on its way
     if rank:
         if rank == 2:
             mscomm.recv(np.zeros(1), 0, tag=1)
@@ -584,7 +585,7 @@ def test_a_killed_rank_ends_a_recv_from_any(rank, group):
 @ranks(3)
 def test_a_sendrecv_whose_send_fails_does_not_wait_for_its_recv(rank, group):
     if rank == 1:
-        mscomm.recv(np.zeros(1), 0)  # this makes a link; then rank 1 leaves
+        mscomm.recv(np.zeros(1), 0)  # this makes a link to rank 0; after it, rank 1 leaves
     elif rank == 2:
         until_group_breaks()
     else:

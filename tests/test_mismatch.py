@@ -53,7 +53,7 @@ def perform(made: Made) -> None:
 
 
 def words(made: Made) -> str:
-    """The text by which the error message must name the call."""
+    """How the error message must describe the call."""
     what, dtype, shape, op, root = made
     if what == "barrier":
         return "barrier #2"

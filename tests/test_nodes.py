@@ -91,7 +91,7 @@ def test_node_0_shows_what_is_wrong_with_the_other_node(nodes: Nodes, tmp_path: 
     assert wrong != "key" or "could not prove that it has the key of this job" in line
     _, err = node_1.communicate(timeout=30)
     assert node_1.returncode == 1 and theirs in err, err
-    if wrong == "program":  # the node had connected before it failed, so the job is over, and rank 0 hears why
+    if wrong == "program":  # node 1 had already joined the job, so its failure ends the job
         line_with(node_0, "PeerLost: rank 1")
         assert node_0.wait(30) == 1
     else:

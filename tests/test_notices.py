@@ -25,7 +25,7 @@ from mscomm.dataset import transforms, vision
 PACKAGE = Path(mscomm.__file__).parent
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-# Options that no code has to read, and why.
+# Options that no code needs to read, each with the reason.
 FULFILLED = {
     "output_numpy": "arrays are NumPy's in any case",
     "do_copy": "arrays are new in any case",
@@ -36,7 +36,9 @@ FULFILLED = {
 # --- each accepted option has an effect, a row, or an error ----------------------------------------------------------
 
 
-STRINGS = {  # all strings of the package outside the tables of options; the name of an option among them is a use of it
+# All strings in the package's code, except in the files with the tables of options. If an option's name is one of
+# these strings, the option counts as used.
+STRINGS = {
     node.value
     for path, tree in TREES.items()
     if path.name not in ("context.py", "notices.py")
@@ -93,9 +95,9 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
     options = {name for name, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except OSError:  # the __init__ of a dataclass has no source; its fields are read by name
+    except OSError:  # a dataclass's __init__ has no source; other code reads the fields
         return set()
-    kept: dict[int, str] = {}  # assignments that only store an option in an attribute
+    kept: dict[int, str] = {}  # the attributes in which an option is only stored, by the id of the option's node
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             kept[id(node.value)] = node.targets[0].attr
@@ -219,7 +221,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
         assert job.wait(60) == [0, 0, 0], job.logs()
         told = [warned(job.output(rank)) for rank in range(3)]
         names = ["save_graphs=2", "search_mode=", "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "full_batch=True"]
-    else:  # before init() has ended, only the scheduler knows the rank
+    else:  # a rank that a scheduler assigns is known only after init()
         env = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), **recovery}
         roles = ["MS_SCHED", "MS_WORKER", "MS_WORKER"]
         processes = [
@@ -239,7 +241,7 @@ def test_one_rank_of_a_job_tells_also_what_was_set_before_init(launcher, tmp_pat
     assert all(name in line for name, line in zip(names, speaking[0], strict=True))
 
 
-# --- several models although one was meant ---------------------------------------------------------------------------
+# --- ranks that train separate models by mistake ---------------------------------------------------------------------
 
 ALONE = """
 import sys, mscomm

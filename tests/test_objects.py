@@ -1,4 +1,4 @@
-"""Python objects between ranks: what arrives unchanged, what is refused and where, and bytes that pack() never made."""
+"""Python objects sent between ranks: which arrive unchanged, which are refused, and bytes that pack() never made."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Slots:
 @mscomm.register_object
 class Phase(enum.Enum):
     TRAIN = "train"
-    TEST = object()  # a value that cannot be sent
+    TEST = object()  # this value cannot be sent, but Phase.TEST can
 
 
 @mscomm.register_object
@@ -96,7 +96,7 @@ mscomm.register_object(Ratio, lambda x: (x.numerator, x.denominator), lambda par
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether both are equal and have the same types throughout; NaN equals NaN, and -0.0 differs from 0.0."""
+    """Whether a and b are equal and have the same types throughout. Here NaN equals NaN, and -0.0 differs from 0.0."""
     if type(a) is not type(b):
         return False
     if dataclasses.is_dataclass(a):
@@ -258,7 +258,7 @@ def test_an_object_is_one_msgpack_value():
 
 def test_a_dataclass_comes_back_as_it_was():
     whole = Config(0.5, [1])
-    assert whole.depth == 1  # a cached property is not a field, and is computed again
+    assert whole.depth == 1  # a cached property, which is now stored in `whole`, but is not sent
     back = unpack(pack(whole))
     assert back == whole and back.lr == [0.5] and "depth" not in vars(back)
     object.__setattr__(whole, "late", 1)
@@ -834,7 +834,8 @@ def test_the_time_limit_is_for_both_exchanges_together(name, monkeypatch):
         mscomm.release()
     assert limits[0] == 100
     assert 50 < limits[1] <= 99.95
-    assert 0 < limits[3] < 0.01  # no time is left, as the second exchange reports
+    # No time is left, but the second exchange runs for a moment, so that it can report the timeout.
+    assert 0 < limits[3] < 0.01
 
 
 @pytest.mark.parametrize("function", [mscomm.all_gather_object, mscomm.broadcast_object])

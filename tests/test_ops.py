@@ -1,4 +1,4 @@
-"""MindSpore's operators, functions and module paths: results, arguments, and that the names refer to mscomm's own."""
+"""MindSpore's names in mscomm (operators, functions, module paths): results, arguments, and what a name refers to."""
 
 from __future__ import annotations
 

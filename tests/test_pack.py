@@ -194,7 +194,7 @@ def test_what_copies_cannot_do_is_refused_with_the_reason(rank: int, how: str) -
     assert violations() == []
 
 
-# -- what only kernels do
+# -- what the kernels do and copies cannot do
 
 
 @with_kernels
@@ -240,7 +240,7 @@ def test_error_feedback_keeps_what_rounding_takes(rank: int, how: str) -> None:
         pack(core, bucket, [on_device(x) for x in parts], residual, scale=0.5, largest=largest)
         total = whole * np.float32(0.5) + owed
         expected = np.clip(total, -largest, largest).astype(into)
-        # A total at or beyond the limit is rounded towards zero by the kernel.
+        # The kernel rounds totals at or beyond the limit towards zero, so only the others must equal NumPy's.
         near = np.abs(total) >= largest
         assert same(DeviceArray.from_numpy(bucket.to_numpy()[~near]), expected[~near])
         sent = bucket.to_numpy().astype(np.float32)

@@ -115,13 +115,13 @@ AN_ID = "expected the device's number on its server from 0 to 1023, as text"
 
 
 def twice(content: bytes, key: str) -> bytes:
-    """The content with one more pair of that key, which has another value, in front of the first."""
+    """The content with the key twice: a pair `key: "7"` is inserted before the first pair with that key."""
     return content.replace(f'"{key}":'.encode(), f'"{key}": "7", "{key}":'.encode(), 1)
 
 
 WHOLE = json.dumps(table()).encode()
 
-# For each mistake: the content of the file, and the full text of its first error, which follows the file's name.
+# For each mistake: the content of the file, and the full text that follows the file's name in the first error.
 FILES = {
     "empty": (b" \n", "it is empty; `mscomm ranktable make` writes a rank table"),
     "too long": (b" " * (LARGEST_BYTES + 1), "it has more than 16 MiB; no rank table is that long"),
@@ -531,7 +531,7 @@ def test_the_longest_files_are_told_before_the_time_limit_of_the_tests(content: 
     refused(content)
 
 
-# -- the variables
+# -- environment variables that name the table and the rank
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_gradients_may_lie_in_the_buffers(rank, group):
     assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
     assert all((one == 0.5).all() for one in got)
     first[...], second[...], third[...] = 1, 2, 3
-    got = reducer.reduce([first, third, second])  # the last two are in each other's bucket
+    got = reducer.reduce([first, third, second])  # the last two arrays are the buffers of each other's gradient
     assert (got[0] == 1).all() and (got[1] == 3).all() and (got[2] == 2).all()
 
 
@@ -169,7 +169,8 @@ def test_what_compression_takes_away_is_added_later(rank, group, compression):
     reducer = GradientReducer([np.zeros(1000, np.float32)], compression=compression)
     odd = np.full(1000, 1 + 2.0 ** (-9 if compression == "bf16" else -12), np.float32)  # between two 16-bit numbers
     got = sum(reducer.reduce([odd])[0].astype(np.float64) for _ in range(64))
-    # Without feedback, each step would lose at least a quarter of a unit. With it, all steps lose at most one unit.
+    # Without the residual, each step would lose at least a quarter of a unit. With it, all 64 steps together lose at
+    # most one unit.
     unit = 2.0**-7 if compression == "bf16" else 2.0**-10
     assert np.abs(got - 64 * odd.astype(np.float64)).max() <= unit
     assert mscomm.all_gather(got[None]).std(axis=0).max() == 0
@@ -190,7 +191,7 @@ def test_what_is_owed_to_a_gradient_that_nobody_has_waits(rank, group):
         assert (b.grad is not None and bool((b.grad == 1).all())) == used
     owed = reducer.state_dict()["residual"]
     assert (a.grad == 1).all() and (owed["a"] == 0).all()  # a's residual was sent in the third step
-    assert (owed["b"] == 2 * 2.0**-9).all()  # from both steps in which b took part
+    assert (owed["b"] == 2 * 2.0**-9).all()  # the sum of the residuals of the two steps in which b had a gradient
 
 
 @ranks(2)
@@ -222,7 +223,9 @@ def test_a_reducer_goes_on_where_another_was(rank, group):
 @pytest.mark.parametrize("ranks", range(1, 40))
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_a_sum_of_the_largest_that_ranks_may_give_is_in_range(dtype: str, ranks: int) -> None:
-    """The limit is not just LARGEST / ranks, because 65504 / 3 rounds up, and three times that is infinite."""
+    """The limit cannot simply be LARGEST / ranks. For example, 65504 / 3 rounds up in float16, and three times the
+    rounded value is infinite.
+    """
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     limit = largest(kind, ranks)
     assert float(np.array(limit, kind)) == limit > 0.99 * LARGEST[dtype] / ranks
@@ -304,7 +307,7 @@ def test_ranks_that_begin_with_different_weights_are_told(rank, group):
     weights = {"same": np.zeros(3), "w": np.full(3, np.float32(rank // 2))}
     GradientReducer(weights, exclude=["w"])
     assert not told
-    GradientReducer(weights)  # only warns, because the arrays need not be the weights
+    GradientReducer(weights)  # a warning, not an error, because the arrays need not be weights
     assert len(told) == (rank == 0)
     assert all("ranks 0 and 2 of the group begin with different weights, of w; use one seed" in one for one in told)
     frozen = {**weights, "same": np.zeros(3)}
@@ -404,7 +407,9 @@ def convolutions() -> Any:
 
 
 def trained_on_shards(wrap: Any, rank: int, n: int) -> Any:
-    """Train for 20 steps. wrap(model) returns the forward function and what to call before and after backward()."""
+    """Train for 20 steps on this rank's part of each batch. wrap(model) returns the forward function, a function to
+    call before backward(), and a function to call after backward(). Returns the trained model.
+    """
     import torch
 
     model = convolutions()
@@ -443,7 +448,7 @@ def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
     ours = trained_on_shards(by_mscomm, rank, n)
     theirs = trained_on_shards(by_ddp, rank, n)
     torch.distributed.destroy_process_group()
-    if n == 2:  # two numbers are added in one order only, and half of a sum is exact
+    if n == 2:  # exactly equal, because two numbers have only one order, and halving is exact
         assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert_same_weights(ours, theirs, 1e-3)
     if rank == 0:  # on other ranks, DistributedDataParallel takes rank 0's running means
@@ -492,7 +497,8 @@ def test_gradients_lie_in_the_arena_before_and_after_the_backward_pass(rank, gro
     loss_of(model, *batch(0, 8)).backward()
     before = [p.grad.data_ptr() for p in model.parameters()]
     again.wait()
-    assert before == [p.grad.data_ptr() for p in model.parameters()]  # the loaded order fits, so nothing moved
+    # The buckets have the right order from the beginning, so no gradient moves.
+    assert before == [p.grad.data_ptr() for p in model.parameters()]
 
 
 class Branches:
@@ -530,7 +536,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # the gradient of an earlier pass counts, even if the last pass makes none
+    with reducer.no_sync():  # its gradients are reduced, even if the last pass makes none
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()
@@ -567,7 +573,8 @@ def test_misuse_is_told(rank, group):
     reducer.wait()
     assert reducer.carried == 1
     last, first = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.half, torch.float))
-    reducer = GradientReducer([last, first])  # one bucket each; the one of float32 carries the number and is sent first
+    # Each parameter has its own bucket. The bucket of the float32 parameter carries the number and is sent first.
+    reducer = GradientReducer([last, first])
     first.sum().backward()
     with pytest.raises(RuntimeError, match=r"carry: too late for this step; call it before backward\(\)"):
         reducer.carry(2)

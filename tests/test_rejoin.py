@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from sessions import mscomm_run
 
-# A loop of collective calls that goes on when ranks are lost. After each rejoin, the ranks continue at the first step
-# that one of the survivors has not done. Variables say which ranks die:
-# VICTIMS "step:rank": the rank dies in its first life, soon after that step.
-# IN_INIT "rank:seconds": the rank dies in its second life, this long after it has called init.
-# IN_REJOIN "rank:seconds": the survivor dies this long after it has called rejoin.
+# A loop of collective calls that goes on when ranks are lost. After each rejoin, the ranks continue at the lowest step
+# that any of the survivors has not done. Environment variables say which ranks die:
+# VICTIMS="step:rank": the rank dies in its first life, at most 20 ms after that step begins.
+# IN_INIT="rank:seconds": the rank dies in its second life, this many seconds after it has called init.
+# IN_REJOIN="rank:seconds": the surviving rank dies this many seconds after it has called rejoin.
 LOOP = """
 import json, os, random, signal, sys, threading, time
 import numpy as np
@@ -343,7 +343,7 @@ life = int(os.environ["MSCOMM_RESTART_COUNT"])
 print("life", life)
 sys.exit(life < 2)
 """
-    env = {} if words else {"PET_MAX_RESTARTS": 2}  # torchrun's variable for the same
+    env = {} if words else {"PET_MAX_RESTARTS": 2}  # the variable by which torchrun sets --max-restarts
     done = job(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives
@@ -457,7 +457,8 @@ def test_each_node_starts_its_own_ranks_again(two_nodes, victim):
         assert code == 0, err
         assert out.count('"done": 150') == 2
         assert (f"rank {victim} is started again" in err) == (node == victim // 2)
-    assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]  # for the other node
+    # Node 0 prints the command that starts the other node.
+    assert "--max-restarts 1 -n 2" in ends[0][2] or "-n 2 --max-restarts 1" in ends[0][2]
 
 
 def test_a_rank_that_no_node_starts_again_ends_the_job_on_both(two_nodes):

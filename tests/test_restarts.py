@@ -27,7 +27,7 @@ def lose(job, rank, how="killed by SIGKILL", **words):
 
 
 def by_rank(job):
-    """Return the members in the order of their ranks. Before, they were in the order of joining."""
+    """Sort job.members, which is in the order of joining, by rank. Returns it."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -45,7 +45,7 @@ def test_a_lost_rank_is_admitted_again_and_all_begin_a_new_epoch():
             welcome = wait.ended().result
             assert (welcome.rank, welcome.size, welcome.epoch) == (rank, 3, 1), wait.error
             assert [fact["colour"] for fact in welcome.facts] == [0, "new", 2]
-        # All ranks are in the new world group, and hear of its failures.
+        # All ranks join the world group of the new epoch, and then hear of its failures.
         for member in (members[0], members[2], job.members[-1]):
             member.attach(world_id(1), Communicator(), undialled)
         ready = [Waits(member.ready, soon()) for member in (members[0], members[2], job.members[-1])]
@@ -63,7 +63,8 @@ def test_a_newcomer_hears_nothing_of_the_epoch_before_its_own():
         lose(job, 1, again=True)
         new = Waits(job.again(1).join, facts(3), soon())
         eventually(lambda: any("joined, 3 of 3" in line for line in job.log[-3:]))
-        members[0].report("Aborted", "of the old epoch", [0])  # for all groups; only the world has a verdict already
+        # A report for all groups; so far, only the world has a verdict.
+        members[0].report("Aborted", "of the old epoch", [0])
         waiting = [Waits(members[rank].rejoin, facts(3), soon()) for rank in (0, 2)]
         assert [wait.ended().result.epoch for wait in (new, *waiting)] == [1, 1, 1]
 
@@ -154,7 +155,8 @@ def test_who_gives_up_its_set_up_is_not_waited_for_by_the_others():
         for wait in [Waits(member.rejoin, facts(2), soon()) for member in members]:
             assert wait.ended().result.epoch == 1
         setting_up = Waits(members[0].ready, soon())
-        once_more = Waits(members[1].rejoin, facts(2), soon())  # as if a signal had ended rank 1's set-up
+        # As if a signal had interrupted rank 1 while it set up the epoch.
+        once_more = Waits(members[1].rejoin, facts(2), soon())
         assert isinstance(setting_up.ended().error, errors.PeerLost)
         assert "gave up its set-up" in str(setting_up.error)
         both = Waits(members[0].rejoin, facts(2), soon())

@@ -1,4 +1,6 @@
-"""A typical failure fits one screen and ends with cause and remedy; docs/errors.md and README.md show it as it is."""
+"""The output of a typical failure fits one screen and ends with its cause and a remedy. docs/errors.md and README.md
+show the real output.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ assert spec and spec.loader
 screens = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(screens)
 
-QUICK = ("mismatch", "script", "port", "ctrl-c")  # the other screens are only in `make test-all`
+QUICK = ("mismatch", "script", "port", "ctrl-c")  # only `make test-all` tests the other screens
 
 
 def documented(page: Path, name: str) -> str | None:

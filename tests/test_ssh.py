@@ -105,7 +105,7 @@ def test_the_ranks_of_a_list_of_hosts_are_one_job(start, tmp_path):
     process = start("--hosts", "127.0.0.1:1,127.0.0.2:2", "script.py", MSCOMM_ALGO="direct")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    ranks = "[(0, 0), (1, 0), (2, 1)]"  # in the order of the list; the host reached by ssh has two ranks
+    ranks = "[(0, 0), (1, 0), (2, 1)]"  # ranks are in the order of the list; the second host has two
     assert sorted(out.splitlines()) == [f"[{rank}] {ranks} {tmp_path} direct" for rank in range(3)]
 
 
@@ -152,7 +152,7 @@ def test_a_host_without_mscomm_or_without_the_script_is_named(start, sshd, tmp_p
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and re.search(r"127\.0\.0\.2: .*/nowhere/python: ", err), err
     assert "ssh ended with status 127. Every host needs mscomm for the same Python, " in err
-    # Each host reads the program itself. Here the program is gone when the other host looks for it.
+    # Each host reads the program's file. Here rank 0 deletes the file before the other host looks for it.
     body = "import os, time\nif os.environ['MSCOMM_RANK'] == '0': os.unlink('program')\nwhile True: time.sleep(1)\n"
     (tmp_path / "program").write_text(f"#!{sys.executable}\n{body}")
     (tmp_path / "program").chmod(0o755)

@@ -20,7 +20,8 @@ from mscomm import _core
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python/mscomm/_core.pyi"
 
-# What pybind11 adds to every class, and the constructors that classes lack: make_heap makes a Heap, and so on.
+# Differences that stubtest must accept: what pybind11 adds to every class, and classes without a constructor
+# (make_heap() makes a Heap, and so on).
 PYBIND11 = """
 mscomm\\._core\\.(Array|Call|Group|Heap|Peers|Runtime|Vendor|Work)
 mscomm\\._core\\.(Array|Call|Heap|Runtime|Vendor)\\.__init__
@@ -73,7 +74,8 @@ def test_the_stub_has_the_parameters_of_the_core(name):
         value = getattr(value, part)
     arguments = functions()[name].args
     stub = len(arguments.posonlyargs + arguments.args), [argument.arg for argument in arguments.kwonlyargs]
-    # stubtest cannot read the parameters of a compiled function, but the first line of its docstring lists them.
+    # stubtest cannot read the parameters of a compiled function. So this test reads the first line of the function's
+    # docstring, where pybind11 lists them.
     assert parameters(value.__doc__.splitlines()[0]) == stub
 
 

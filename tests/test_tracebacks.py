@@ -121,7 +121,7 @@ def test_what_a_rank_shows_and_goes_on_is_not_lost_or_taken_for_its_end(script):
     done = mscomm_run("-n", 2, script(body))
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("mscomm run: rank 1 failed first: exit code 7")
-    for rank in range(2):  # the ranks' texts differ, so both are shown, complete and before later output
+    for rank in range(2):  # both tracebacks are shown, because they differ, and before later output
         mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
         assert mine[0] == "Traceback (most recent call last):"
         assert mine[-3:] == ["ZeroDivisionError: division by zero", f"after {rank}", f"later {rank}"]
@@ -153,7 +153,8 @@ def test_a_hook_of_the_users_is_called_with_the_short_traceback(script):
         "    print('hook', [f.name for f in traceback.extract_tb(trace)], error.__cause__)\n"
         "sys.excepthook = hook\nmscomm.all_reduce(np.array(['a']))"
     )
-    # A hook that is set after init() replaces ours. Ours calls one that was set before.
+    # In the first run the user's hook is set after init(), and so replaces mscomm's hook. In the second run it is set
+    # before init(), and mscomm's hook calls it.
     after = mscomm_run("-n", 1, script(body))
     assert "[0] hook ['<module>', 'all_reduce'" in after.stdout
     path = script("")

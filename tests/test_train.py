@@ -49,7 +49,7 @@ def data_parallel(**options: Any) -> None:
 
 
 class Batches:
-    """This rank's part of each batch, in the form that dataset pipelines give: tuples of NumPy arrays."""
+    """This rank's part of each batch, as tuples of NumPy arrays, like those of a dataset pipeline."""
 
     def __init__(self, rank: int = 0, size: int = 1, number: int = BATCHES) -> None:
         rng = np.random.default_rng(0)
@@ -368,7 +368,7 @@ def test_one_flipped_bit_in_one_ranks_momentum(rank, group):
         for name, x in weights().items():
             assert (bits(x) == bits(weights_again()[name])).all()
 
-        as_earlier_versions_wrote(newest)  # without a checksum, only the comparison between ranks finds the difference
+        as_earlier_versions_wrote(newest)  # without a checksum, only the comparison between ranks finds the damage
         damaged, _ = numpy_line()
         assert damaged.resume(own) == (1, 6)
         with pytest.raises(ValueError, match=r"ranks 0 and 1 .* different optimizer states, of \['velocities'\]\[0\]"):
@@ -414,7 +414,7 @@ def test_what_a_lost_rank_had_is_kept_by_the_others(rank, group):
         files = ModelCheckpoint("line", folder, mscomm.CheckpointConfig(keep_checkpoint_max=1))
         with pytest.raises(mscomm.PeerLost, match="rank 1"):
             numpy_line()[0].train(1, Batches(rank, 2), [RankOneDies(), files])
-        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest that rank 1 has
+        assert "line-1_3.safetensors" in os.listdir(folder)  # the newest step that rank 1, too, has saved
         assert len(os.listdir(folder)) == 2
 
 
@@ -701,7 +701,7 @@ class Noisy(Line):
 
 
 class Schedule(mscomm.Callback):
-    """A callback for a scheduler of torch.optim.lr_scheduler, which steps at the end of each epoch."""
+    """A callback that steps a scheduler of torch.optim.lr_scheduler at the end of each epoch."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -749,7 +749,7 @@ class Slow(mscomm.Callback):
 
 
 def train_in(folder: Path, library: str, *callbacks: Any) -> None:
-    """Train as a script does that resumes if there is a checkpoint."""
+    """Train like a script that resumes from a checkpoint if there is one. Prints the resulting weights."""
     model, data, weights, schedules = TRAININGS[library](mscomm.get_rank())
     began = model.resume(folder)
     print(f"begins after {began}", flush=True)
@@ -820,7 +820,7 @@ model.train(1, Batches(rank, 2), ModelCheckpoint("line", folder, mscomm.Checkpoi
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Any:
-    """Mount a disk of one page. Gives a function that enlarges it, or None if this process may not mount."""
+    """Mount a file system of one page. Yields a function that enlarges it, or None if this process may not mount."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], capture_output=True).returncode:
         yield None

@@ -15,9 +15,9 @@ from mscomm.cluster.assemble import cpu_quota
 from mscomm.job import resolve
 
 WAIT_S = 5
-SHARE = 0.01  # of one core's time
+SHARE = 0.01  # the largest share of one core's time that a waiting rank may use
 
-WAYS = {  # for each: MSCOMM_ALGO, and the ranks' MSCOMM_HOST_ID
+WAYS = {  # for each name: the value of MSCOMM_ALGO, and the value of MSCOMM_HOST_ID for each rank
     "arena": ("all_reduce=arena", ["a"] * 8),
     "direct": ("direct", ["a"] * 8),
     "ring": ("ring", ["a"] * 8),
@@ -85,7 +85,9 @@ def test_a_rank_that_reads_later_than_the_node_timeout_is_not_lost(rank, group, 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is only one CPU")
 @ranks(2)
 def test_ranks_on_one_cpu_part_and_keep_their_affinity(rank, group):
-    """Both ranks run on one CPU, but may run on others. The higher rank moves to another CPU."""
+    """Both ranks are on one CPU, but are allowed to use others. In the next calls, the higher rank must move to another
+    CPU, and the set of allowed CPUs must stay the same.
+    """
     core = resolve(None).core
     mask = os.sched_getaffinity(0)
     x = np.ones(2, np.float32)

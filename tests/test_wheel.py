@@ -27,9 +27,9 @@ GLIBC_FLOOR = (2, 28)
 # The C library (before glibc 2.34, some of its parts are separate files), its loader, and the compiler's runtime.
 SYSTEM_LIBRARIES = r"(ld-linux-.*|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s))\.so\.\d+"
 
-# Symbols of which a build against a newer glibc needs newer versions, while a build against 2.28 does without them:
-# functions that moved into libc in 2.34, functions that were inline before 2.33, the C23 names of strtol, math
-# functions with new versions, and symbols that libstdc++ and libgcc need themselves.
+# Symbols that the test for old versions of glibc ignores. A build against a newer glibc needs newer versions of them,
+# but a build against 2.28 does not. They are functions that moved into libc in 2.34, functions that were inline before
+# 2.33, the C23 names of strtol, math functions with new versions, and symbols that libstdc++ and libgcc need.
 OLD_UNDER_A_NEW_NAME = (
     r"__libc_start_main|__libc_single_threaded|_dl_find_object|pthread_\w+|sem_\w+|dl(open|sym|close|error|addr|info)"
     r"|shm_open|shm_unlink|(timer|aio|mq)_\w+|__isoc23_\w+|f?l?stat(64|at)?|mknod(at)?|exp2?f?|log2?f?|powf?|fmod"

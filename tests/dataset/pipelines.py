@@ -58,7 +58,7 @@ def fillers() -> list[threading.Thread]:
 
 
 def none_is_left() -> bool:
-    """Wait for all threads to end, and return whether they have. A thread finishes its batch before it ends."""
+    """Wait up to 10 s for all threads to end: each one finishes its batch first. Returns whether all have ended."""
     until = time.monotonic() + 10
     while fillers() and time.monotonic() < until:
         time.sleep(0.001)

@@ -57,7 +57,7 @@ def test_a_pass_goes_on_at_any_batch_with_the_same_bits(folder, name, ahead):
         data.get_dataset_size()
         rows = data.create_tuple_iterator()
         for _ in range(taken):
-            next(rows, None) or next(rows)  # after the end of a pass, take the first batch of the next one
+            next(rows, None) or next(rows)  # at the end of a pass, take the first batch of the next pass
         state = json.loads(json.dumps(data.state_dict()))
         rows.close()
         ds.config.set_seed(123)  # must have no effect, because the state has a seed
@@ -126,13 +126,13 @@ def test_a_new_pass_after_a_break_is_the_next_epoch():
 
 
 def test_a_state_behind_the_last_batch_goes_on_with_the_next_pass():
-    def pipeline() -> Any:  # only a pass can tell how many rows its source has
+    def pipeline() -> Any:  # the number of rows is known only after a whole pass
         return ds.GeneratorDataset(lambda: iter([(i,) for i in range(4)]), ["x"]).batch(2)
 
     first = pipeline()
     rows = first.create_tuple_iterator(num_epochs=1)
     next(rows), next(rows)
-    state = first.state_dict()  # before the pass reports its end
+    state = first.state_dict()  # all batches were taken, but the iterator has not raised StopIteration yet
     rows.close()
     resumed = pipeline()
     resumed.load_state_dict(state)
@@ -180,7 +180,7 @@ def test_the_state_of_another_pipeline_is_refused(other):
 
 
 def test_what_happens_to_a_sample_does_not_depend_on_who_reads_it(folder):
-    """With 1 rank and with 3, a sample is augmented in the same way, whatever samples are read with it."""
+    """A sample is augmented in the same way by one rank that reads all samples and by three ranks that share them."""
 
     def changed(shards: int, shard: int) -> dict[bytes, bytes]:
         data = ds.Cifar10Dataset(folder, num_shards=shards, shard_id=shard)
@@ -205,7 +205,7 @@ def test_the_operations_of_a_map_draw_for_themselves(folder):
     plain = ds.Cifar10Dataset(folder, shuffle=False)
     twice = plain.map([vision.RandomHorizontalFlip(), vision.RandomHorizontalFlip()], "image")
     flipped = sum(not np.array_equal(one, other) for (one, _), (other, _) in zip(plain, twice, strict=True))
-    assert 24 < flipped < 72  # 48 within 5 standard deviations; it would be 0 if both drew the same numbers
+    assert 24 < flipped < 72  # 48 within 5 standard deviations; 0 if both flips drew the same numbers
 
 
 def test_maps_draw_for_themselves(folder):
