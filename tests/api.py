@@ -1,4 +1,4 @@
-"""For the tests of accepted and refused arguments (test_api_*.py): tables of mscomm's functions, and a forked child."""
+"""What several of the files test_api_*.py use: tables of mscomm's functions, and a function that forks a child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For the tests of `mscomm bench`: runs it on real ranks, and finds the peers (other libraries) that are installed."""
+"""Helpers of the tests of `mscomm bench`: run it on real ranks, and find the installed peers (other libraries)."""
 
 from __future__ import annotations
 

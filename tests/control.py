@@ -1,4 +1,4 @@
-"""For tests of the control plane: a hub in a thread, and members in the same process, connected by real sockets."""
+"""Helpers of the tests of the control plane: a hub in a thread and members in the same process, over real sockets."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def variables(backend: str = "nccl", library: str = "", **more: str) -> dict[str
 def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | None = None, **options: Any) -> Any:
     """Like @ranks. init() takes the backend from the test's parameter `backend`; without that parameter it is "nccl".
 
-    env: more variables than those that the stand-ins need. LIBRARY in env names the stand-in for the collectives.
+    env: further variables, besides those that the stand-ins need. LIBRARY in env names the stand-in for the
+    collectives.
     """
 
     def whole(rank: int, backend: str = "nccl", **parameters: Any) -> dict[str, str]:
@@ -70,7 +71,7 @@ def devices(n: int | str, env: dict[str, str] | Callable[..., dict[str, str]] | 
 # -- kernels, which the stand-in for the CUDA driver runs on the CPU
 
 # Two driver functions can load kernels; LOADED has the variables that make mscomm use each one. WITHOUT lists the cases
-# in which no kernels can be loaded, each with the reason that mscomm must print.
+# in which no kernels can be loaded, each with the reason that mscomm must give.
 LOADED = {"library": {"FAKE_CUDA_VERSION": "13000"}, "module": {"FAKE_CUDA_VERSION": "11080"}}
 WITHOUT = {
     "no image": "none, this mscomm was built without nvcc",

@@ -50,7 +50,7 @@ def algorithms_of(collective: str) -> list[str]:
 
 
 def real(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of the real part of a complex dtype; a real dtype itself."""
+    """The dtype of the real part if the given dtype is complex, otherwise the given dtype."""
     return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
 

@@ -27,7 +27,7 @@ from mscomm.bootstrap.launcher import CONTROL_FD
 
 ALIKE = 2  # interpreters per file. Each hashes strings differently, so that ranks see sets in different orders
 AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "JAX_", "XLA_")  # prefixes of variables that are read only at start
-_MOST_BYTES = 200_000  # the longest order
+_MOST_BYTES = 200_000  # the largest size of an order
 _ANSWERS_S = 120.0  # the longest wait for an answer: long enough to import PyTorch on a busy machine
 
 Order = dict[str, Any]

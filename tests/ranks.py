@@ -38,11 +38,13 @@ from mscomm.bootstrap.launcher import CONTROL_FD
 from mscomm.cluster import hub, security
 
 GRACE_S = 5.0  # the time that the other ranks have to report after the first failure
-TOLD = "RANKS_TOLD"  # a variable: the folder with the files by which the ranks of a job signal each other
+TOLD = "RANKS_TOLD"  # the variable that names the folder of the files by which ranks signal each other
 
 
 class Job:
-    """n rank processes under a hub in this process, started as `mscomm run` would; the test controls them."""
+    """n rank processes, and their hub in this process. The ranks are started as by `mscomm run`. The test controls
+    them.
+    """
 
     def __init__(
         self,

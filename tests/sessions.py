@@ -65,7 +65,7 @@ def mscomm_run(
 
 
 def invoke(command: click.Command, *words: object) -> Result:
-    """Run a command of click in this process."""
+    """Run a click command in this process. Returns its output and exit code."""
     return CliRunner().invoke(command, [str(word) for word in words])
 
 
@@ -95,7 +95,7 @@ def _session(process: psutil.Process) -> int:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether the process still runs. A zombie, which init may not have reaped yet, does not count."""
+    """Whether the process still runs. A zombie does not count as running: it has ended, but was not reaped yet."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

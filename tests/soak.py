@@ -87,7 +87,7 @@ def neighbour(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, **calm, "seed": f"{job['seed']}:beside", "size": 2, "hosts": job["hosts"][:2]}
 
 
-# -- a rank
+# -- what each rank of a job does
 
 
 @ranks("size", init=None)
@@ -163,7 +163,7 @@ def refused(group: Any) -> None:
 
 
 def misbehave(job: dict[str, Any]) -> None:
-    """What the victim does if the fault of this job comes at an iteration."""
+    """What the victim does if the fault of the job comes at an iteration or a step, and not after a time."""
     match job["fault"]:
         case "kill" if job["work"] == "train":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -203,7 +203,7 @@ def one_call(draw: random.Random, group: Any, i: int, functions: list[str]) -> N
 
 
 def message(x: np.ndarray[Any, Any], group: Any, i: int) -> np.ndarray[Any, Any]:
-    """Send a message from each rank to the next."""
+    """Send x to the next rank. Returns what the previous rank sent."""
     n, me, got = mscomm.get_group_size(group), mscomm.get_rank(group), np.empty_like(x)
     if n == 1:
         return x
@@ -301,7 +301,7 @@ class Running:
     def _end(self) -> None:
         hanging = [rank for rank in range(len(self._ranks)) if rank not in self._told]
         self.faults.append(f"ranks {hanging} did not end within {ENDS_WITHIN_S} s")
-        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # SIGUSR1 makes them print their stacks
+        for number, pause_s in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):  # SIGUSR1: print the stacks
             for rank in hanging:
                 self._ranks[rank].send_signal(number)
             time.sleep(pause_s)

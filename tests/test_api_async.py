@@ -142,7 +142,7 @@ def test_a_work_is_made_by_a_call_only():
 
 @ranks(2)
 def test_two_threads_that_wait_for_a_work_get_the_same_result(rank, group):
-    # Strided, so the result is first received elsewhere, and copied to out at the end.
+    # out is strided, so the call receives the result in another array and copies it to out at the end.
     out = np.zeros((2, 1000))[:, ::2]
     work = mscomm.all_gather(np.full((1, 500), rank + 1.0), out=out, async_op=True)
     got: list[Any] = []

@@ -1,4 +1,4 @@
-"""init() and release(): what works before, between and after them, and who a rank is."""
+"""init() and release(): what works before, between and after them, and what get_rank() and similar functions say."""
 
 from __future__ import annotations
 

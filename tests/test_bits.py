@@ -168,7 +168,9 @@ def test_the_last_scan_is_all_reduce_to_the_bit(rank, group, algorithm):
 
 
 def mixed_list(rank: int, op: str) -> list[Array]:
-    """Arrays of every dtype that has op, with several shapes and kinds of memory, including empty and 0-d arrays."""
+    """Arrays of every dtype that supports op, in several shapes and kinds of memory. Some are empty, some
+    0-dimensional.
+    """
     arrays = []
     for dtype in DTYPES:
         if op not in ops_of(dtype):

@@ -267,7 +267,7 @@ def test_a_started_call_uses_the_memory_that_a_tensor_had(rank, group):
         if rank == 0:
             x.data = torch.zeros(1)
             gc.collect()
-            # Would overwrite x if its memory had been freed.
+            # These arrays would overwrite x if x's memory had been freed.
             others = [np.full(1 << 20, 7, np.float32) for _ in range(4)]
             mscomm.send(np.ones(1), 1)
             del others

@@ -116,7 +116,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path):
             arrays, metadata = tensorfile.read(path)
         except ValueError:
             found += 1
-        else:  # no error only if the bit is in the checksum's key, or in the spaces after the header
+        else:  # the flip may stay unnoticed only in the checksum's key and in the spaces after the header
             assert set(arrays) == {"x", "y"} and (arrays["x"] == np.arange(3.0)).all() and arrays["y"] == 1
             assert metadata["who"] == "me" and metadata["when"] == "now"
             assert arrays["x"].dtype == np.float64 and arrays["y"].dtype == np.int16

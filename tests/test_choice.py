@@ -35,7 +35,9 @@ def test_what_is_forced_is_not_asked_about_its_size():
 @pytest.mark.parametrize(("n", "chain"), [(2, None), (4, 256 << 10)])
 @ranks("n", env={"MSCOMM_HOST_ID": "{rank}"})
 def test_a_long_broadcast_over_links_goes_along_a_chain(rank: int, group: Any, n: int, chain: int | None):
-    """A chain costs n-2 more windows of 128 KiB, a tree log2(n)-1 more messages. The cheaper of the two is chosen."""
+    """The faster algorithm is chosen. A chain takes the time of one message and n-2 windows of 128 KiB. A tree takes
+    the time of log2(n) messages.
+    """
     core = resolve(None).core
     for size in (8, (256 << 10) - 1, 256 << 10, (1 << 20) + 1):
         assert core.chosen(size)["broadcast"] == ("ring" if chain and size >= chain else "tree")

@@ -44,7 +44,7 @@ def test_every_function_of_the_core_is_here():
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
-STRIDE = 61  # the distance between the values of two ranks in a pool
+STRIDE = 61  # the values of rank r are a slice of an array that all ranks have, and begin at r * STRIDE
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def pool(make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any]) -> A
 def values_of(
     make: Callable[[np.dtype[Any], int], Array], dtype: np.dtype[Any], rank: int, shape: tuple[int, ...]
 ) -> Array:
-    """The values of one rank. Every rank computes the same values for it."""
+    """The values of the given rank. They are the same, on whichever rank this is called."""
     return pool(make, dtype)[rank * STRIDE :][: math.prod(shape)].reshape(shape)
 
 
@@ -164,7 +164,8 @@ def unaligned(values: Array) -> Array:
     return array
 
 
-# The kinds of memory for x, and below those for out. With "mixed", neighbouring ranks have different kinds.
+# How to make x in each kind of memory; OUT does the same for out. With "mixed", neighbouring ranks have different
+# kinds.
 X: dict[str, Callable[[Array, int], Array]] = {
     "private": lambda values, rank: values.copy(),
     "shared": lambda values, rank: shared(values),
@@ -296,7 +297,7 @@ class Ledger:
 
 
 def sizes(dtype: np.dtype[Any], n: int) -> list[int]:
-    """Numbers of elements to test: 0, 1, a few, a number that does not divide by n, and a little more than 1 MiB."""
+    """Numbers of elements to test: 0, 1, a few, a number that is not divisible by n, and a little more than 1 MiB."""
     return [0, 1, 7, 257 * n + 1, -(-LARGE_BYTES // dtype.itemsize)]
 
 
@@ -336,7 +337,7 @@ def cases(names: list[str], n: int) -> Iterator[Case]:
                     yield case(name, dtype, "max" if dtype.kind != "c" else "sum", size, kind)
 
 
-# --- the matrix -----------------------------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------------------------
 
 
 def is_long(algorithm: str, n: int) -> bool:

@@ -102,7 +102,7 @@ def test_another_dataset_is_not_overwritten(digits, tmp_path):
     done = make("digits", changed)
     assert done.exit_code == 1 and "has another set of images; nothing was written" in done.output
     assert contents(changed) == before
-    (changed / data.ABOUT).unlink()  # without this file, mscomm cannot know that the folder is not the real CIFAR-10
+    (changed / data.ABOUT).unlink()  # without this file, mscomm must assume that the folder may be the real CIFAR-10
     done = make("digits", changed)
     assert done.exit_code == 1 and "has other files; nothing was written" in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"changed"}

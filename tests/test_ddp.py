@@ -64,7 +64,7 @@ def test_a_script_with_two_lines_changed_ends_with_the_weights_of_pytorchs_wrapp
     train(changed, n, tmp_path / "ours")
     theirs = torch.load(tmp_path / "theirs" / "rank_0.pt")
     begin = torch.load(tmp_path / "theirs" / "checkpoint.pt")["model"]
-    # The epoch in join() has changed the weights.
+    # The weights have changed since the checkpoint, so the epoch in join() has trained.
     assert any((theirs[name] - begin[f"module.{name}"]).abs().max() > 1e-3 for name in theirs)
     for rank in range(n):
         ours = torch.load(tmp_path / "ours" / f"rank_{rank}.pt")
@@ -280,7 +280,7 @@ def test_all_ranks_begin_with_the_model_of_rank_0(rank: int) -> None:
 def test_names_with_and_without_the_prefix(rank: int) -> None:
     import torch
 
-    # So the names of its own weights begin with "module.", too.
+    # Here the weights' own names also begin with "module.", which is the prefix that the wrapper adds.
     inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
     model = mscomm.DistributedDataParallel(inner)
     assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]

@@ -41,7 +41,7 @@ class Sub(DeviceArray):
 
 @contextmanager
 def row(**changed: Any) -> Iterator[None]:
-    """Change these fields of DeviceArray's row in plain_types, inside a with block."""
+    """Change the given fields of DeviceArray's row in plain_types, inside a with block."""
     before = arrays.plain_types[DeviceArray]
     arrays.plain_types[DeviceArray] = before._replace(**changed)
     try:
@@ -60,7 +60,7 @@ def no_row() -> Iterator[None]:
 
 
 def known() -> None:
-    """Make the type and the dtypes known, as the first calls of a program do."""
+    """Let mscomm store what it knows about the array type and the dtypes, as the first calls of a program do."""
     arrays.library(on_device(np.ones(1)), "x", "test")
     for dtype in DTYPES:
         known_code(np.dtype(dtype))
@@ -278,7 +278,7 @@ def test_what_a_library_raises_passes(rank: int, group: None) -> None:
         assert (mscomm.all_reduce(x).to_numpy() == 1).all()
 
 
-# -- what the libraries report
+# -- what mscomm reads from CuPy's arrays, tested with a stand-in for CuPy
 
 
 def test_what_cupy_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_a_captured_call_is_enqueued_where_it_is_and_not_watched(rank: int, grou
 
 @devices(2)
 def test_what_is_watched_does_not_end_a_capture_of_another_stream(rank: int, group: None) -> None:
-    """While torch.cuda.graph captures a stream, the driver lets no thread query an event, because it is unsafe."""
+    """While torch.cuda.graph captures a stream, an event query ends the capture, even a query by another thread."""
     library = device_array.runtime().library
     stream, graph = device_array.new_stream(rank), device_array.c_uint64()
     x = compute.add(on_device(np.ones(10, np.float32)), 1, delay=0.5)

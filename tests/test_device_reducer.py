@@ -116,7 +116,8 @@ def test_gradients_may_lie_in_the_buffers(rank: int, group: None, backend: str) 
     first, second, third = reducer.buffers
     for value, buffer in enumerate(reducer.buffers, 1):
         buffer[...] = on_device(np.full(buffer.shape, value, np.float32))
-    got = reducer.reduce([first, third, second])  # the last two arrays are the buffers of each other's gradient
+    # Swapped: the last two arrays are the buffers of the third and second gradient.
+    got = reducer.reduce([first, third, second])
     assert [float(one.to_numpy().reshape(-1)[0]) for one in got] == [1, 3, 2]
     turned = on_device(np.arange(600, dtype=np.float32).reshape(30, 20)).T
     assert (reducer.reduce([turned, second, third])[0].to_numpy() == turned.to_numpy()).all()
@@ -352,7 +353,7 @@ def test_a_dtype_that_the_library_does_not_add_up_is_told(rank: int, group: None
 @pytest.mark.parametrize("why", ["no kernels", "no memory"])
 @devices(2)
 def test_what_one_rank_alone_cannot_do_is_told_to_all(rank: int, group: None, why: str) -> None:
-    if why == "no kernels":  # and on rank 1, the array library has no bfloat16
+    if why == "no kernels":  # here rank 1's array library lacks bfloat16, too
         if rank == 1:
             del device_array.namespace.bfloat16
         with pytest.raises(TypeError, match=r"DeviceArray has no bfloat16, and mscomm no kernels .*, on rank 1 of"):

@@ -134,7 +134,7 @@ def test_parameters_without_a_gradient(rank: int, backend: str) -> None:
             else:
                 assert name not in mine
     model.zero_grad()
-    with reducer.no_sync():  # its gradients are reduced, even if the last pass makes none
+    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass makes none
         model(torch.ones(2, 4), True).sum().backward()
     model(torch.ones(2, 4), False).sum().backward()
     reducer.wait()
@@ -192,7 +192,7 @@ def test_gradients_that_the_program_changes_or_replaces(rank: int, backend: str)
     weight.grad = None
     reducer.zero_grad()
     step()
-    # The gradient is removed between the backward pass and wait(), so the result must not use the old one.
+    # The gradient is removed between the backward pass and wait(). The result must not use the removed gradient.
     weight.grad = None
     (weight * factors).sum().backward()
     weight.grad = None

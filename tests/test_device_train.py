@@ -270,7 +270,8 @@ def test_two_ranks_train_the_model_that_one_trains_with_the_whole_batch(
     mscomm.reset_auto_parallel_context()
     net, alone = Line(), Losses()
     Model(net, optimizer=Momentum(net.parameters, 0.05, 0.9)).train(2, Batches(), alone)
-    close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}  # bfloat16: few bits
+    # With compression, gradients are sent as bfloat16, which has few bits.
+    close = {"rtol": 1e-4, "atol": 1e-6} if compression is None else {"rtol": 0.1, "atol": 0.02}
     np.testing.assert_allclose(losses.mean, alone.mean, **close)
     for name, x in weights().items():
         np.testing.assert_allclose(arrays.on_host(x, name, "test"), net.parameters[name], **close)
@@ -309,7 +310,7 @@ def test_running_means_and_dropout_on_two_ranks(rank: int, group: None, backend:
     assert violations() == []
 
 
-# --- functions for PyTorch's devices, tested without one -------------------------------------------------------------
+# --- functions for tensors on PyTorch's devices, tested without such a device ----------------------------------------
 
 
 def test_numbers_of_pytorch_s_tensors() -> None:

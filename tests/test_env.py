@@ -135,7 +135,7 @@ def test_given_has_what_is_set_of_a_kind() -> None:
 
 
 def test_the_table_and_the_log_are_light() -> None:
-    """init() imports both, so neither may import numpy, click or psutil."""
+    """init() imports environment.py and log.py, so neither may import numpy, click or psutil."""
     look = "import sys, mscomm.environment, mscomm.log; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
     assert not {"numpy", "click", "rich", "psutil", "msgpack", "mscomm._core"} & set(done.stdout.split())

@@ -1,4 +1,4 @@
-"""Each epoch of Model.train has an order of its own, which does not depend on how the training came to the epoch."""
+"""Each epoch of Model.train has its own order of rows, even if the training begins or is resumed at that epoch."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_script_that_sets_the_epoch_itself_gets_the_same() -> None:
 
 @each_data
 @pytest.mark.parametrize("step", [2, 3, 4])  # a step in the middle of an epoch, at its end, and after its end
-@pytest.mark.parametrize("before", [0, 1])  # the number of trainings before, with the same data
+@pytest.mark.parametrize("before", [0, 1])  # the number of earlier trainings with the same data
 def test_resume_gives_the_order_of_the_resumed_epoch(make: Any, step: int, before: int, tmp_path: Any) -> None:
     class Stop(mscomm.Callback):
         def step_end(self, run_context: Any) -> None:

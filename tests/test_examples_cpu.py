@@ -70,7 +70,7 @@ def assert_learned(logs: list[Path], steps: int) -> list[str]:
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the script defines."""
+    """The names that the script defines, with their values."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return runpy.run_path(str(SCRIPT))
 
@@ -111,7 +111,7 @@ def test_the_loss_is_the_cross_entropy(example: dict[str, Any]) -> None:
     torch.testing.assert_close(dense, both[0][0])
 
 
-# -- the training, for real
+# -- real training runs
 
 
 @pytest.fixture(scope="module")

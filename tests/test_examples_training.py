@@ -262,7 +262,7 @@ def test_run_trains_with_eight_ranks(folder: Path, few: Path, tmp_path: Path) ->
     assert places(losses(logs[0])) == steps(1, 1) and all(losses(log) == losses(logs[0]) for log in logs)
 
 
-# This program replaces the training, which would be too much for a small machine with 16 ranks.
+# 16 training processes would be too much for a small machine, so this program replaces the training script.
 SUM = """
 import os
 import numpy as np
@@ -440,7 +440,7 @@ while :; do sleep 0.1; done
 def test_a_script_that_is_ended_while_it_starts_leaves_no_process(
     script: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """The first process that the script starts sends it a signal. The script has then not started all processes yet."""
+    """The first process that the script starts sends a signal to the script before the script has started them all."""
     examples = shutil.copytree(EXAMPLES, tmp_path / "examples", symlinks=True)
     python, table, ended = (tmp_path / name for name in ("python", "table.json", "ended"))
     python.write_text(ENDS_ITS_STARTER)

@@ -64,7 +64,7 @@ RAISES_WITHIN_S = 5  # a generous bound; the measured figures are in docs/perfor
 
 
 def later(seconds: float, what: signal.Signals) -> None:
-    """Send this process the signal after this time, when it is in its next calls."""
+    """Send this process the signal after this many seconds, when it is probably in one of its next calls."""
     threading.Timer(seconds, os.kill, (os.getpid(), what)).start()
 
 
@@ -602,7 +602,7 @@ def test_control_c_ends_a_whole_job_and_every_rank_knows_why(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """A file system of its own, which is soon full."""
+    """Mount a small file system of this size. Yields its folder, which a test can fill easily."""
     if os.getuid() != 0:
         pytest.skip("mounting a file system needs root")
     folder.mkdir()

@@ -171,7 +171,7 @@ def functions_of_groups():
     public |= {f"comm_func.{name}": f for name, f in vars(mscomm.communication.comm_func).items() if name[0] != "_"}
     for name, function in public.items():
         if not callable(function) or name in ("Work", "create_group", "destroy_group"):
-            continue  # a Work is the result of a call; the other two make and destroy groups
+            continue  # Work is the type of a result; the other two functions make and destroy groups
         parameters = inspect.signature(function).parameters
         if "group" not in parameters:
             continue
@@ -358,7 +358,7 @@ def test_who_destroys_a_group_while_others_wait_in_it_is_named(rank, group, algo
     assert total(None) == 3  # other groups still work
 
 
-# -- several at once
+# -- several groups at once
 
 
 @pytest.mark.parametrize("algo", ["", "direct"])

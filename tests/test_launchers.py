@@ -30,7 +30,7 @@ ROWS = "[[0.],\n [1.],\n [2.],\n [3.],\n [4.],\n [5.],\n [6.],\n [7.]]\n"
 
 
 class Environment:
-    """A virtual environment with one MPI and mscomm in it."""
+    """A virtual environment that contains mscomm and one implementation of MPI."""
 
     def __init__(self, folder: Path, flavour: str, python: Path | None = None) -> None:
         self.python = python or folder / "bin" / "python"
@@ -181,7 +181,8 @@ def test_one_worker_too_many_is_told_so_and_the_others_go_on(start: Start, tmp_p
     workers = [start("MS_WORKER", script) for _ in range(3)]
     while all(worker.poll() is None for worker in workers):
         time.sleep(0.02)
-    Path(f"{script}.go").touch()  # one worker was refused while the others still ran
+    # One worker was refused while the others still ran. Let the others go on.
+    Path(f"{script}.go").touch()
     ends = [finished(worker) for worker in workers]
     refused = [err for code, _, err in ends if code == 1]
     assert len(refused) == 1 and "already has its 2 workers" in refused[0], ends
@@ -219,7 +220,7 @@ def test_numeric_node_ids_are_ranks(start: Start, tmp_path: Path) -> None:
         assert finished(worker)[:2] == (0, f"{rank}\n")
 
 
-# -- MPI in the same process
+# -- programs that use mscomm and mpi4py
 
 MPI_SCRIPT = """
 import sys
@@ -284,7 +285,8 @@ def test_mpi4py_works_with_a_pmix_server_that_is_late(openmpi: Environment, orde
     subprocess.run([compiler, "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
     done = openmpi.start(4, script, order, LD_PRELOAD=str(library))
     assert (done.returncode, done.stdout) == (0, "ok\n" * 4), done.stderr
-    assert done.stderr.count("late\n") >= 12, done.stderr  # for each rank, two helpers and one MPI_Finalize
+    # 4 ranks, and for each of them two helpers and one MPI_Finalize.
+    assert done.stderr.count("late\n") >= 12, done.stderr
 
 
 CONNECTIONS = """
@@ -520,7 +522,7 @@ def test_pod_0s_name_comes_from_our_own() -> None:
         kubernetes.pod_0("node7", 3)
 
 
-# -- by hand
+# -- ranks that are started by hand
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
@@ -568,7 +570,7 @@ def test_a_world_of_one_needs_nobody() -> None:
     assert bootstrap.find({}, "env://") is None
 
 
-# -- what cannot be reached
+# -- launchers that cannot be reached
 
 
 UNREACHABLE = [
@@ -589,8 +591,8 @@ UNREACHABLE = [
 
 @pytest.mark.parametrize("variables", UNREACHABLE, ids=lambda variables: " ".join(variables)[:60])
 def test_a_launcher_that_cannot_be_reached_never_makes_jobs_of_one(variables: dict[str, str], port: int) -> None:
-    """With the variables of a job of 2, but no launcher or no second rank, init() raises an error that says what was
-    tried.
+    """The variables describe a job of 2 ranks, but there is no launcher, or no second rank. Then init() raises an error
+    that says what was tried.
     """
     variables = {name: text.replace("PORT", str(port)) for name, text in variables.items()}
     done = subprocess.run(

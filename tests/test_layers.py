@@ -117,4 +117,4 @@ def test_the_core_never_listens(path):
 def test_no_vendor_header_is_included(path):
     vendors = "cuda|nccl|hccl|acl|mpi|pmi|pmix|numa|openssl|infiniband|rdma|torch|ATen|c10"
     found = re.findall(rf'#\s*include\s*[<"]((?:{vendors})\w*(?:/[^>"]*|\.h\w*))[>"]', path.read_text(), re.I)
-    assert [header for header in found if not (CSRC / header).exists()] == []  # csrc/cuda is our own
+    assert [header for header in found if not (CSRC / header).exists()] == []  # headers in csrc/cuda are mscomm's own

@@ -95,7 +95,7 @@ def test_a_rank_without_descriptors_says_so_instead_of_waiting_for_others():
         lacking = no_descriptor_left()
         entered = []
 
-        def check():  # called after the selector has got its descriptor
+        def check():  # called when the selector already has its descriptor
             if not entered:
                 entered.append(lacking.__enter__())
 

@@ -152,7 +152,7 @@ def test_a_notice_that_cannot_be_written_neither_ends_nor_stops_the_member(stder
                 os.eventfd_write(member.news_fd, 1)
                 eventually(lambda turn=turn: noticing.told == turn)
             other.leave(1)
-            eventually(lambda: noticing.departed)  # the member still hears the hub
+            eventually(lambda: noticing.departed)  # the member still receives what the hub sends
             assert not noticing.aborts
         finally:
             os.dup2(before, 2)

@@ -70,7 +70,7 @@ def test_pieces_of_all_sizes_arrive(rank, group, n, memory):
 @ranks("n")
 def test_one_rank_in_place_and_the_others_not(rank, group, n):
     """One rank's call is in place, and so overwrites x. The peers know this only from that rank's post. They must not
-    read its x while it changes.
+    read that x while it changes.
     """
     for in_place in (*range(n), 0, n - 1):
         sent = [np.random.default_rng(seed).integers(0, 256, (n, 200_001), np.uint8) for seed in range(n)]

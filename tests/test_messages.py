@@ -22,7 +22,7 @@ LARGE = 4 << 20  # bytes; a message of this size is announced first, and its dat
 
 
 def links(n):
-    """Decorator: the test runs with all ranks on one host, over unix sockets, and with a host for each rank, over TCP."""
+    """Decorator: the test runs with all ranks on one host (unix sockets), and with each rank on its own host (TCP)."""
     return pytest.mark.parametrize("host", [["a"] * n, [f"host {i}" for i in range(n)]], ids=["unix", "tcp"])
 
 
@@ -373,7 +373,7 @@ def test_ranks_are_those_in_the_group_and_groups_do_not_mix(rank, group, host):
 @links(2)
 @ranks(2, env=SPLIT)
 def test_what_was_sent_before_release_arrives(rank, group, host):
-    # Rank 0 has left, perhaps before the link was made. Its message must still be received.
+    # Rank 0 sends and then leaves, perhaps before the link is made. Rank 1 must still receive the message.
     if rank == 0:
         mscomm.send(value(0, 1, 1000), 1)
         return
@@ -446,7 +446,8 @@ def test_wrong_arguments_send_nothing_and_break_nothing(rank, group):
         (lambda: mscomm.send(x, other, tag=-1), ValueError, r"send: tag -1 is not in 0 to 2\^31 - 1"),
         (lambda: mscomm.recv(x, other, tag=2**31), ValueError, "recv: tag 2147483648"),
         (lambda: mscomm.recv(x, other, tag=1.5), TypeError, "recv: tag 1.5 is not an integer"),
-        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),  # rank - 1 on rank 0 must be no wildcard
+        # -1 must not mean any source: it may be `rank - 1` on rank 0.
+        (lambda: mscomm.recv(x, -1), ValueError, "recv: src -1 is no rank"),
         (lambda: mscomm.recv(x, other, tag=-1), ValueError, "recv: tag -1"),
         (lambda: mscomm.recv(x, mscomm.ANY_TAG), TypeError, "recv: src mscomm.ANY_TAG is not an integer"),
         (lambda: mscomm.send(x, mscomm.ANY_SOURCE), TypeError, "send: dst mscomm.ANY_SOURCE is not an integer"),

@@ -97,7 +97,8 @@ def options_without_a_use(function: Callable[..., Any]) -> set[str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except OSError:  # a dataclass's __init__ has no source; other code reads the fields
         return set()
-    kept: dict[int, str] = {}  # the attributes in which an option is only stored, by the id of the option's node
+    # For an expression that is only stored in an attribute: the id of its node, and the attribute's name.
+    kept: dict[int, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             kept[id(node.value)] = node.targets[0].attr
@@ -148,7 +149,7 @@ def test_whoever_tells_of_an_option_by_name_has_a_row_for_it() -> None:
     assert told - notices.WITHOUT_EFFECT.keys() == set()
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- which warnings are printed --------------------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[..., Any]] = {
     "set_context": mscomm.set_context,

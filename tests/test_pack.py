@@ -310,7 +310,7 @@ def test_arguments_that_do_not_fit_are_refused(rank: int, how: str) -> None:
     assert violations() == []
 
 
-# -- what nvcc makes
+# -- the code that nvcc generates
 
 
 NVCC = shutil.which("nvcc")

@@ -61,7 +61,7 @@ PAIRS = {
 }
 
 
-# --- the rank's side ------------------------------------------------------------------------------------------------
+# --- what each rank runs --------------------------------------------------------------------------------------------
 
 
 def run_rows(codes: list[str], result: Path) -> None:
@@ -118,7 +118,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def running() -> list[str]:
-    """The rows whose right side must run, each once."""
+    """The code of all rows that the test must run, without duplicates."""
     notes = (LATER, *DEVICE)
     return list(dict.fromkeys(row.ours for row in ROWS if row.ours and not row.note.startswith(notes)))
 

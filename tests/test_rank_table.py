@@ -453,7 +453,7 @@ def test_the_limits_of_atlas_910(servers: int, devices: list[int], found: list[s
     assert [str(problem) for problem in unfit_for_910(seats)] == found
 
 
-# -- any bytes
+# -- files with arbitrary bytes
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -100,7 +100,8 @@ def test_gradients_may_lie_in_the_buffers(rank, group):
     assert all(np.shares_memory(one, buffer) for one, buffer in zip(got, reducer.buffers, strict=True))
     assert all((one == 0.5).all() for one in got)
     first[...], second[...], third[...] = 1, 2, 3
-    got = reducer.reduce([first, third, second])  # the last two arrays are the buffers of each other's gradient
+    # Swapped: the last two arrays are the buffers of the third and second gradient.
+    got = reducer.reduce([first, third, second])
     assert (got[0] == 1).all() and (got[1] == 3).all() and (got[2] == 2).all()
 
 
@@ -261,7 +262,7 @@ def test_ranks_that_run_out_of_steps_do_not_stop_the_others(rank, group):
         for _ in range(2 * rank):
             reducer.carry(rank)
             seen.append((reducer.reduce([np.full(3, 10.0 * rank)])[0][0], reducer.carried))
-    both, alone = (15.0, 1.5), (20.0, 2.0)  # the means of ranks 1 and 2, and of rank 2 alone
+    both, alone = (15.0, 1.5), (20.0, 2.0)  # the mean of ranks 1 and 2, and that of rank 2 alone
     assert seen == [[], [both] * 2, [both] * 2 + [alone] * 2][rank]
     assert (mscomm.all_reduce(np.ones(1)) == 3).all()
 
@@ -451,7 +452,7 @@ def test_batch_norm_gives_what_distributed_data_parallel_gives(rank, group, n):
     if n == 2:  # exactly equal, because two numbers have only one order, and halving is exact
         assert all(torch.equal(mine, its) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert_same_weights(ours, theirs, 1e-3)
-    if rank == 0:  # on other ranks, DistributedDataParallel takes rank 0's running means
+    if rank == 0:  # on the other ranks, DistributedDataParallel replaces the running means by rank 0's
         for mine, its in zip(ours.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
         shutil.rmtree(folder)
@@ -536,7 +537,7 @@ def test_parameters_without_a_gradient(rank, group):
         expected = mscomm.all_reduce(model.always.bias.grad.clone(), "avg")
         assert (model.always.bias.grad == expected).all()
     model.zero_grad()
-    with reducer.no_sync():  # its gradients are reduced, even if the last pass makes none
+    with reducer.no_sync():  # wait() reduces the gradients of this pass, even if the last pass makes none
         model(torch.ones(2, 4, dtype=torch.double), True).sum().backward()
     model(torch.ones(2, 4, dtype=torch.double), False).sum().backward()
     reducer.wait()
@@ -686,7 +687,7 @@ def test_what_differs_at_the_start_or_is_unfrozen_later_is_told(rank, group):
     with pytest.raises(ValueError, match=words):
         GradientReducer(model.named_parameters())
     GradientReducer(model.named_parameters(), exclude=["0.bias", model[1].weight, model[1].bias])
-    model[1].requires_grad_(False)  # this module differs too
+    model[1].requires_grad_(False)  # the weights of model[1] differ between the ranks, too
     GradientReducer(model[0].parameters(), parameter_broadcast=True)
     with pytest.raises(ValueError, match=r"ranks 0 and 1 of the group begin with different weights, of 1\.weight"):
         GradientReducer(model.named_parameters())

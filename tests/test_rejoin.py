@@ -210,7 +210,9 @@ mscomm.barrier()
 
 
 def test_a_rank_that_raises_is_started_again_too(tmp_path):
-    """The rank reports its exception, releases at exit, and ends with status 1. The others raise Aborted and rejoin."""
+    """The rank reports its exception, calls release() at exit, and ends with status 1. The others raise Aborted, and
+    rejoin.
+    """
     body = """
 import os
 import numpy as np, mscomm
@@ -346,7 +348,8 @@ sys.exit(life < 2)
     env = {} if words else {"PET_MAX_RESTARTS": 2}  # the variable by which torchrun sets --max-restarts
     done = job(tmp_path, body, *words, "--log_dir", tmp_path / "logs", ranks=1, **env)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"  # one log for all lives
+    # The rank and its two restarts write to one log.
+    assert (tmp_path / "logs/worker_0.log").read_text() == "life 0\nlife 1\nlife 2\n"
 
 
 def test_what_a_lost_rank_started_does_not_stay_behind(tmp_path):
@@ -430,7 +433,9 @@ def test_a_worker_comes_back_to_its_scheduler(tmp_path, port):
 
 @pytest.fixture
 def two_nodes(tmp_path, port):
-    """two_nodes(body, *options) runs it on two nodes of two ranks. Returns (status, stdout, stderr) of both nodes."""
+    """two_nodes(body, *options) runs the body on 2 nodes with 2 ranks each. Returns each node's (status, stdout,
+    stderr).
+    """
 
     def run_both(body, *options, **env):
         (tmp_path / "script.py").write_text(body)

@@ -21,13 +21,15 @@ def facts(size, **more):
 
 
 def lose(job, rank, how="killed by SIGKILL", **words):
-    """End the rank's process, and let its launcher say how."""
+    """Act as if the rank's process had died: close its link, and tell the hub how the process ended, as a launcher
+    does.
+    """
     job.members[rank].close() if rank < len(job.members) else job.ends[rank].close()
     job.hub.process_ended(rank, how, badly=True, **words)
 
 
 def by_rank(job):
-    """Sort job.members, which is in the order of joining, by rank. Returns it."""
+    """Sort the list job.members by rank; so far, it was in the order of joining. Returns the list."""
     job.members.sort(key=lambda member: member._welcome.rank)
     return job.members
 
@@ -311,7 +313,8 @@ def test_a_launcher_speaks_for_its_own_ranks_alone():
         there.hears()
         there.ended(0, "exit code 7")
         assert there.hears() is None
-        eventually(lambda: job.hub.over)  # the hub closed the link, and the launcher's ranks had not joined
+        # The hub closes the launcher's link before the launcher's ranks have joined, which ends the job.
+        eventually(lambda: job.hub.over)
         assert job.hub.over.ranks == (2,)
 
 

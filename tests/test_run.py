@@ -19,7 +19,7 @@ import mscomm
 
 @pytest.fixture
 def script(tmp_path):
-    """script(body) writes a script in which `rank` is the rank."""
+    """script(body) writes a script that begins by setting `rank` to the rank's number. Returns the script's path."""
 
     def write(body: str) -> Path:
         path = tmp_path / "script.py"
@@ -293,13 +293,15 @@ def test_a_slow_reader_gets_everything_and_stops_nobody(script, tmp_path, blocki
 
 
 def test_output_that_nobody_read_is_counted_and_is_a_failure(script, tmp_path):
-    """The output is more than a pipe holds, but the rank need not wait. The job ends well, and some output is lost."""
+    """The rank prints more than a pipe holds, and nobody reads it. The rank need not wait, and ends with status 0. But
+    some output is lost, so `mscomm run` ends with status 1.
+    """
     command = [*MSCOMM, "run", "-n", "1", "--log_dir", tmp_path, script("for _ in range(600): print('y' * 995)")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = process.stderr.read()  # reads stderr to its end, and nothing from stdout
         assert process.wait(30) == 1
         lost = int(re.search(r"mscomm run: (\d+) bytes of the ranks' output were dropped: nobody read stdout", said)[1])
-        # A part of the last piece may have been written before it was dropped.
+        # A piece of output counts as dropped even if a part of it was written.
         assert 600_000 <= len(process.stdout.read()) + lost < 600_000 + (16 << 10)
     assert f"{lost} bytes of output were dropped" in (tmp_path / "scheduler.log").read_text()
 

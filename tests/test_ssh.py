@@ -29,7 +29,7 @@ print(ranks, os.getcwd(), os.environ.get("MSCOMM_ALGO"))
 
 
 class Sshd:
-    """An sshd with its own keys and configuration, at a port of 127.0.0.2 that is not 22. It reads no user's files."""
+    """An sshd at 127.0.0.2, with its own port, keys and configuration. It reads no user's configuration or keys."""
 
     def __init__(self, folder: Path, port: int) -> None:
         program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")

@@ -41,7 +41,9 @@ def functions() -> dict[str, ast.FunctionDef]:
 
 
 def parameters(signature: str) -> tuple[int, list[str]]:
-    """The number of positional parameters and the names of the keyword parameters in a signature by pybind11."""
+    """The number of positional parameters, and the names of the keyword parameters. The signature is in pybind11's
+    form.
+    """
     inside = signature[signature.index("(") + 1 : signature.rindex(") ->")]
     while re.search(r"\[[^\[\]]*\]", inside):
         inside = re.sub(r"\[[^\[\]]*\]", "", inside)

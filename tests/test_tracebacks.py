@@ -121,7 +121,8 @@ def test_what_a_rank_shows_and_goes_on_is_not_lost_or_taken_for_its_end(script):
     done = mscomm_run("-n", 2, script(body))
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("mscomm run: rank 1 failed first: exit code 7")
-    for rank in range(2):  # both tracebacks are shown, because they differ, and before later output
+    # The ranks' outputs differ, so both are shown in full: first the traceback, then what the rank prints later.
+    for rank in range(2):
         mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
         assert mine[0] == "Traceback (most recent call last):"
         assert mine[-3:] == ["ZeroDivisionError: division by zero", f"after {rank}", f"later {rank}"]
@@ -244,7 +245,7 @@ def test_an_exception_that_did_not_end_the_program_does_not_count(first):
 
 
 def test_a_second_ctrl_c_that_python_ignores_is_not_shown():
-    """The second Ctrl-C comes in an atexit callback, after the output of the first one was released."""
+    """The second Ctrl-C comes in an atexit callback, after the output about the first one was printed."""
     ignored = [
         "Exception ignored in atexit callback: <function f>",
         "Traceback (most recent call last):",

@@ -342,7 +342,8 @@ def test_checkpoints_that_the_ranks_do_not_share(rank, group):
             assert model.resume(file) == (1, 5)
         assert len(told) == rank and all("rank 1 goes on from what rank 0 wrote" in line for line in told)
         by_the_clock = mscomm.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=[1e-9, 1e9][rank])
-        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))  # by rank 0's clock
+        # Rank 0's clock decides for all ranks when to save.
+        numpy_line()[0].train(1, Batches(rank, 2), ModelCheckpoint("clock", own, by_the_clock))
         assert len(list(own.glob("clock-*"))) == 5
         mscomm.set_auto_parallel_context(parallel_mode=ParallelMode.STAND_ALONE)
         with pytest.raises(ValueError, match="was written by one of 2 ranks, now there are 1; its weights alone"):
@@ -566,7 +567,8 @@ def test_the_bar_is_rank_0s(rank, group):
     line = r"epoch {} {}/6 loss \d+\.\d{{4}}  \d+ images/s  \d+ % communication\n"
     assert re.fullmatch(line.format("2/2", 6), shown) if rank == 0 else shown == ""
 
-    # A longer training prints more lines, without control characters.
+    # A long training prints a line from time to time. With _EVERY_S = 0, it prints one for each step. The lines contain
+    # no control characters.
     with mock.patch("mscomm.train.monitors._EVERY_S", 0.0):
         numpy_line()[0].train(2, Batches(rank, 2), [ProgressBar(console)])
     lines = "".join(line.format(f"{1 + i // 6}/2", 1 + i % 6) for i in range(12))
@@ -860,7 +862,7 @@ def test_a_first_checkpoint_that_one_rank_could_not_write(tmp_path):
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("again")
         assert codes == [0, 0] and all("goes on after (1, 4)" in job.output(rank) for rank in range(2)), job.logs()
-        # The files that are left belong to two trainings and do not fit together, although their names do.
+        # The files that are left on the two ranks have the same names, but belong to different trainings.
         (tmp_path / "0/line_1-1_4.safetensors").unlink()
         (tmp_path / "0/line_1-1_6.safetensors").unlink()
         codes, job = run("mixed")

@@ -24,7 +24,8 @@ PACKAGE = Path(mscomm.__file__).parent
 HELPER = PACKAGE / "bootstrap/pmix_helper"
 GLIBC_FLOOR = (2, 28)
 
-# The C library (before glibc 2.34, some of its parts are separate files), its loader, and the compiler's runtime.
+# The only libraries that the package may need from the system: the C library (in several files before glibc 2.34), the
+# dynamic loader, and the compiler's runtime.
 SYSTEM_LIBRARIES = r"(ld-linux-.*|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s))\.so\.\d+"
 
 # Symbols that the test for old versions of glibc ignores. A build against a newer glibc needs newer versions of them,

@@ -93,8 +93,7 @@ def test_no_more_is_made_ahead_than_there_is_room():
         until = time.monotonic() + 10
         while len(ahead) < min(taken + 3, 50) and time.monotonic() < until:
             time.sleep(0.0005)
-    # `ahead` counts the batches made but not taken. When a row is read, two batches are in the queue at most. `taken`
-    # may be one too low.
+    # A row is read only when at most two batches wait to be taken. `taken` may be one too low, so `ahead` may have a 3.
     assert len(ahead) == 50 and max(ahead) in (2, 3)
 
 

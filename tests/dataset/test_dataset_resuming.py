@@ -1,4 +1,4 @@
-"""A pass that is resumed in its middle gives the same bits, and samples are changed alike on whatever rank they are."""
+"""A pass that is resumed in its middle gives the same bits. A sample is augmented in the same way on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""num_parallel_workers: steps in several threads, with the same bits."""
+"""num_parallel_workers: steps that run in several threads give the same bits as in one thread."""
 
 from __future__ import annotations
 
