@@ -32,7 +32,6 @@ struct Tree {
   int relative;               // this rank, counted from the root
   int span;                   // number of ranks in this rank's subtree
   int size, root;
-  int relative_of(int rank) const { return (rank - root + size) % size; }
   int rank_of(int relative) const { return (relative + root) % size; }
 };
 

@@ -55,8 +55,6 @@ class Arena {
 
   // Arrives at the next round, and returns when all ranks have arrived.
   void round(const Wait& wait) { gate_.round(wait); }
-  // The ranks that have not arrived at the current round.
-  std::vector<int> missing() const { return gate_.missing(); }
   // Wakes every rank that sleeps in this arena, so that the rank calls Wait::look().
   void ring() const { gate_.ring(); }
 

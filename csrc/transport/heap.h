@@ -96,7 +96,6 @@ class Heaps {
       : rank_(rank), mine_(std::move(mine)), others_(std::move(others)) {}
 
   Heap& mine() const { return *mine_; }
-  const std::shared_ptr<Heap>& shared() const { return mine_; }
   // The address of [offset, offset + bytes) in the given rank's heap. The offset comes from a peer, so at() checks that the range
   // is inside the heap, and throws if it is not.
   char* at(int rank, uint64_t offset, size_t bytes) const;

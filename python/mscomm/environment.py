@@ -480,11 +480,6 @@ VARIABLES = (
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
-def variable(name: str) -> Variable:
-    """The row of the variable `name`."""
-    return _BY_NAME[name]
-
-
 def read(name: str, env: Mapping[str, str]) -> Any:
     """The parsed value of a variable in `env`, or its default. Raises ValueError if the variable's text is invalid."""
     return _BY_NAME[name].read(env)
