@@ -199,6 +199,8 @@ def test_a_stream_of_the_users_own(rank: int, group: None, backend: str) -> None
             wrong()
     with pytest.raises(TypeError, match="stream is for arrays on a device, x is the CPU's"):
         mscomm.all_reduce(np.ones(3), stream=stream)
+    with pytest.raises(OverflowError):
+        mscomm.all_reduce(x, out=y, stream=1 << 70)
 
 
 @each_backend
