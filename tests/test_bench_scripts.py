@@ -1,4 +1,4 @@
-"""The scripts of the folder bench: compare.py, hosts.py, mindspore_step.py and ratio.py."""
+"""The scripts of the folder bench: builds.py, compare.py, hosts.py, mindspore_step.py and ratio.py."""
 
 from __future__ import annotations
 
@@ -249,3 +249,38 @@ def test_the_first_kind_that_exchanges_is_the_reference_for_the_weights() -> Non
         click.ClickException, match="pynative, by mscomm: other weights than pynative, by MindSpore, by"
     ):
         check_weights(jobs)
+
+
+# -- builds.py
+
+BUILD = """#!{python}
+import json, sys
+words = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+modes = {{"out_of_place": {{"rounds_us": [[{us}, {us}, 900.0]]}}}}
+json.dump({{"rows": [{{"size": 8, "results": {{"mscomm": modes}}}}]}}, open(words["--json"], "w"))
+sys.exit({status})
+"""
+
+
+def builds(folder: Path, *us: float, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run builds.py on stand-ins for `mscomm`, whose calls take that long."""
+    paths = []
+    for number, one in enumerate(us):
+        paths.append(folder / f"mscomm-{number}")
+        paths[-1].write_text(BUILD.format(python=sys.executable, us=one, status=status))
+        paths[-1].chmod(0o755)
+    command = [sys.executable, Path(BENCH, "builds.py"), *paths, "-n", "2", "-c", "all_reduce", "--rounds", "3"]
+    return run([*command, "-m", "foreign"])
+
+
+def test_builds_compares_the_medians_of_two_builds(tmp_path: Path) -> None:
+    done = builds(tmp_path, 20.0, 10.0)
+    assert done.returncode == 0, done.stderr
+    assert "| all_reduce | 2 | foreign | 8 | 20.0 | 10.0 | 2.00 (2.00 to 2.00) | faster |" in done.stdout
+    assert "0 slower, 1 faster, 0 within noise; mean ratio 2.000" in done.stdout
+    assert "| 0.50 (0.50 to 0.50) | slower |" in builds(tmp_path, 10.0, 20.0).stdout
+
+
+def test_builds_stops_if_a_build_fails(tmp_path: Path) -> None:
+    done = builds(tmp_path, 20.0, 10.0, status=3)
+    assert done.returncode == 1 and "ended with 3" in done.stderr
