@@ -1,4 +1,5 @@
-"""Measures how much time mscomm adds on the host to enqueue a call of NCCL, and compares fused with single calls.
+"""Measures how much time mscomm adds on the host to enqueue a call of NCCL, and compares one fused call with
+many single calls.
 
     python bench/gpu.py [--calls 10000] [--json FILE]
 

@@ -141,8 +141,10 @@ def in_order(
 
 
 def _result(task: Future[Any], pool: Sequence[threading.Thread]) -> Any:
-    """Wait for the task's result and return it. RuntimeError if the threads ended first, as at the end of the
-    process."""
+    """Wait for the task's result and return it.
+
+    Raises RuntimeError if the threads end first, as they do when the process ends.
+    """
     while not task.done() and not wait([task], _LOOK_S).done:
         if not any(thread.is_alive() for thread in pool):
             raise RuntimeError("the threads that make the batches have ended")

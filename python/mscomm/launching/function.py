@@ -195,7 +195,10 @@ def _can_be_imported(function: Callable[..., Any], main: dict[str, Any]) -> bool
 
 
 def _outcome(rank: int, file: int, begin: int) -> _Outcome | None:
-    """The outcome that the rank wrote to its file behind the call, at `begin`; None if it is missing or incomplete."""
+    """The outcome that the rank appended to its file, after the pickled call, which ends at offset `begin`.
+
+    None if the outcome is missing or incomplete.
+    """
     with open(os.dup(file), "rb") as memory:
         memory.seek(begin)
         try:

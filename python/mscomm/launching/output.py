@@ -249,8 +249,10 @@ class Streams:
             self._watch(stream)
 
     def close(self) -> None:
-        """Close our ends of the pipes that are still open. Only a process that has left the process group of its
-        rank can still hold their other ends.
+        """Close our ends of the pipes that are still open.
+
+        The ranks and their process groups have been killed by now. So only a process that has left the process group
+        of its rank can still hold the other end of such a pipe.
         """
         for stream in self._open:
             if stream not in self._paused:
