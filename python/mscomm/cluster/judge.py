@@ -64,8 +64,8 @@ class Judge:
         self._left: dict[int, int] = {}  # by rank, if it left: the number of its last call
         self._destroyed: set[int] = set()  # the ranks in _left that left only the group, not the job
         self._ends: dict[int, str] = {}  # by rank: how its process ended, according to the launcher
-        # For each lost rank: how it was lost, and the time until which the verdict waits for the launcher to say how the
-        # rank's process ended.
+        # For each lost rank: how it was lost, and the time until which the verdict waits for the launcher to say how
+        # the rank's process ended.
         self._gone: dict[int, tuple[str, float]] = {}
         self._symptoms: list[_Symptom] = []
         self._question: tuple[Verdict, int, float, set[int]] | None = (
